@@ -1,11 +1,11 @@
-"""Turns checkpoints into packs."""
+"""Makes packs from checkpoints, measures what they lost, and checks them; makes synthetic packs."""
 
 from moe_pack.convert.account import check_calibration
-from moe_pack.convert.autopack import AutoPacker, AutoPackResult, PackGoal, threshold_rule
+from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
 from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.matrix_bytes import SOURCE, keep_source, kept_text, lossless_formats, with_kept
-from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, layout_for, memory_line
+from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
 from moe_pack.convert.synthetic import (
     SyntheticTraits,
     link_memory_folder,
@@ -17,21 +17,19 @@ from moe_pack.convert.synthetic import (
 from moe_pack.convert.verify import (
     CheckLimits,
     CheckResult,
-    LogitsError,
-    MatrixError,
     bits_per_weight,
-    budget,
+    check_budget,
+    check_bytes,
+    check_digests,
+    check_losses,
+    check_schema,
+    check_tensors,
     compare_logits,
     compare_weights,
     describe,
-    digests,
     format_runs,
     junit_xml,
-    losses,
-    num_bytes,
-    opened,
     same_tensors,
-    tensors,
 )
 
 __all__ = [
@@ -42,18 +40,20 @@ __all__ = [
     "CheckLimits",
     "CheckResult",
     "ConversionResult",
-    "LogitsError",
-    "MatrixError",
-    "PackGoal",
     "SyntheticTraits",
     "bits_per_weight",
-    "budget",
+    "check_budget",
+    "check_bytes",
     "check_calibration",
+    "check_digests",
+    "check_losses",
+    "check_schema",
+    "check_tensors",
     "compare_logits",
     "compare_weights",
     "convert",
+    "dense_dtypes",
     "describe",
-    "digests",
     "find_checkpoint",
     "format_runs",
     "junit_xml",
@@ -61,18 +61,16 @@ __all__ = [
     "kept_text",
     "layout_for",
     "link_memory_folder",
-    "losses",
+    "loss_text",
     "lossless_formats",
     "measure_fixed_costs",
     "memory_line",
-    "num_bytes",
-    "opened",
+    "pack_goal",
     "profiled_popularity",
     "same_tensors",
     "skewed_popularity",
     "synthesize",
     "synthetic_layout",
-    "tensors",
     "threshold_rule",
     "with_kept",
 ]

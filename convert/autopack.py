@@ -1,21 +1,20 @@
-"""How much loss to plan for next, so that the loss measured holds: nothing is read or written here.
+"""From a checkpoint to a pack for a target: plan, convert, measure, and repeat until the loss is within the limit.
 
-A plan's loss is foretold in nats; what its pack loses is measured. Of small losses the one is nearly a multiple of the
-other, so the next plan's nats are the last one's times what is allowed over what was measured, and a little less. A
-pack that holds but leaves much of what is allowed unused is tried once more with more.
+    output.work/   wish.json, reference/, plan-N.json, attempt-N/ (a pack), attempt-N.json (its measured loss)
+    output/        the attempt that is kept, renamed; its made.json lists all attempts
 
-One command from checkpoint to pack for a target: plan, convert, measure, and again until the loss measured holds.
+Every step can be killed: the same command with the same goal continues from the files. A later attempt copies what both
+plans store in the same way from the attempt before it.
 
-    output.work/   wish.json, reference/, plan-N.json, attempt-N/ (a pack), attempt-N.json (what was measured of it)
-    output/        the attempt that holds, renamed; its plan.json tells what it was made for
-
-Every step can be killed: begun again with the same wish, it goes on with what is there. A later attempt copies from the
-one before it what both store alike.
+A plan's loss is an estimate in nats; its pack's loss is measured. For small losses one is nearly proportional to the
+other, so the next plan gets the last plan's nats times the allowed loss over the measured loss, and a little less. A
+pack that is within the limit but uses little of it is followed by an attempt with more loss.
 """
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import log1p
 from pathlib import Path
 
 from moe_pack.calib.evaluate import (
@@ -30,28 +29,38 @@ from moe_pack.calib.evaluate import (
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, attach, hottest_first
 from moe_pack.convert.pipeline import MEMORY_BYTES, convert, layout_for, memory_line
-from moe_pack.convert.plan import Decision, plan_bytes, read_plan
-from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse
+from moe_pack.convert.plan import (
+    Decision,
+    LossLimit,
+    Planner,
+    PlanningModel,
+    Target,
+    plan_bytes,
+    preset_decision,
+    read_plan,
+)
+from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import MANIFEST_FILE
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations
 
 MAX_ATTEMPTS = 10
-_AIM = 0.95  # of what is allowed, aimed at
-_ENOUGH = 0.85  # of what is allowed, from which a pack that holds is good enough
-_ENOUGH_ATTEMPTS = 4  # after which one that holds is, whatever it leaves unused
-_LEAST_STEP = 1.03  # a change of nats not worth a conversion
+_AIM = 0.95  # share of the allowed loss that the next plan aims at
+_ENOUGH = 0.85  # share of the allowed loss from which a pack within the limit is kept
+_ENOUGH_ATTEMPTS = 4  # after so many attempts, a pack within the limit is kept however little it uses
+_LEAST_STEP = 1.03  # a smaller factor on the nats is not worth a conversion
 _MOST_LOOSER, _MOST_TIGHTER, _LEAST_TIGHTER = 4.0, 0.2, 0.93
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAttempt:
-    """A plan made into a pack and measured.
+    """A plan and the loss of its pack, for the choice of the next plan.
 
-    `nats`: that were planned for.   `measured`: what counts against what is allowed, in the same unit: the upper end
-    of the 95% interval.
+    `nats`: the plan's estimated loss.   `measured`: the upper end of the 95% interval of the pack's loss, in the unit
+    of the allowed loss.
     """
 
     nats: float
@@ -59,44 +68,44 @@ class MeasuredAttempt:
 
 
 def best_of(attempts: Sequence[MeasuredAttempt], allowed: float) -> int | None:
-    """Which attempt holds and was planned with the most nats; None where none holds."""
-    holding = [number for number, attempt in enumerate(attempts) if attempt.measured <= allowed]
-    return max(holding, key=lambda number: attempts[number].nats, default=None)
+    """Returns the attempt within the allowed loss that has the most nats; None if no attempt is within it."""
+    within = [number for number, attempt in enumerate(attempts) if attempt.measured <= allowed]
+    return max(within, key=lambda number: attempts[number].nats, default=None)
 
 
 def next_nats(attempts: Sequence[MeasuredAttempt], allowed: float, first: float) -> float | None:
-    """The nats to plan for next; None where the best attempt so far is the pack to keep.
+    """Returns the nats of the next plan; None if the best attempt so far is the pack to keep.
 
-    Args:    first: for the first attempt.
+    Args:    first: the nats of the first attempt.
     """
     if not attempts:
         return first
     best = best_of(attempts, allowed)
     failing = min((attempt.nats for attempt in attempts if attempt.measured > allowed), default=None)
     if best is None:
-        assert failing is not None, "one of the two"
+        assert failing is not None, "an attempt is within the limit or fails"
         worst = min(attempts, key=lambda attempt: attempt.nats)
         return worst.nats * min(max(_AIM * allowed / worst.measured, _MOST_TIGHTER), _LEAST_TIGHTER)
-    held = attempts[best]
-    if held.measured >= _ENOUGH * allowed or len(attempts) >= _ENOUGH_ATTEMPTS:
+    nats, measured = attempts[best].nats, attempts[best].measured
+    if measured >= _ENOUGH * allowed or len(attempts) >= _ENOUGH_ATTEMPTS:
         return None
-    wanted = held.nats * min(_AIM * allowed / max(held.measured, 1e-12), _MOST_LOOSER)
+    following = nats * min(_AIM * allowed / max(measured, 1e-12), _MOST_LOOSER)
     if failing is not None:
-        wanted = min(wanted, (held.nats * failing) ** 0.5)
-    return wanted if wanted >= _LEAST_STEP * held.nats else None
+        following = min(following, (nats * failing) ** 0.5)
+    return following if following >= _LEAST_STEP * nats else None
 
 
 MADE_FILE = "made.json"
-_WISH_FILE = "wish.json"
+_GOAL_FILE = "wish.json"  # its name is on users' disks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackGoal:
-    """What a pack shall be, and how it is told whether it is.
+    """The pack to make: how it is planned, and which loss is allowed.
 
-    `identity`: digests and values of all that decides the pack.   `decide`: the decision for so many nats of loss.
-    `first_nats`: to begin with.   `allowed`: of what `measure` makes of a quality; None: whatever it loses.
-    `verdict`: a line on a quality.
+    `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
+    many nats.   `first_nats`: of the first attempt.   `allowed`: the largest value of `measure`; None: any.
+    `verdict`: returns a line on a measured loss, for people.
     """
 
     identity: Mapping[str, str]
@@ -109,7 +118,7 @@ class PackGoal:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A plan and what its pack lost, as the sidecar `made.json` lists them."""
+    """A plan's nats and its pack's loss, as the sidecar `made.json` lists them."""
 
     nats: float
     measured: float
@@ -118,7 +127,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class AutoPackResult:
-    """The sidecar `made.json` of a pack made for a target: all attempts, and which one it is."""
+    """The sidecar `made.json` of a pack made for a target.
+
+    `wish`: the goal's identity, sorted by name.   `attempts`: all of them.   `taken`: the attempt that became the pack.
+    """
 
     wish: tuple[tuple[str, ...], ...]
     attempts: tuple[Attempt, ...]
@@ -126,11 +138,78 @@ class AutoPackResult:
     quality: Quality
 
 
+def pack_goal(model: PlanningModel, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> PackGoal:
+    """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
+
+    Args:    tokens: the text on which packs are measured.
+    """
+
+    def decide(nats: float) -> Decision:
+        if target.preset is not None:
+            return preset_decision(target.preset, model, target.sparsity)
+        return planner.plan(nats).decision
+
+    limit = target.limit
+    allowed = log1p(limit.value) if limit.kind == "perplexity" else limit.value
+    return PackGoal(
+        identity={
+            "source": profile.facts.source,
+            "profile": profile.facts.sha256,
+            "text": tokens.sha256,
+            "target": canonical(dump(target)).decode(),
+            **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
+        },
+        decide=decide,
+        first_nats=limit.nats(model.losses.nll_per_kl),
+        allowed=None if target.preset is not None else allowed,
+        measure=lambda quality: measured_loss(quality, limit),
+        verdict=loss_text,
+    )
+
+
+def measured_loss(quality: Quality, limit: LossLimit) -> float:
+    """Returns the upper end of the 95% interval of a loss, in nats: of KL, or of perplexity's growth in logarithm."""
+    against = quality.against
+    assert against is not None, "measured against the source"
+    estimate = against.perplexity_increase if limit.kind == "perplexity" else against.kl
+    upper = estimate.value if estimate.upper is None else estimate.upper
+    return log1p(upper) if limit.kind == "perplexity" else upper
+
+
+def loss_text(quality: Quality) -> str:
+    """Returns a pack's measured loss as a line for people."""
+    against = quality.against
+    assert against is not None, "measured against the source"
+    increase, kl = against.perplexity_increase, against.kl
+    return (
+        f"measured: perplexity {increase.value:+.2%} ± {increase.half_width or 0:.2%}, KL {kl.value:.4g} ± "
+        f"{kl.half_width or 0:.2g} nats, {size_text(quality.content_bytes)}"
+    )
+
+
+def work_folder(output: Path) -> Path:
+    """Returns the folder of unfinished work: next to the output, so that a rename stays on one disk."""
+    return output.with_name(f"{output.name}.work")
+
+
+def threshold_rule(decision: Decision) -> ThresholdRule | None:
+    """Returns the rule for a decision's thresholds; None if all neurons run."""
+    if decision.theta is not None:
+        return ThresholdRule(theta=decision.theta)
+    if not decision.sparsity.any():
+        return None
+    return ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
+
+
+def _measures(attempts: list[Attempt]) -> list[MeasuredAttempt]:
+    return [MeasuredAttempt(attempt.nats, attempt.measured) for attempt in attempts]
+
+
 class AutoPacker:
     """Makes one pack. Owns the work folder's lock while it runs.
 
-    Args:    tokens: text to measure on, not used for calibration.   on_step: called before each change of its own to
-             the drive; what it calls has steps of its own.   workers, memory_bytes: as `convert` takes them.
+    Args:    tokens: text to measure on, which is not the profile's.   on_step: called before each change of its own to
+             the disk; conversion and measurement announce their own.   workers, memory_bytes: as for `convert`.
     """
 
     def __init__(
@@ -139,7 +218,7 @@ class AutoPacker:
         profile: Profile,
         tokens: Tokens,
         output: Path,
-        wish: PackGoal,
+        goal: PackGoal,
         workers: int,
         progress: Progress = NO_PROGRESS,
         operations: Operations = TORCH,
@@ -150,111 +229,116 @@ class AutoPacker:
         self._profile = profile
         self._tokens = tokens
         self._output = output
-        self._wish = wish
+        self._goal = goal
         self._workers = workers
         self._memory_bytes = memory_bytes
         self._progress = progress
         self._operations = operations
         self._on_step = on_step
         self._work = work_folder(output)
-        self._drive = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
-        self._identity = tuple(sorted((name, value) for name, value in wish.identity.items()))
+        self._folder = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
+        self._identity = tuple(sorted((name, value) for name, value in goal.identity.items()))
 
     def make(self) -> AutoPackResult:
-        """The pack in its output folder; what was there of it already is not made again.
+        """Makes the pack in its output folder; returns at once if it is there already.
 
-        Raises:  ConversionError if the folder holds something else, or no pack within the loss was found; what making
-                 and measuring packs raises.
+        Raises:  ConversionError if the folder contains something else, or no pack is within the allowed loss; what
+                 making and measuring packs raises.
         """
-        if (found := self._finished()) is not None:
+        result = self._finished()
+        if result is not None:
             self._remove(self._work)
-            return found
-        self._drive.make()
-        self._drive.lock("another command is making this pack; wait for it, or stop it")
+            return result
+        self._folder.make()
+        self._folder.lock("another command is making this pack; wait for it, or stop it")
         try:
             self._claim()
             reference = make_reference(self._checkpoint, self._tokens, self._work / "reference", self._progress)
             attempts = self._attempts(reference)
             return self._finish(attempts)
         finally:
-            self._drive.close()
+            self._folder.close()
 
     def _finished(self) -> AutoPackResult | None:
-        """What the output folder holds, if it was made for this wish."""
+        """Returns the result of an earlier run with the same goal; None if the output folder is new or empty."""
         if not (self._output / MANIFEST_FILE).exists():
             if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
-                raise ConversionError(f"{self._output}: holds something else; give a new or empty folder")
+                raise ConversionError(f"{self._output}: contains something else; give a new or empty folder")
             return None
         with Pack(self._output) as pack:
-            found = read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
-        if found is None or found.wish != self._identity:
+            result = read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
+        if result is None or result.wish != self._identity:
             raise ConversionError(
-                f"{self._output}: holds a pack made otherwise; give another output folder, or remove this one"
+                f"{self._output}: contains a pack made with other options; give another output folder, or remove this "
+                "one"
             )
-        return found
+        return result
 
     def _claim(self) -> None:
-        path, wanted = self._work / _WISH_FILE, canonical(dict(self._identity))
+        """Writes the goal to the work folder, or checks that the folder belongs to it."""
+        path, content = self._work / _GOAL_FILE, canonical(dict(self._identity))
         if not path.exists():
-            self._drive.replace(_WISH_FILE, wanted)
-        elif path.read_bytes() != wanted:
+            self._folder.replace(_GOAL_FILE, content)
+        elif path.read_bytes() != content:
             raise ConversionError(
-                f"{self._work}: holds what was begun for another target or with other options; repeat that command, "
-                "or remove the folder"
+                f"{self._work}: contains unfinished work for another target or with other options; run that command "
+                "again, or remove the folder"
             )
 
     def _attempts(self, reference: Reference) -> list[Attempt]:
-        """All attempts, those of earlier runs among them, until one holds."""
-        wish, tried = self._wish, list[Attempt]()
-        if wish.allowed is None:
-            return [self._attempt(0, wish.first_nats, reference)]
-        while (nats := next_nats(_measures(tried), wish.allowed, wish.first_nats)) is not None:
-            holds = best_of(_measures(tried), wish.allowed) is not None
-            if len(tried) == MAX_ATTEMPTS and not holds:
+        """Returns all attempts up to the last, those of earlier runs too; the best one is within the allowed loss."""
+        goal, attempts = self._goal, list[Attempt]()
+        if goal.allowed is None:
+            return [self._attempt(0, goal.first_nats, reference)]
+        while (nats := next_nats(_measures(attempts), goal.allowed, goal.first_nats)) is not None:
+            number = len(attempts)
+            is_within = best_of(_measures(attempts), goal.allowed) is not None
+            if number == MAX_ATTEMPTS and not is_within:
                 raise ConversionError(
-                    f"{self._output}: {MAX_ATTEMPTS} packs were made and none keeps to the loss; allow more with "
+                    f"{self._output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
                     "--max-loss, or measure on more text with --eval-tokens"
                 )
-            same = self._same_plan(len(tried), nats)
-            if holds and (same is not None or len(tried) == MAX_ATTEMPTS):
-                break  # more loss makes no other plan
-            tried.append(
-                self._attempt(len(tried), nats, reference) if same is None else replace(tried[same], nats=nats)
-            )
-            self._drop_superseded(tried)
-        return tried
+            same = self._same_plan(number, nats)
+            if is_within and (same is not None or number == MAX_ATTEMPTS):
+                break  # more nats give the same plan
+            if same is None:
+                attempts.append(self._attempt(number, nats, reference))
+            else:
+                attempts.append(replace(attempts[same], nats=nats))
+            self._drop_superseded(attempts)
+        return attempts
 
     def _same_plan(self, number: int, nats: float) -> int | None:
-        """Which earlier attempt had the plan of this one."""
-        decided = plan_bytes(self._decision(number, nats), self._checkpoint.spec)
-        plans = (self._work / f"plan-{earlier}.json" for earlier in range(number))
-        return next((earlier for earlier, plan in enumerate(plans) if plan.read_bytes() == decided), None)
+        """Returns the earlier attempt with the same plan as this one."""
+        plan = plan_bytes(self._decision(number, nats), self._checkpoint.spec)
+        paths = (self._work / f"plan-{earlier}.json" for earlier in range(number))
+        return next((earlier for earlier, path in enumerate(paths) if path.read_bytes() == plan), None)
 
     def _attempt(self, number: int, nats: float, reference: Reference) -> Attempt:
-        """Plans, converts and measures; what an earlier run has done of it is read."""
+        """Plans, converts and measures; reads what an earlier run has finished."""
         record = self._work / f"attempt-{number}.json"
         if record.exists():
             return load(Attempt, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
         decision = self._decision(number, nats)
-        folder = self._folder(number)
-        self._progress.say(f"attempt {number + 1}: planned to lose {nats:.4g} nats")
+        folder = self._attempt_folder(number)
+        self._progress.say(f"attempt {number + 1}: planned with an estimated loss of {nats:.4g} nats")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
-        found = Attempt(nats, self._wish.measure(quality), quality.content_bytes)
-        self._progress.say(self._wish.verdict(quality))
-        self._drive.replace(record.name, canonical(dump(found)))
-        return found
+        attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
+        self._progress.say(self._goal.verdict(quality))
+        self._folder.replace(record.name, canonical(dump(attempt)))
+        return attempt
 
     def _decision(self, number: int, nats: float) -> Decision:
-        """The plan of an attempt: decided once, for a machine measured anew would decide otherwise."""
+        """Returns the plan of an attempt. It is made once: if the machine is measured again, it would differ."""
         path = self._work / f"plan-{number}.json"
         if not path.exists():
-            self._drive.replace(path.name, plan_bytes(self._wish.decide(nats), self._checkpoint.spec))
+            self._folder.replace(path.name, plan_bytes(self._goal.decide(nats), self._checkpoint.spec))
         return read_plan(path, self._checkpoint.spec)
 
     def _earlier(self, number: int) -> Path | None:
-        """The last pack made before an attempt's that is still there."""
-        folders = (self._folder(earlier) for earlier in reversed(range(number)))
+        """Returns the last pack of the attempts before this one that has not been removed."""
+        folders = (self._attempt_folder(earlier) for earlier in reversed(range(number)))
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
     def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
@@ -277,7 +361,7 @@ class AutoPacker:
         )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:
-        """Thresholds by the decision, then the loss; both are read where they are known."""
+        """Measures the decision's thresholds, then the loss; reads what an earlier run has measured."""
         progress, operations = self._progress, self._operations
         rule = threshold_rule(decision)
         if rule is not None:
@@ -285,68 +369,51 @@ class AutoPacker:
                 self._on_step("thresholds")
                 measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
         with Pack(folder) as pack:
-            known = read_sidecar(folder, QUALITY_FILE, Quality, pack.manifest.root)
-            if known is not None and known.text_sha256 == self._tokens.sha256:
-                return known
+            quality = read_sidecar(folder, QUALITY_FILE, Quality, pack.manifest.root)
+            if quality is not None and quality.text_sha256 == self._tokens.sha256:
+                return quality
             self._on_step("evaluate")
-            found = evaluate(pack, self._tokens, progress, reference, operations=operations)
-            write_sidecar(folder, QUALITY_FILE, found, pack.manifest.root)
-        return found
+            quality = evaluate(pack, self._tokens, progress, reference, operations=operations)
+            write_sidecar(folder, QUALITY_FILE, quality, pack.manifest.root)
+        return quality
 
-    def _drop_superseded(self, tried: list[Attempt]) -> None:
-        """Removes the packs that are neither the best nor the last one, which the next is copied from."""
-        assert self._wish.allowed is not None, "one attempt supersedes nothing"
-        best = best_of(_measures(tried), self._wish.allowed)
-        for number in range(len(tried) - 1):
+    def _drop_superseded(self, attempts: list[Attempt]) -> None:
+        """Removes all packs except the best one and the last one, which the next attempt copies from."""
+        assert self._goal.allowed is not None, "one attempt supersedes nothing"
+        best = best_of(_measures(attempts), self._goal.allowed)
+        for number in range(len(attempts) - 1):
             if number != best:
-                self._remove(self._folder(number))
+                self._remove(self._attempt_folder(number))
 
-    def _finish(self, tried: list[Attempt]) -> AutoPackResult:
-        taken = 0 if self._wish.allowed is None else best_of(_measures(tried), self._wish.allowed)
-        assert taken is not None, "attempts end with one that holds"
-        folder = self._folder(taken)
+    def _finish(self, attempts: list[Attempt]) -> AutoPackResult:
+        """Renames the best attempt to the output folder, with its sidecars, and removes the work folder."""
+        taken = 0 if self._goal.allowed is None else best_of(_measures(attempts), self._goal.allowed)
+        assert taken is not None, "attempts end with one within the allowed loss"
+        folder = self._attempt_folder(taken)
         with Pack(folder) as pack:
             root = pack.manifest.root
             self._on_step("attach")
             attach(pack, self._profile)
         quality = read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
-        made = AutoPackResult(self._identity, tuple(tried), taken, quality)
+        result = AutoPackResult(self._identity, tuple(attempts), taken, quality)
         self._on_step(MADE_FILE)
-        write_sidecar(folder, MADE_FILE, made, root)
+        write_sidecar(folder, MADE_FILE, result, root)
         self._on_step("rename")
         try:
             folder.replace(self._output)
         except OSError as fault:
             raise ConversionError(
-                f"{self._output}: the finished pack {folder} cannot be moved there ({fault.strerror}); mend that, then "
-                "run the same command again"
+                f"{self._output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct that, "
+                "then run the same command again"
             ) from fault
         self._remove(self._work)
-        return made
+        return result
 
-    def _folder(self, number: int) -> Path:
+    def _attempt_folder(self, number: int) -> Path:
         return self._work / f"attempt-{number}"
 
     def _remove(self, folder: Path) -> None:
         if folder.exists():
             self._on_step(f"remove {folder.name}")
             shutil.rmtree(folder)
-
-
-def work_folder(output: Path) -> Path:
-    """Where what is not yet a pack lies: beside the output, on the same drive."""
-    return output.with_name(f"{output.name}.work")
-
-
-def threshold_rule(decision: Decision) -> ThresholdRule | None:
-    """How a decision's thresholds are measured; None where all neurons run."""
-    if decision.theta is not None:
-        return ThresholdRule(theta=decision.theta)
-    if not decision.sparsity.any():
-        return None
-    return ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
-
-
-def _measures(tried: list[Attempt]) -> list[MeasuredAttempt]:
-    return [MeasuredAttempt(one.nats, one.measured) for one in tried]

@@ -1,11 +1,11 @@
-"""Takes from a finished pack what another plan for the same checkpoint stores alike: bytes copied, not made again.
+"""The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
-One item's bytes: reads what it needs of the source, quantizes, lays out. Runs in a worker thread; writes nothing.
+An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `item_bytes` reads the source,
+quantizes and lays out; `EarlierPack` copies the bytes from a pack of the same checkpoint if both plans store the item
+in the same way. `write_pack` writes items in one order, whatever the number of workers.
 
-The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
-
-Workers are threads: what they run (reading, torch, digests) releases the interpreter, and a process killed at any
-moment leaves nobody behind who could still write. Items are written in one order whatever the number of workers.
+Workers are threads: reading, torch and digests release the interpreter, and a process that is killed at any moment
+leaves no other process that could still write.
 """
 
 import hashlib
@@ -61,22 +61,24 @@ from moe_pack.runtime.model import read_vector
 
 
 class EarlierPack:
-    """An earlier pack, and which of a recipe's items it holds already. Owns the open pack: `close` it.
+    """An earlier pack of the same checkpoint, and the items of a recipe that it contains. Owns the open pack.
 
-    An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor
-    where its format and quantizer are. Nothing is where the account of the source or a version is another. That the
-    source's weights are the same is not checked: the caller made the earlier pack of this checkpoint.
-    Raises:  PackError if the folder holds no sound pack.
+    It contains an expert if selector kind, quantizer, all formats and the neuron order are the same, and a dense tensor
+    if format and quantizer are the same. It contains nothing if the account of the source or a package version differs.
+    It does not check that the source's weights are the same: the caller made the earlier pack of this checkpoint.
+    Raises:  PackError if the folder is not a valid pack.
     """
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self._pack = Pack(folder)
         self._recipe = recipe
-        held, plan = self._pack.manifest, recipe.plan
-        origin = recipe_account(recipe).origin
-        same_source = self._pack.read_file(SOURCE_FILE).tobytes() == origin.source and held.model == recipe.layout.spec
-        self._is_alike = same_source and (held.made_with, held.quantizer) == (origin.made_with, plan.quantizer)
-        self._order = self._pack.read_order() if self._is_alike else None
+        manifest, origin = self._pack.manifest, recipe_account(recipe).origin
+        has_same_source = (
+            self._pack.read_file(SOURCE_FILE).tobytes() == origin.source and manifest.model == recipe.layout.spec
+        )
+        made_alike = (manifest.made_with, manifest.quantizer) == (origin.made_with, recipe.plan.quantizer)
+        self._is_usable = has_same_source and made_alike
+        self._order = self._pack.read_order() if self._is_usable else None
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
         self._checked: set[str] = set()
 
@@ -92,20 +94,20 @@ class EarlierPack:
         """Closes the earlier pack."""
         self._pack.close()
 
-    def holds(self, item: Item) -> bool:
-        """Whether the item's bytes are there."""
-        if not self._is_alike:
+    def contains(self, item: Item) -> bool:
+        """Returns whether the item's bytes are in the pack."""
+        if not self._is_usable:
             return False
         if item.kind == "unused":
             return True
-        return self._holds_dense(item) if item.kind == "dense" else self._holds_expert(item)
+        return self._contains_dense(item) if item.kind == "dense" else self._contains_expert(item)
 
     def item_bytes(self, item: Item) -> NDArray[np.uint8]:
-        """The bytes of an item that is held, checked against their digest: u8 [item.num_bytes], own memory.
+        """Returns the bytes of an item in the pack, checked against their digest: u8 [item.num_bytes], own memory.
 
         Raises:  PackError if they are damaged.
         """
-        assert self.holds(item), item
+        assert self.contains(item), item
         if item.kind == "unused":
             return self._unused_bytes(item)
         if item.kind == "dense":
@@ -115,19 +117,19 @@ class EarlierPack:
             raise PackError(f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes")
         return raw
 
-    def _holds_expert(self, item: Item) -> bool:
+    def _contains_expert(self, item: Item) -> bool:
         recipe, place = self._recipe, (item.layer, item.expert)
-        assert self._order is not None, "the earlier pack is alike"
-        kept = self._order[place]
-        wanted = np.arange(len(kept), dtype=np.uint32) if recipe.order is None else recipe.order[place]
+        assert self._order is not None, "the earlier pack is usable"
+        order = self._order[place]
+        expected = np.arange(len(order), dtype=np.uint32) if recipe.order is None else recipe.order[place]
         formats = self._pack.index.experts[item.layer][item.expert]
         same_kind = self._pack.manifest.selector == recipe.plan.selector
-        return same_kind and formats == recipe.plan.experts[item.layer][item.expert] and np.array_equal(kept, wanted)
+        return same_kind and formats == recipe.plan.experts[item.layer][item.expert] and np.array_equal(order, expected)
 
-    def _holds_dense(self, item: Item) -> bool:
-        wanted = next(dense for dense in self._recipe.layout.dense if dense.role.name == item.role)
-        held = self._dense[item.role]
-        return (held.dtype, held.rows) == (wanted.dtype, wanted.rows)
+    def _contains_dense(self, item: Item) -> bool:
+        expected = next(dense for dense in self._recipe.layout.dense if dense.role.name == item.role)
+        dense = self._dense[item.role]
+        return (dense.dtype, dense.rows) == (expected.dtype, expected.rows)
 
     def _dense_bytes(self, item: Item) -> NDArray[np.uint8]:
         self._check(DENSE_FILE)
@@ -140,7 +142,7 @@ class EarlierPack:
         return self._pack.read_unused(item.offset, item.num_bytes)
 
     def _check(self, file: str) -> None:
-        """Checks a whole file's digest, once."""
+        """Checks the digest of a whole file, the first time."""
         if file not in self._checked:
             self._pack.check_file(file)
             self._checked.add(file)
@@ -299,10 +301,14 @@ class ConversionResult:
     written: bool
 
 
+def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns the dtype of each dense tensor in a checkpoint, in the order of `dense_roles`."""
+    return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
+
+
 def layout_for(checkpoint: Checkpoint, plan: Plan) -> PackLayout:
-    """The layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
-    dtypes = [checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec)]
-    return pack_layout(checkpoint.spec, plan, dtypes, checkpoint.unused())
+    """Returns the layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
+    return pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused())
 
 
 def convert(
@@ -341,7 +347,7 @@ def convert(
         held = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
 
         def make(item: Item, stop: Event) -> NDArray[np.uint8]:
-            return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
+            return held.item_bytes(item) if held is not None and held.contains(item) else item_bytes(recipe, item, stop)
 
         work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)

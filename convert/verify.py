@@ -1,10 +1,11 @@
-"""A pack beside the checkpoint it was made from: every weight, and the logits of some text.
+"""What a finished pack is, whether it is intact, and how it differs from its checkpoint.
 
-What a pack holds, as facts for a table or for JSON: the model, bytes by part, formats by layer and expert.
+Three parts, for the commands `verify`, `inspect` and `check`:
 
-Checks of a finished pack: is it whole, is it of its source, and does it keep the limits that were set.
-
-A check that fails says what was found and what was allowed; one that cannot be made is skipped, with the reason.
+- comparison: every weight of a pack with the checkpoint's, and the logits of both on some text;
+- description: the model, bytes by part, formats by layer and expert, as facts for a table or for JSON;
+- checks: whether a pack is intact, comes from its source, and keeps within limits. A failed check says what was found
+  and what is allowed; a check that cannot be made is skipped, with the reason.
 """
 
 import math
@@ -39,7 +40,7 @@ from moe_pack.formats import (
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
-from moe_pack.formats.manifest import SOURCE_FILE, read_account
+from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, read_account
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
@@ -58,8 +59,8 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing, divide_budget, expert_pages, routing_bytes
 
-# Least cosine between stored weights and the source's. From 2 bit up it is 0.8 and more. One-bit hqq over long rows
-# keeps little (0.07 at 4,096 weights a row); an unrelated matrix of n weights stays within 6 / sqrt(n) all the same.
+# Least cosine between stored weights and the source's. With 2 bits and more it is at least 0.8. One-bit hqq over long
+# rows keeps little (0.07 at 4,096 weights a row); but an unrelated matrix of n weights stays within 6 / sqrt(n).
 _RELATED = 0.4
 _UNRELATED_DEVIATIONS = 6
 _ROWS_AT_ONCE = 512
@@ -67,7 +68,7 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """How far stored weights of one kind are from the source's: `mean`, `largest`; `relative` is mean over mean |w|."""
+    """The error of stored weights of one kind: `mean` and `largest` of |w - w'|; `relative` is `mean` over mean |w|."""
 
     matrix: str
     stored_as: str
@@ -79,10 +80,10 @@ class MatrixError:
 
 @dataclass(frozen=True, slots=True)
 class LogitsError:
-    """How far the pack's predictions are from the source's over `num_tokens` tokens.
+    """The difference of the pack's predictions from the source's over `num_tokens` tokens.
 
-    `kl`: mean KL divergence of the pack's distribution from the source's, in nats. `agreement`: share of tokens with
-    the same likeliest next token.
+    `largest`: difference of a logit.   `kl`: mean KL divergence of the pack's distribution from the source's, in nats.
+    `agreement`: share of tokens with the same likeliest next token.
     """
 
     num_tokens: int
@@ -92,20 +93,133 @@ class LogitsError:
 
 
 def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
-    """Checks that the checkpoint has the tensors the pack's account names.
+    """Checks that the checkpoint has the tensors that the pack's `source.json` names.
 
-    Raises:  PackError naming the first that differs.
+    Raises:  PackError with the name of the first tensor that differs.
     """
     _, tensors = checkpoint.account()
-    account = read_account(pack.read_file("source.json").tobytes())
-    theirs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
-    ours = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
+    account = read_account(pack.read_file(SOURCE_FILE).tobytes())
+    packed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
+    given = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    for name in sorted(packed.keys() | given.keys()):
+        if packed.get(name) != given.get(name):
             raise PackError(
-                f"--against {checkpoint.folder}: tensor {name!r} is {_described(ours.get(name))} there, "
-                f"the pack was made from {_described(theirs.get(name))}; it is another checkpoint"
+                f"--against {checkpoint.folder}: tensor {name!r} is {_tensor_text(given.get(name))} there and "
+                f"{_tensor_text(packed.get(name))} in the pack's source; give the checkpoint that the pack was "
+                f"made from"
             )
+
+
+def _tensor_text(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
+
+
+class _Sums:
+    """Sums of errors over all matrices of one kind."""
+
+    def __init__(self) -> None:
+        self.num_weights = 0
+        self.error = 0.0
+        self.weight = 0.0
+        self.largest = 0.0
+
+    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+        """Adds rows in float32, and returns whether they match the source as well as their format can.
+
+        Only quantized weights may differ.
+        Args:    part: the format; None if the pack keeps the source's bytes.
+        """
+        difference = (source - stored).abs()
+        error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
+        self.num_weights += source.numel()
+        self.error += error
+        self.weight += weight
+        self.largest = max(self.largest, float(difference.max()))
+        if error == 0 or part is None or part.codec not in ("affine", "trellis"):
+            return error == 0
+        chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
+
+    def result(self, matrix: str, stored_as: str) -> MatrixError:
+        """Returns the errors over all weights that were added."""
+        relative = self.error / self.weight if self.weight else 0.0
+        return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
+
+
+def _cosine(x: Tensor, y: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
+
+
+def _compare_dense(
+    weights: PackWeights, checkpoint: Checkpoint, dense: DenseLayout, sums: dict[tuple[str, str], _Sums]
+) -> None:
+    role, source = dense.role.name, checkpoint.dense_source(dense.role.name)
+    place = f"dense.safetensors: {role}"
+    if len(dense.role.shape) == 1:
+        if not torch.equal(read_vector(checkpoint, source), weights.vector(role)):
+            raise PackError(f"{place}: does not match the checkpoint's {source.tensor!r}")
+        return
+    part = None if dense.rows is None else dense.rows.parts[0].format
+    stored_as = dense.dtype.lower() if part is None else format_text(part)
+    kind = sums.setdefault(("dense", stored_as), _Sums())
+    for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
+        expected = read_rows(checkpoint, source, start, stop).to(torch.float32)
+        if not kind.add(expected, weights.matrix(role).rows(start, stop), part):
+            raise PackError(f"{place}: rows {start} to {stop} do not match the checkpoint's {source.tensor!r}")
+
+
+def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
+    for item in pack.layout.items():
+        if item.kind == "unused":
+            stored = pack.read_unused(item.offset, item.num_bytes)
+            if not np.array_equal(stored, checkpoint.raw(item.role, item.start, item.num_bytes)):
+                raise PackError(f"{UNUSED_FILE}: {item.role!r} does not match the checkpoint's")
+
+
+def _compare_expert(
+    weights: PackWeights,
+    checkpoint: Checkpoint,
+    number: tuple[int, int],
+    formats: ExpertFormat,
+    order: Tensor,
+    sums: dict[tuple[str, str], _Sums],
+) -> None:
+    """Compares an expert's matrices.
+
+    Args:    number: the MoE layer and the expert.   order: int64 [f], the source's neuron in each row.
+    """
+    layer_idx, expert = number
+    places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
+    sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
+    biased = checkpoint.spec.expert.bias
+    biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    packed = weights.expert(layer_idx, expert)
+    _check_bias(number, "down", packed.down_bias(), biases.pop("down", None))
+    start = 0
+    for block in packed.blocks():
+        rows = order[start : start + len(block.up)]
+        start += len(rows)
+        for matrix, source in sources.items():
+            part = formats.of(matrix)
+            stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
+            assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+            if matrix in biases:
+                _check_bias(
+                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
+                )
+            expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
+                raise PackError(
+                    f"layer {layer_idx} expert {expert}: {matrix} does not match the checkpoint's "
+                    f"{places[matrix].tensor!r}"
+                )
+
+
+def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+    assert (stored is None) == (source is None), "the spec says which matrices have one"
+    if stored is not None and source is not None and not torch.equal(stored, source):
+        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} does not match the checkpoint's")
 
 
 def compare_weights(
@@ -114,9 +228,9 @@ def compare_weights(
     progress: Progress = NO_PROGRESS,
     operations: Operations = TORCH,
 ) -> list[MatrixError]:
-    """The errors of every kind of matrix, by name and format.
+    """Returns the errors of every kind of matrix, sorted by name and format.
 
-    Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
+    Raises:  PackError if weights stored without loss differ, or a matrix is unrelated to the source's.
     """
     weights = PackWeights(pack, torch.device("cpu"), operations)
     sums: dict[tuple[str, str], _Sums] = {}
@@ -133,16 +247,7 @@ def compare_weights(
             progress.advance(layout.num_bytes)
     _compare_unused(pack, checkpoint)
     progress.end()
-    return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
-
-
-def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: Operations = TORCH) -> LogitsError:
-    """The distance between both models' predictions of each next token of `ids`.
-
-    With an encoder it reads `ids`, and the predictions are those of the same tokens as answer.
-    """
-    source = _logits(CheckpointWeights(checkpoint), ids)
-    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), operations), ids))
+    return [kind.result(matrix, stored_as) for (matrix, stored_as), kind in sorted(sums.items())]
 
 
 def _logits(weights: Weights, ids: list[int]) -> Tensor:
@@ -155,7 +260,7 @@ def _logits(weights: Weights, ids: list[int]) -> Tensor:
 
 
 def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
-    """The distance between two sets of logits, float32 [T, vocabulary] each."""
+    """Returns the difference of two sets of logits, float32 [T, vocabulary] each."""
     expected, found = source.to(torch.float64).log_softmax(1), packed.to(torch.float64).log_softmax(1)
     return LogitsError(
         num_tokens=len(source),
@@ -165,118 +270,18 @@ def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
     )
 
 
-class _Sums:
-    """Sums over all matrices of a kind."""
+def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: Operations = TORCH) -> LogitsError:
+    """Returns the difference of both models' predictions of each next token of `ids`.
 
-    def __init__(self) -> None:
-        self.num_weights = 0
-        self.error = 0.0
-        self.weight = 0.0
-        self.largest = 0.0
-
-    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
-        """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
-
-        Only what was quantized may differ at all; None is what keeps the source's bytes.
-        """
-        difference = (source - stored).abs()
-        error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
-        self.num_weights += source.numel()
-        self.error += error
-        self.weight += weight
-        self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or part is None or part.codec not in ("affine", "trellis"):
-            return error == 0
-        chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
-
-    def result(self, matrix: str, stored_as: str) -> MatrixError:
-        """The mean over all that was added."""
-        relative = self.error / self.weight if self.weight else 0.0
-        return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
-
-
-def _cosine(x: Tensor, y: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
-
-
-def _compare_dense(
-    weights: PackWeights, checkpoint: Checkpoint, dense: DenseLayout, sums: dict[tuple[str, str], _Sums]
-) -> None:
-    role, place_in_source = dense.role.name, checkpoint.dense_source(dense.role.name)
-    place = f"dense.safetensors: {role}"
-    if len(dense.role.shape) == 1:
-        if not torch.equal(read_vector(checkpoint, place_in_source), weights.vector(role)):
-            raise PackError(f"{place}: differs from the checkpoint's {place_in_source.tensor!r}")
-        return
-    part = None if dense.rows is None else dense.rows.parts[0].format
-    stored_as = dense.dtype.lower() if part is None else format_text(part)
-    held = sums.setdefault(("dense", stored_as), _Sums())
-    for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
-        stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
-        source = read_rows(checkpoint, place_in_source, start, stop).to(torch.float32)
-        if not held.add(source, weights.matrix(role).rows(start, stop), part):
-            raise PackError(
-                f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
-            )
-
-
-def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
-    for item in pack.layout.items():
-        if item.kind == "unused":
-            stored = pack.read_unused(item.offset, item.num_bytes)
-            if not np.array_equal(stored, checkpoint.raw(item.role, item.start, item.num_bytes)):
-                raise PackError(f"{UNUSED_FILE}: {item.role!r} is not the checkpoint's")
-
-
-def _compare_expert(
-    weights: PackWeights,
-    checkpoint: Checkpoint,
-    number: tuple[int, int],
-    formats: ExpertFormat,
-    order: Tensor,
-    sums: dict[tuple[str, str], _Sums],
-) -> None:
-    """Compares an expert's matrices; `order` int64 [f] tells which of the source's neurons each row is."""
-    layer_idx, expert = number
-    places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
-    sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
-    biased = checkpoint.spec.expert.bias
-    biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
-    held = weights.expert(layer_idx, expert)
-    _check_bias(number, "down", held.down_bias(), biases.pop("down", None))
-    start = 0
-    for block in held.blocks():
-        rows = order[start : start + len(block.up)]
-        start += len(rows)
-        for matrix, source in sources.items():
-            part = formats.of(matrix)
-            stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
-            assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
-            if matrix in biases:
-                _check_bias(
-                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
-                )
-            expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
-            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
-                raise PackError(
-                    f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {places[matrix].tensor!r}"
-                )
-
-
-def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
-    assert (stored is None) == (source is None), "the spec says which matrices have one"
-    if stored is not None and source is not None and not torch.equal(stored, source):
-        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} is not the checkpoint's")
-
-
-def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
+    An encoder reads `ids`; the decoder then predicts the same tokens as the answer.
+    """
+    source = _logits(CheckpointWeights(checkpoint), ids)
+    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), operations), ids))
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRun:
-    """Consecutive layers and experts stored alike; `num_bytes` is one expert's extent."""
+    """Consecutive layers and experts with the same formats; the ends count. `num_bytes`: of one expert's extent."""
 
     layers: tuple[int, int]
     experts: tuple[int, int]
@@ -285,7 +290,7 @@ class FormatRun:
 
 
 def describe(pack: Pack) -> dict[str, Any]:
-    """Everything `inspect --json` prints: manifest facts, and format and bytes of each expert, `[layer][expert]`."""
+    """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
     quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root)
     return {
@@ -320,7 +325,7 @@ def describe(pack: Pack) -> dict[str, Any]:
 
 
 def format_runs(pack: Pack) -> list[FormatRun]:
-    """All experts, consecutive ones stored alike taken together, then consecutive layers."""
+    """Returns all experts in runs: consecutive experts with the same formats, then consecutive layers."""
     runs: list[FormatRun] = []
     for layer, experts in enumerate(pack.index.experts):
         row = _expert_runs(pack, layer, experts)
@@ -335,7 +340,7 @@ def format_runs(pack: Pack) -> list[FormatRun]:
 
 
 def bits_per_weight(pack: Pack) -> float:
-    """Bytes of selectors, records and extra, in bits for each of the experts' weights."""
+    """Returns the bits of selectors, records and extra values for each of the experts' weights."""
     spec, totals = pack.spec, pack.manifest.totals
     num_experts = len(spec.moe_layers) * spec.router.num_experts
     num_weights = num_experts * spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
@@ -354,7 +359,7 @@ def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> l
 
 
 def _routing(pack: Pack) -> dict[str, Any] | None:
-    """What a profile put beside the pack: the best predictor of each MoE layer and its recall; None where none was."""
+    """Returns the pack's routing data: the best predictor of each MoE layer and its recall; None if it has none."""
     routing = Routing.open(pack)
     if routing is None:
         return None
@@ -373,15 +378,15 @@ def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:
     return None if part is None else format_text(part)
 
 
-_USUAL_CONTEXT = 4096  # tokens, where the model has as many positions: what moe-run takes
-_NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 cannot hold
+_DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions
+_NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 does not allow
 
 Status = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check, and how it came out, for people."""
+    """A check and its result: what was found and what is allowed, as texts for people."""
 
     name: str
     status: Status
@@ -392,75 +397,93 @@ class CheckResult:
 def _percentage(text: str) -> float:
     """Returns the share that `1%` stands for.
 
-    Raises:  ValueError if it is no percentage from 0 up.
+    Raises:  ValueError if it is not a percentage of 0 or more.
     """
     try:
-        found = float(text.removesuffix("%")) / 100
+        share = float(text.removesuffix("%")) / 100
     except ValueError:
-        found = -1.0
-    if not text.endswith("%") or not 0 <= found < float("inf"):
+        share = -1.0
+    if not text.endswith("%") or not 0 <= share < float("inf"):
         raise ValueError(f"found {text!r}, expected a percentage such as 1% or 0.5%")
-    return found
+    return share
 
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:
-    """What a pack may lose, weigh and need; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
+    """Limits of a pack's loss, bytes and memory; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
 
     max_kl: float | None = field(
         default=None,
-        metadata=option("--max-kl", least=0, metavar="X", help="KL divergence from the source, in nats a token."),
+        metadata=option(
+            "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
+        ),
     )
     max_ppl_increase: float | None = field(
         default=None,
         metadata=option(
-            "--max-ppl-increase", parse=_percentage, metavar="P%", help="Perplexity above the source's: 1%."
+            "--max-ppl-increase",
+            parse=_percentage,
+            metavar="P%",
+            help="Largest growth of perplexity over the source's, such as 1%.",
         ),
     )
     max_bytes: int | None = field(
         default=None,
-        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Bytes of the pack, such as 26G."),
+        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Largest size of the pack, such as 26G."),
     )
     budget_bytes: int | None = field(
         default=None,
-        metadata=option("--budget", parse=read_size, metavar="SIZE", help="Memory that it must run in, such as 11G."),
+        metadata=option(
+            "--budget",
+            parse=read_size,
+            metavar="SIZE",
+            help="Memory in which moe-run must be able to run the pack, such as 11G.",
+        ),
     )
 
     @property
     def of_loss(self) -> bool:
-        """Whether loss has to be known."""
+        """Whether one of the limits is of loss."""
         return self.max_kl is not None or self.max_ppl_increase is not None
 
 
-def opened(folder: Path) -> tuple[Pack | None, CheckResult]:
-    """The pack, the caller's to close, and the check of its schema; None if it is no sound pack."""
+def check_schema(folder: Path) -> tuple[Pack | None, CheckResult]:
+    """Opens a pack, which the caller closes, and returns the check of its schema; the pack is None if that fails."""
     try:
         pack = Pack(folder)
     except PackError as fault:
-        return None, CheckResult("schema", "failed", str(fault), "a sound pack")
+        return None, CheckResult("schema", "failed", str(fault), "a valid pack")
     manifest = pack.manifest
     listed = f"format {manifest.version}, {len(manifest.files) + len(manifest.expert_files)} files"
-    return pack, CheckResult("schema", "passed", listed, "a sound pack")
+    return pack, CheckResult("schema", "passed", listed, "a valid pack")
 
 
-def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
-    """Whether every byte is the one that was written."""
+def _result_of(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
+    """Returns the check that passes unless `work` finds a fault; `work` returns what it found."""
+    try:
+        return CheckResult(name, "passed", work(), allowed)
+    except (PackError, PlanError) as fault:
+        return CheckResult(name, "failed", str(fault), allowed)
+
+
+def check_digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
+    """Checks that every byte is as it was written."""
 
     def work() -> str:
         audit(pack, progress)
         return f"{pack.manifest.totals.content:,} bytes, root {pack.manifest.root[:16]}"
 
-    return _faultless("digests", "as written", work)
+    return _result_of("digests", "as written", work)
 
 
-def tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
-    """Whether every tensor of the source is accounted for, and every byte of the pack.
+def check_tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
+    """Checks that every tensor of the source and every byte of the pack is accounted for.
 
-    Meaning: the weights that `source.json` says were packed or kept are as many as the model has; what was dropped has
-             a reason; bytes by part are those of the layout. With the checkpoint: it has these tensors and routers.
+    Meaning: `source.json` accounts for as many weights as the model has; every tensor left out has a reason; bytes by
+             part are those of the layout; a checkpoint, if given, has the same tensors and routers.
     """
     if pack.is_synthetic:
-        return CheckResult("tensors", "skipped", "a synthetic pack is made of no checkpoint")
+        return CheckResult("tensors", "skipped", "a synthetic pack has no checkpoint")
 
     def work() -> str:
         if checkpoint is not None:
@@ -468,56 +491,60 @@ def tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
             check_source(pack, checkpoint)
         return _accounted(pack)
 
-    return _faultless("tensors", "as in the source" if checkpoint else "all accounted for", work)
+    return _result_of("tensors", "as in the source" if checkpoint else "all accounted for", work)
 
 
 def _accounted(pack: Pack) -> str:
-    held = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
-    kept = sum(tensor.num_weights for tensor in held)
-    if kept != num_parameters(pack.spec):
-        raise PackError(
-            f"{SOURCE_FILE}: found {kept:,} weights packed and resident, the model has {num_parameters(pack.spec):,}"
-        )
-    unexplained = [tensor.name for tensor in held if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason)]
-    if unexplained:
-        raise PackError(f"{SOURCE_FILE}: tensor {unexplained[0]!r}: left out without a reason, or run with one")
+    """Returns what `source.json` accounts for, as a text for people."""
+    tensors = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
+    num_weights, expected = sum(tensor.num_weights for tensor in tensors), num_parameters(pack.spec)
+    if num_weights != expected:
+        raise PackError(f"{SOURCE_FILE}: found {num_weights:,} weights in the pack, expected {expected:,}: the model's")
+    for tensor in tensors:
+        if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason):
+            raise PackError(
+                f"{SOURCE_FILE}: tensor {tensor.name!r}: found fate {tensor.fate} and reason {tensor.reason!r}, "
+                f"expected "
+                "a reason for a tensor that is left out, and for no other"
+            )
     if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
-        raise PackError("manifest.json: totals are not those of the files")
-    counts = {fate: sum(tensor.fate == fate for tensor in held) for fate in ("unused", "dropped")}
-    return f"{len(held)} tensors, {kept:,} weights" + "".join(
+        raise PackError(f"{MANIFEST_FILE}: totals do not match the sizes of the files")
+    counts = {fate: sum(tensor.fate == fate for tensor in tensors) for fate in ("unused", "dropped")}
+    return f"{len(tensors)} tensors, {num_weights:,} weights" + "".join(
         f"; {number} tensors {fate}" for fate, number in counts.items() if number
     )
 
 
-def losses(quality: Quality | None, limits: CheckLimits, where: str) -> list[CheckResult]:
-    """Whether loss is within limits: an estimate plus the half-width of its 95% interval.
+def check_losses(quality: Quality | None, limits: CheckLimits, origin: str) -> list[CheckResult]:
+    """Checks that the upper ends of the 95% intervals of the loss are within the limits.
 
-    Args:    where: what `quality` is from; without one, why there is none.
+    Args:    origin: of `quality`, in words; if there is no quality, why.
     """
-    beside = None if quality is None else quality.against
-    if beside is None:
-        return [CheckResult(name, "skipped", where) for name in ("kl", "perplexity")]
+    against = None if quality is None else quality.against
+    if against is None:
+        return [CheckResult(name, "skipped", origin) for name in ("kl", "perplexity")]
+    increase = against.perplexity_increase
     return [
-        _within("kl", beside.kl, limits.max_kl, lambda x: f"{x:.4g}", " nats", where),
-        _within("perplexity", beside.perplexity_increase, limits.max_ppl_increase, lambda x: f"{x:+.3%}", "", where),
+        _check_loss("kl", against.kl, limits.max_kl, lambda x: f"{x:.4g} nats", origin),
+        _check_loss("perplexity", increase, limits.max_ppl_increase, lambda x: f"{x:+.3%}", origin),
     ]
 
 
-def _within(
-    name: str, found: Estimate, allowed: float | None, text: Callable[[float], str], unit: str, where: str
+def _check_loss(
+    name: str, loss: Estimate, limit: float | None, text: Callable[[float], str], origin: str
 ) -> CheckResult:
-    if found.upper is None or found.half_width is None:
-        words = f"{text(found.value)}{unit}; too few tokens for an interval ({where})"
+    if loss.upper is None:
+        found = f"{text(loss.value)}; too few tokens for an interval ({origin})"
     else:
-        words = f"{text(found.value)}{unit}, at 95% up to {text(found.upper)} ({where})"
-    if allowed is None:
-        return CheckResult(name, "skipped", words, "no limit")
-    held = found.upper is not None and found.upper <= allowed
-    return CheckResult(name, "passed" if held else "failed", words, f"{text(allowed)}{unit}")
+        found = f"{text(loss.value)}, at most {text(loss.upper)} with 95% confidence ({origin})"
+    if limit is None:
+        return CheckResult(name, "skipped", found, "no limit")
+    is_within = loss.upper is not None and loss.upper <= limit
+    return CheckResult(name, "passed" if is_within else "failed", found, text(limit))
 
 
-def num_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
-    """Whether the pack is small enough."""
+def check_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
+    """Checks the size of the pack."""
     content = pack.manifest.totals.content
     if limits.max_bytes is None:
         return CheckResult("bytes", "skipped", f"{content:,}", "no limit")
@@ -526,30 +553,28 @@ def num_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
     )
 
 
-def budget(pack: Pack, limits: CheckLimits) -> CheckResult:
-    """Whether it runs in a budget, with a context of 4,096 tokens or the model's positions."""
+def check_budget(pack: Pack, limits: CheckLimits) -> CheckResult:
+    """Checks that `moe-run` accepts the budget, with a context of 4,096 tokens or the model's positions."""
     if limits.budget_bytes is None:
         return CheckResult("budget", "skipped", "", "no limit")
     allowed = size_text(limits.budget_bytes)
-    context = min(_USUAL_CONTEXT, pack.spec.max_position_embeddings)
+    context = min(_DEFAULT_CONTEXT, pack.spec.max_position_embeddings)
     try:
         plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
     except RunError as fault:
         return CheckResult("budget", "failed", str(fault), allowed)
-    most = int(expert_pages(pack.layout, plan.page_bytes).sum())
-    return CheckResult(
-        "budget", "passed", f"room for {plan.num_pages / most:.0%} of experts beside {context} tokens", allowed
-    )
+    share = plan.num_pages / int(expert_pages(pack.layout, plan.page_bytes).sum())
+    return CheckResult("budget", "passed", f"memory for {share:.0%} of experts, with a context of {context}", allowed)
 
 
 def junit_xml(checks: list[CheckResult], suite: str) -> bytes:
-    """The checks as JUnit XML, one test case each."""
+    """Returns the checks as JUnit XML, one test case each."""
     counts = {status: sum(check.status == status for check in checks) for status in ("failed", "skipped")}
     facts = {"tests": str(len(checks)), "failures": str(counts["failed"]), "skipped": str(counts["skipped"])}
     root = ET.Element("testsuites", facts)
-    held = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts, "errors": "0"})
+    cases = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts, "errors": "0"})
     for check in checks:
-        case = ET.SubElement(held, "testcase", {"classname": "moe-pack.check", "name": check.name})
+        case = ET.SubElement(cases, "testcase", {"classname": "moe-pack.check", "name": check.name})
         message = _xml_text(f"found {check.found}" + (f", allowed {check.allowed}" if check.allowed else ""))
         if check.status == "failed":
             ET.SubElement(case, "failure", {"message": message}).text = message
@@ -563,10 +588,3 @@ def junit_xml(checks: list[CheckResult], suite: str) -> bytes:
 
 def _xml_text(text: str) -> str:
     return _NO_XML.sub("?", text)
-
-
-def _faultless(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
-    try:
-        return CheckResult(name, "passed", work(), allowed)
-    except (PackError, PlanError) as fault:
-        return CheckResult(name, "failed", str(fault), allowed)

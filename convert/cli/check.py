@@ -1,4 +1,4 @@
-"""The command `moe-pack check`: everything that a pipeline wants to know of a finished pack, in one go."""
+"""The command `moe-pack check`: whether a finished pack is intact, comes from its source, and keeps within limits."""
 
 import json
 from contextlib import ExitStack
@@ -11,17 +11,18 @@ from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.convert import (
     CheckLimits,
     CheckResult,
-    budget,
-    digests,
+    check_budget,
+    check_bytes,
+    check_digests,
+    check_losses,
+    check_schema,
+    check_tensors,
     find_checkpoint,
     junit_xml,
-    losses,
-    num_bytes,
-    opened,
-    tensors,
 )
-from moe_pack.convert.cli.eval import NUM_TOKENS, EvalOptions, measure
-from moe_pack.formats import ConversionError, Pack, UsageError, dump, option
+from moe_pack.convert.cli.measure import measure_loss
+from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
+from moe_pack.formats import Pack, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.sidecar import read_sidecar
@@ -29,124 +30,128 @@ from moe_pack.formats.sidecar import read_sidecar
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What `check` was asked for."""
+    """The options of `check`."""
 
     against: str | None = field(
         default=None,
         metadata=option(
             "--against",
             metavar="PATH",
-            help="The checkpoint it was made from, or a reference kept of it (eval).",
+            help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
         ),
     )
     limits: CheckLimits = field(default_factory=CheckLimits)
     sample: int | None = field(
         default=None,
         metadata=option(
-            "--sample", least=256, metavar="N", help=f"Tokens that loss is measured on.  [default: {NUM_TOKENS}]"
+            "--sample",
+            least=256,
+            metavar="N",
+            help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
         ),
     )
     as_json: bool = field(default=False, metadata=option("--json", help="Print the checks as JSON."))
     junit: Path | None = field(
-        default=None, metadata=option("--junit", path="file", metavar="FILE", help="Write JUnit XML, too.")
+        default=None,
+        metadata=option("--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."),
     )
 
     @property
     def evaluation(self) -> EvalOptions:
-        """How loss is measured."""
+        """The options with which loss is measured."""
         return EvalOptions(against=self.against, num_tokens=self.sample)
 
     def check(self) -> None:
-        """Refuses a sample that nothing is measured on.
+        """Refuses a sample if no loss is measured on it.
 
         Raises:  UsageError.
         """
         if self.sample is None:
             return
         if self.against is None or not self.limits.of_loss:
-            raise UsageError("--sample: says on how many tokens loss is measured; give --against and a limit of loss")
+            raise UsageError("--sample needs a loss to measure; give --against, and --max-kl or --max-ppl-increase")
         if self.evaluation.reference_file is not None:
-            raise UsageError("--sample: a reference has its own text; leave it out, or give the checkpoint")
+            raise UsageError(
+                "--sample: a reference has its own text; remove --sample, or give the checkpoint with --against"
+            )
 
 
-@click.command("check", short_help="Check PACK for a pipeline: whole, of its source, within limits.")
+@click.command("check", short_help="Check PACK for a pipeline; exit code 1 if a check fails.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @options_from(CheckOptions)
-@command_errors(interrupted="interrupted; what was measured stays, run the same command again to go on")
+@command_errors(interrupted="interrupted; finished measurements are kept; run the same command again to continue")
 def check_command(pack: Path, options: CheckOptions) -> None:
-    """Check PACK: its schema, every digest, the account of tensors; with limits, loss, bytes and memory too.
+    """Check PACK for a pipeline. The exit code is 1 if a check fails.
 
-    A limit of loss is kept if the estimate plus the half-width of its 95% interval is within it. It is measured against
-    --against (as moe-pack eval does), or taken from the quality.json beside the pack. Exit code 1 if a check fails.
+    Without options, check that the pack is intact: its schema, every digest, and the account of the source's tensors.
+    With limits, also check the loss, the size and the memory.
+
+    The loss is measured against --against, as moe-pack eval does. Without --against it is taken from the pack's
+    quality.json. A loss is within its limit if the upper end of its 95% confidence interval is.
     """
     with ExitStack() as stack:
         checks, quality, root = _checked(pack, options, stack)
-    failed = any(check.status == "failed" for check in checks)
+    has_failed = any(check.status == "failed" for check in checks)
     if options.junit is not None:
-        _write(options.junit, junit_xml(checks, f"moe-pack check {pack}"))
+        write_output(options.junit, junit_xml(checks, f"moe-pack check {pack}"), "--junit")
     if options.as_json:
-        facts = {"pack": str(pack), "root": root, "passed": not failed, "checks": [dump(check) for check in checks]}
+        facts = {"pack": str(pack), "root": root, "passed": not has_failed, "checks": [dump(check) for check in checks]}
         click.echo(json.dumps({**facts, "quality": None if quality is None else dump(quality)}, indent=2))
     else:
-        for line in check_lines(checks):
+        for line in _check_lines(checks):
             click.echo(line)
-    if failed:
+    if has_failed:
         click.get_current_context().exit(1)
-
-
-def check_lines(checks: list[CheckResult]) -> list[str]:
-    """The checks as a table for people."""
-    width = max(len(check.allowed) for check in checks)
-    lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
-    return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]
 
 
 def _checked(
     folder: Path, options: CheckOptions, stack: ExitStack
 ) -> tuple[list[CheckResult], Quality | None, str | None]:
-    """All checks, what was measured, and the pack's root."""
-    pack, schema = opened(folder)
+    """Returns all checks, the pack's loss, and the pack's root."""
+    pack, schema = check_schema(folder)
     if pack is None:
         names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
-        return [schema, *(CheckResult(name, "skipped", "no sound pack") for name in names)], None, None
+        return [schema, *(CheckResult(name, "skipped", "not a valid pack") for name in names)], None, None
     stack.callback(pack.close)
-    kept = _kept(pack, options)
+    stored = _stored_quality(pack, options)
     checkpoint = None
     if options.against is not None and options.evaluation.reference_file is None:
         checkpoint = Checkpoint(find_checkpoint(options.against))
         stack.callback(checkpoint.close)
     with TerminalProgress() as progress:
-        checks = [schema, digests(pack, progress), tensors(pack, checkpoint)]
-    quality, where = _quality(pack, kept, options, all(check.status != "failed" for check in checks))
-    checks += losses(quality, options.limits, where)
-    return [*checks, num_bytes(pack, options.limits), budget(pack, options.limits)], quality, pack.manifest.root
+        checks = [schema, check_digests(pack, progress), check_tensors(pack, checkpoint)]
+    is_intact = all(check.status != "failed" for check in checks)
+    quality, origin = _quality(pack, stored, options, is_intact)
+    checks += check_losses(quality, options.limits, origin)
+    return [*checks, check_bytes(pack, options.limits), check_budget(pack, options.limits)], quality, pack.manifest.root
 
 
-def _kept(pack: Pack, options: CheckOptions) -> Quality | None:
-    """What was measured of the pack before.
+def _stored_quality(pack: Pack, options: CheckOptions) -> Quality | None:
+    """Returns the content of the pack's `quality.json`, if it was measured on the pack as it is now.
 
-    Raises:  UsageError if a limit of loss has nothing to be judged by: before all bytes are read.
+    Raises:  UsageError if there is a limit of loss and no loss to compare: before all bytes are read.
     """
-    kept = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
-    if kept is None and options.limits.of_loss and options.against is None:
+    stored = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    if stored is None and options.limits.of_loss and options.against is None:
         raise UsageError(
-            f"--max-kl/--max-ppl-increase: {pack.folder} has no {QUALITY_FILE} for what it holds now; give --against"
+            f"--max-kl/--max-ppl-increase: {pack.folder} has no {QUALITY_FILE} of its present content; "
+            "give the checkpoint or a reference with --against"
         )
-    return kept
+    return stored
 
 
-def _quality(pack: Pack, kept: Quality | None, options: CheckOptions, is_sound: bool) -> tuple[Quality | None, str]:
-    """What is known of the pack's loss, and where from."""
+def _quality(pack: Pack, stored: Quality | None, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
+    """Returns the pack's loss and its origin in words; without a loss, why there is none."""
     if options.limits.of_loss and options.against is not None:
-        if not is_sound:
-            return None, "not measured: a check before this one failed"
-        found = measure(pack, options.evaluation)
-        return found, f"{found.num_tokens:,} tokens"
-    return kept, "not measured" if kept is None else f"{kept.num_tokens:,} tokens, {QUALITY_FILE}"
+        if not is_intact:
+            return None, "not measured, because an earlier check failed"
+        quality = measure_loss(pack, options.evaluation)
+        return quality, f"{quality.num_tokens:,} tokens"
+    return stored, "not measured" if stored is None else f"{stored.num_tokens:,} tokens, {QUALITY_FILE}"
 
 
-def _write(path: Path, raw: bytes) -> None:
-    try:
-        path.write_bytes(raw)
-    except OSError as fault:
-        raise ConversionError(f"--junit {path}: cannot be written ({fault.strerror})") from fault
+def _check_lines(checks: list[CheckResult]) -> list[str]:
+    """Returns the checks as a table for people."""
+    width = max(len(check.allowed) for check in checks)
+    lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
+    return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]

@@ -1,222 +1,282 @@
-"""`moe-pack convert --target-vram`: from a checkpoint to a pack whose loss was measured, told as it goes.
-
-The command `moe-pack convert`: a checkpoint and what is asked for become a pack.
-"""
+"""The command `moe-pack convert`: makes a pack from a checkpoint, with options, by a plan, or for a target."""
 
 import time
-from contextlib import ExitStack
-from dataclasses import replace
-from math import log1p
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import click
 import numpy as np
 import torch
 
-from moe_pack.calib.evaluate import Quality, ThresholdRule
+from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
 from moe_pack.convert import (
+    MEMORY_BYTES,
     AutoPacker,
     AutoPackResult,
     ConversionResult,
-    PackGoal,
     bits_per_weight,
     check_calibration,
     convert,
+    dense_dtypes,
     find_checkpoint,
     kept_text,
     layout_for,
+    loss_text,
     lossless_formats,
     memory_line,
+    pack_goal,
     threshold_rule,
     with_kept,
 )
-from moe_pack.convert.cli.options import ConvertOptions, known_facts, large_bytes
-from moe_pack.convert.cli.profile import (
-    NUM_TOKENS,
-    SEQUENCE_LENGTH,
+from moe_pack.convert.cli.measure import (
     attached_line,
-    measure_with_bar,
+    measure_thresholds_of,
+    model_text,
     say_text,
     threshold_lines,
 )
+from moe_pack.convert.cli.options import (
+    CALIBRATION_TOKENS,
+    INTERRUPTED,
+    NUM_CORES,
+    SEQUENCE_LENGTH,
+    WORKERS_OPTION,
+    PlanOptions,
+    known_facts,
+    large_bytes,
+)
 from moe_pack.convert.plan import (
     Decision,
-    LossLimit,
     Planner,
     PlanningModel,
     Target,
     check_budget,
     defaults_text,
     planner_for,
-    preset_decision,
     read_plan,
 )
-from moe_pack.formats import BF16, Pack, Progress, canonical, dense_roles, dump, size_text
+from moe_pack.formats import BF16, MATRICES, Pack, Plan, Progress, Quantizer, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.version import installed_version
+from moe_pack.formats.plan import QUANTIZERS
+from moe_pack.formats.spec import read_size
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import operations_for
 
+AnyQuantizer = Quantizer | Literal["auto"]
+_QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
+_TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
 
-def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
-    """Makes the pack, or goes on with it, and says what it came to.
 
-    Raises:  what profiling, planning and `AutoPacker.make` raise.
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """The options of `convert`.
+
+    `target`: None: the pack that `plan_file` or else `plan` describes.   `eval_data`, `eval_tokens`: the text on which
+    a pack for a target is measured, and how much of it.   `profile`: None: for a target, it is made next to it.
     """
-    check_budget(target, checkpoint.spec, dense_dtypes(checkpoint))
-    text = Text(FolderFiles(checkpoint.folder))
-    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
-    tokens = _eval_tokens(text, options, length)
-    with ExitStack() as opened:
-        progress = opened.enter_context(TerminalProgress())
-        operations = opened.enter_context(operations_for(torch.device("cpu")))
-        profile = _profile(checkpoint, text, options, progress, length)
-        model = PlanningModel(
-            checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
-        )
-        wish = _wish(model, _planner(model, profile, target, options.output), profile, tokens, target)
-        maker = AutoPacker(
-            checkpoint,
-            profile,
-            tokens,
-            options.output,
-            wish,
-            options.workers,
-            progress,
-            operations,
-            memory_bytes=options.memory_bytes,
-        )
-        made = maker.make()
-    for line in made_lines(made, options.output, target):
-        click.echo(line)
 
-
-def _eval_tokens(text: Text, options: ConvertOptions, length: int) -> Tokens:
-    if options.eval_data is None:
-        return unseen_tokens(text, options.eval_tokens, length)
-    return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
-
-
-def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress, length: int) -> Profile:
-    """The profile given, or one of our sample, made beside the output or gone on with there."""
-    if options.profile is not None:
-        return Profile(options.profile)
-    folder = options.output.with_name(f"{options.output.name}.profile")
-    tokens = read_tokens(None, None, text, NUM_TOKENS, length)
-    click.echo(f"{folder}: the profile, kept for the next plan (--profile {folder})", err=True)
-    say_text(checkpoint.spec, tokens)
-    return make_profile(checkpoint, tokens, folder, ProfileOptions(), progress)
-
-
-def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
-    facts = known_facts(output)
-    for line in defaults_text(target, model.spec, facts):
-        click.echo(f"by default {line}", err=True)
-    return planner_for(target, model.spec, model.dense_dtypes, model.losses, profile, facts)
-
-
-def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The dtype of each dense tensor in a checkpoint, in the order of `dense_roles`."""
-    return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
-
-
-def _wish(model: PlanningModel, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> PackGoal:
-    def decide(nats: float) -> Decision:
-        if target.preset is not None:
-            return preset_decision(target.preset, model, target.sparsity)
-        return planner.plan(nats).decision
-
-    limit = target.limit
-    identity = {
-        "source": profile.facts.source,
-        "profile": profile.facts.sha256,
-        "text": tokens.sha256,
-        "target": canonical(dump(target)).decode(),
-        **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
-    }
-    return PackGoal(
-        identity,
-        decide,
-        limit.nats(model.losses.nll_per_kl),
-        None if target.preset is not None else log1p(limit.value) if limit.kind == "perplexity" else limit.value,
-        lambda quality: measured_loss(quality, limit),
-        verdict,
+    output: Path = field(
+        default=Path("packed"), metadata=option("--output", "-o", help="The pack's folder, new or empty.")
+    )
+    target: Target | None = None
+    eval_data: str | None = field(
+        default=None,
+        metadata=option(
+            "--eval-data",
+            metavar="NAME_OR_FILE",
+            mark="target",
+            help="With --target-vram: the text on which the loss is measured, as for eval.  [default: the end of our "
+            "sample]",
+        ),
+    )
+    eval_tokens: int = field(
+        default=_TARGET_EVAL_TOKENS,
+        metadata=option(
+            "--eval-tokens",
+            least=256,
+            metavar="N",
+            mark="target",
+            help="Number of tokens of it. More tokens make the interval of the loss narrower, which leaves more of the "
+            "limit for the plan.",
+        ),
+    )
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    plan_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "--plan",
+            path="file",
+            metavar="FILE",
+            mark="plan",
+            help="A plan (moe-pack plan -o): the formats and the sparsity of each expert. In place of "
+            "--selector to --dense-bits, --quantizer and --sparsity.",
+        ),
+    )
+    quantizer: AnyQuantizer = field(
+        default="auto",
+        metadata=option(
+            "--quantizer",
+            choices=_QUANTIZERS,
+            mark="plan",
+            help="How codes are found. calibrated uses the experts' inputs on the profile's text and loses least. hqq "
+            "uses the weights only and loses least without a profile. nearest and absmax are simple and fast. auto is "
+            "calibrated with a profile that has inputs, else hqq.",
+        ),
+    )
+    profile: Path | None = field(
+        default=None,
+        metadata=option(
+            "--profile",
+            metavar="DIR",
+            help="A profile of this model (moe-pack profile). Experts are calibrated with its inputs; neurons "
+            "are sorted "
+            "by how often they run at --sparsity, most often first; its routing data is added to the pack (as moe-pack "
+            "attach does).",
+        ),
+    )
+    sparsity: float | None = field(
+        default=None,
+        metadata=option(
+            "--sparsity",
+            metavar="S",
+            mark="plan",
+            help="Share of an expert's neurons that do not run, such as 0.8. Thresholds are measured on the finished "
+            "pack, on the profile's text or else on our sample.  [default: all run]",
+        ),
+    )
+    workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
+    memory_bytes: int = field(
+        default=MEMORY_BYTES,
+        metadata=option(
+            "--memory",
+            parse=read_size,
+            default_text=f"{MEMORY_BYTES >> 30}G",
+            metavar="SIZE",
+            help="Memory for all experts that are worked on at once. An expert that is calibrated takes some hundred "
+            "MiB: with many cores, more memory makes it faster.",
+        ),
     )
 
+    def check(self) -> None:
+        """Refuses options that do not go together.
 
-def measured_loss(quality: Quality, limit: LossLimit) -> float:
-    """What counts against a limit, in nats: the upper end of the 95% interval; of perplexity, its logarithm's."""
-    found = quality.against
-    assert found is not None, "measured against the source"
-    estimate = found.perplexity_increase if limit.kind == "perplexity" else found.kl
-    upper = estimate.value if estimate.upper is None else estimate.upper
-    return log1p(upper) if limit.kind == "perplexity" else upper
+        Raises:  UsageError.
+        """
+        if self.target is not None:
+            self._check_with(self.target)
+        elif wrong := given(self, "target"):
+            raise UsageError(
+                f"{wrong[0]} needs --target-vram; add it, or remove {wrong[0]} and measure the pack with moe-pack eval"
+            )
+        elif self.plan_file is not None:
+            if others := given(self.plan) + given(replace(self, plan_file=None), "plan"):
+                raise UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
+        else:
+            self._check_plan()
+
+    def _check_with(self, target: Target) -> None:
+        """Refuses what the target's plan decides: formats and sparsity. A selector and a preset's sparsity are free."""
+        plan = replace(self.plan, selector=None) if target.preset is None else self.plan
+        decided = replace(self, sparsity=None) if target.preset == "floe" else self
+        if names := given(plan) + given(decided, "plan"):
+            raise UsageError(f"--target-vram makes a plan, which decides this; remove {', '.join(names)}")
+
+    def _check_plan(self) -> None:
+        if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
+            raise UsageError(fault)
+        if self.profile is None and self.quantizer == "calibrated":
+            raise UsageError(
+                "--quantizer calibrated needs the experts' inputs; give a profile that has them with --profile"
+            )
+        if self.profile is not None and self.sparsity is None and self.quantizer not in ("auto", "calibrated"):
+            raise UsageError(
+                f"--profile: {self.quantizer} does not use a profile, and neurons are sorted only for a sparsity; give "
+                "--sparsity, or remove --quantizer"
+            )
 
 
-def verdict(quality: Quality) -> str:
-    """What a pack measured, in a line."""
-    found = quality.against
-    assert found is not None, "measured against the source"
-    grown, kl = found.perplexity_increase, found.kl
-    return (
-        f"measured: perplexity {grown.value:+.2%} ± {grown.half_width or 0:.2%}, KL {kl.value:.4g} ± "
-        f"{kl.half_width or 0:.2g} nats, {size_text(quality.content_bytes)}"
-    )
-
-
-def made_lines(made: AutoPackResult, output: Path, target: Target) -> list[str]:
-    """What was made, as lines for people."""
-    lines = [f"{output}: {verdict(made.quality)}"]
-    if len(made.attempts) > 1:
-        lines.append(f"attempt {made.taken + 1} of {len(made.attempts)}; the limit is {target.limit.text()}, upper end")
-    lines.append(f"run it: moe-run {output} --budget {_budget_text(target.budget_bytes)}")
-    return lines
-
-
-def _budget_text(num_bytes: int) -> str:
-    """Bytes as an option takes them, to the byte: 11G, 24M, 12345678."""
-    units = ((1 << 30, "G"), (1 << 20, "M"))
-    return next((f"{num_bytes // unit}{name}" for unit, name in units if num_bytes % unit == 0), str(num_bytes))
-
-
-@click.command("convert", short_help="Convert the checkpoint at PATH into a pack.")
+@click.command("convert", short_help="Make a pack from the checkpoint at PATH.")
 @click.argument("path")
 @options_from(ConvertOptions)
-@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+@command_errors(interrupted=INTERRUPTED)
 def convert_command(path: str, options: ConvertOptions) -> None:
-    """Convert the checkpoint at PATH into a pack.
+    """Make a pack from the checkpoint at PATH.
 
-    PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
-    short name such as mixtral; the last two are looked up in the local hub cache and downloaded if missing.
+    PATH is a Hugging Face folder with safetensors, a hub id such as mistralai/Mixtral-8x7B-v0.1, or a short name such
+    as mixtral. A hub id and a short name are looked up in the local hub cache, and downloaded if they are not there.
 
-    With --target-vram it is one command: profile (where none is given), plan, convert, measure thresholds and loss, and
-    again with another plan until the loss measured keeps to --max-loss.
+    \b
+    moe-pack convert mixtral -o packed/                    all experts alike, 4 bit
+    moe-pack convert mixtral -o packed/ --profile profile/ calibrated, with routing data
+    moe-pack convert mixtral -o packed/ --plan plan.json   by a plan of moe-pack plan
+    moe-pack convert mixtral -o packed/ --target-vram 11G  for a memory
 
-    One expert a worker is in memory at a time, all of them within --memory: a checkpoint larger than RAM converts. A
-    conversion that was stopped or killed goes on where it was when the same command is given again.
+    --target-vram does everything in one command: it makes a profile (if --profile is not given), a plan and the pack,
+    measures thresholds and loss, and repeats with another plan until the loss is at most --max-loss.
+
+    A checkpoint can be larger than the memory: each worker has one expert in memory, all together at most --memory. If
+    the command is stopped or killed, run it again to continue.
     """
-    checkpoint = Checkpoint(find_checkpoint(path))
-    try:
+    with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
         if options.target is None:
             _convert(checkpoint, options)
         else:
-            make_for_target(checkpoint, _target(options.target, options), options)
-    finally:
-        checkpoint.close()
+            _make_for_target(checkpoint, _resolved(options.target, options), options)
 
 
-def _target(target: Target, options: ConvertOptions) -> Target:
-    """The target for this machine, narrowed to the selector and the sparsity that were asked for."""
-    selector = options.plan.selector
-    selectors = target.selectors if selector is None else (selector,)
-    return replace(target.resolved(), selectors=selectors, sparsity=options.sparsity)
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _sequence_length(checkpoint: Checkpoint) -> int:
+    return min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+
+
+def _sample(checkpoint: Checkpoint, text: Text) -> Tokens:
+    """Reads the start of our sample, which calibrates by default."""
+    return read_tokens(None, None, text, CALIBRATION_TOKENS, _sequence_length(checkpoint))
+
+
+def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    """Makes the pack that the options or a plan describe."""
+    profile = None if options.profile is None else Profile(options.profile)
+    decision = _decision(options, checkpoint, profile)
+    plan, output = decision.plan, options.output
+    check_calibration(checkpoint, plan, profile)
+    order = None if profile is None else hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
+    rule = threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
+    # The text is read first: if it cannot be read, that would otherwise be found after hours.
+    tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
+    source_bytes = sum(file.bytes for file in checkpoint.account()[0])
+    _say_plan(checkpoint, plan, options, source_bytes)
+    start = time.perf_counter()
+    with TerminalProgress() as progress:
+        result = convert(
+            checkpoint,
+            plan,
+            output,
+            options.workers,
+            progress=progress,
+            order=order,
+            calibration=profile,
+            memory_bytes=options.memory_bytes,
+        )
+    _say_converted(result, output, time.perf_counter() - start, source_bytes)
+    if tokens is not None and rule is not None:
+        _measure_thresholds(output, tokens, rule)
+    if profile is not None:
+        with Pack(output) as pack:
+            click.echo(attached_line(output, attach(pack, profile)))
 
 
 def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile | None) -> Decision:
-    """What the pack shall be.
+    """Returns the plan and the sparsity of each expert.
 
     Raises:  PlanError if the plan does not fit the model.
     """
@@ -230,82 +290,125 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
     return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
 
 
-def _rule(options: ConvertOptions, decision: Decision) -> ThresholdRule | None:
-    """How thresholds are measured; None where all neurons run."""
-    return threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
-
-
-def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    spec, output = checkpoint.spec, options.output
-    profile = None if options.profile is None else Profile(options.profile)
-    decision = _decision(options, checkpoint, profile)
-    plan, rule = decision.plan, _rule(options, decision)
-    check_calibration(checkpoint, plan, profile)
-    order = None
+def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
+    """Returns the text on which thresholds are measured: the profile's, or else our sample."""
     if profile is not None:
-        order = hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
-    # Before hours of work: a text that cannot be read would be found after them.
-    tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
+        return profile.tokens()
+    return _sample(checkpoint, Text(FolderFiles(checkpoint.folder)))
+
+
+def _say_plan(checkpoint: Checkpoint, plan: Plan, options: ConvertOptions, source_bytes: int) -> None:
+    """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait."""
     layout = layout_for(checkpoint, plan)
-    source_bytes = sum(file.bytes for file in checkpoint.account()[0])
-    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
-    _tell(f"{model}: {size_text(source_bytes)} become about {size_text(large_bytes(layout))}")
+    _tell(
+        f"{model_text(checkpoint.spec)}: {size_text(source_bytes)} in the checkpoint, about "
+        f"{size_text(large_bytes(layout))} in the pack"
+    )
     if kept := kept_text(plan, checkpoint):
         _tell(kept)
     dtypes = {checkpoint.dtype(source) for source in checkpoint.claims.experts.values() if source.codec != "mxfp4"}
     narrowed = sorted(dtypes - {"BF16"})
-    if narrowed and any(part == BF16 for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)):
+    has_bf16 = any(expert.of(matrix) == BF16 for layer in plan.experts for expert in layer for matrix in MATRICES)
+    if narrowed and has_bf16:
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
-    workers, memory_bytes = options.workers, options.memory_bytes
-    if limited := memory_line(checkpoint, plan, layout, workers, memory_bytes):
+    if limited := memory_line(checkpoint, plan, layout, options.workers, options.memory_bytes):
         _tell(limited)
-    start = time.perf_counter()
-    with TerminalProgress() as progress:
-        done = convert(
-            checkpoint,
-            plan,
-            output,
-            workers,
-            progress=progress,
-            order=order,
-            calibration=profile,
-            memory_bytes=memory_bytes,
-        )
-    _say_converted(done, output, time.perf_counter() - start, source_bytes)
-    if tokens is not None and rule is not None:
-        _measure_thresholds(output, tokens, rule)
-    if profile is not None:
-        with Pack(output) as pack:
-            click.echo(attached_line(output, attach(pack, profile)))
 
 
-def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
-    """The text that thresholds are measured on: the profile's, else our sample."""
-    if profile is not None:
-        return profile.tokens()
-    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
-    return read_tokens(None, None, Text(FolderFiles(checkpoint.folder)), NUM_TOKENS, length)
+def _say_converted(result: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:
+    if not result.written:
+        click.echo(f"{output}: already contains the pack of this checkpoint with these options; nothing to do")
+        return
+    with Pack(output) as pack:
+        content, bits = pack.manifest.totals.content, bits_per_weight(pack)
+    if result.resumed_bytes:  # a rate would count what an earlier run has done
+        how = f"; {size_text(result.resumed_bytes)} are from an earlier run"
+    else:
+        how = f" ({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
+    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s{how}")
 
 
 def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
     with Pack(output) as pack:
-        measured, layers = measure_with_bar(pack, tokens, rule), pack.spec.moe_layers
+        measured, layers = measure_thresholds_of(pack, tokens, rule, "cpu"), pack.spec.moe_layers
     for line in threshold_lines(output, layers, measured):
         click.echo(line)
 
 
-def _say_converted(done: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:
-    if not done.written:
-        click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
-        return
-    with Pack(output) as pack:
-        content = pack.manifest.totals.content
-        bits = bits_per_weight(pack)
-    # A rate would count what an earlier run has done: only a whole run has one.
-    rate = f"({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
-    how = f"and {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else rate
-    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s {how}")
+def _resolved(target: Target, options: ConvertOptions) -> Target:
+    """Returns the target for this machine, with the selector and the sparsity of the options."""
+    selector = options.plan.selector
+    selectors = target.selectors if selector is None else (selector,)
+    return replace(target.resolved(), selectors=selectors, sparsity=options.sparsity)
 
 
-def _tell(line: str) -> None:
-    click.echo(line, err=True)
+def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
+    """Makes the pack for a target, or continues an earlier run, and prints its loss."""
+    dtypes = dense_dtypes(checkpoint)
+    check_room(target, checkpoint.spec, dtypes)
+    text = Text(FolderFiles(checkpoint.folder))
+    tokens = _eval_tokens(checkpoint, text, options)
+    with ExitStack() as stack:
+        progress = stack.enter_context(TerminalProgress())
+        operations = stack.enter_context(operations_for(torch.device("cpu")))
+        profile = _profile(checkpoint, text, options, progress)
+        losses = with_kept(losses_of(profile), lossless_formats(checkpoint))
+        model = PlanningModel(checkpoint.spec, dtypes, losses)
+        packer = AutoPacker(
+            checkpoint,
+            profile,
+            tokens,
+            options.output,
+            pack_goal(model, _planner(model, profile, target, options.output), profile, tokens, target),
+            options.workers,
+            progress,
+            operations,
+            memory_bytes=options.memory_bytes,
+        )
+        result = packer.make()
+    for line in _result_lines(result, options.output, target):
+        click.echo(line)
+
+
+def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) -> Tokens:
+    length = _sequence_length(checkpoint)
+    if options.eval_data is None:
+        return unseen_tokens(text, options.eval_tokens, length)
+    return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
+
+
+def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress) -> Profile:
+    """Returns the profile of the options, or makes one of our sample next to the output."""
+    if options.profile is not None:
+        return Profile(options.profile)
+    folder = options.output.with_name(f"{options.output.name}.profile")
+    tokens = _sample(checkpoint, text)
+    _tell(f"{folder}: the profile; it is kept, and --profile {folder} uses it again")
+    say_text(checkpoint.spec, tokens)
+    return make_profile(checkpoint, tokens, folder, ProfileOptions(), progress)
+
+
+def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
+    facts = known_facts(output)
+    for line in defaults_text(target, model.spec, facts):
+        _tell(f"by default {line}")
+    return planner_for(target, model.spec, model.dense_dtypes, model.losses, profile, facts)
+
+
+def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[str]:
+    """Returns the loss of the pack and how to run it, as lines for people."""
+    lines = [f"{output}: {loss_text(result.quality)}"]
+    if len(result.attempts) > 1:
+        lines.append(
+            f"attempt {result.taken + 1} of {len(result.attempts)} is kept; the limit is {target.limit.text()}, "
+            f"for the "
+            "upper end of the 95% interval"
+        )
+    lines.append(f"run it: moe-run {output} --budget {_budget_text(target.budget_bytes)}")
+    return lines
+
+
+def _budget_text(num_bytes: int) -> str:
+    """Returns bytes as an option takes them, to the byte: 11G, 24M, 12345678."""
+    units = ((1 << 30, "G"), (1 << 20, "M"))
+    return next((f"{num_bytes // unit}{name}" for unit, name in units if num_bytes % unit == 0), str(num_bytes))

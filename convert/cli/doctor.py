@@ -1,4 +1,4 @@
-"""The command `moe-pack doctor`: measures this machine once, for the planner and the runtime."""
+"""The command `moe-pack doctor`: measures this machine, for the planner and the runtime."""
 
 import json
 from dataclasses import astuple, dataclass, field, replace
@@ -12,21 +12,22 @@ from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors,
 from moe_pack.formats.manifest import MANIFEST_FILE
 from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
 
-# What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
+# The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What `doctor` was asked for."""
+    """The options of `doctor`."""
 
     path: Path = field(
         default=Path(),
         metadata=option(
             "--path",
             metavar="DIR",
-            help="A folder on the drive to measure: a pack, whose files are read, or another, where up to 1 GiB is "
-            "written and removed.  [default: the current one]",
+            help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
+            "file of up to "
+            "1 GiB is written and removed.  [default: the current folder]",
         ),
     )
     seconds: float = field(
@@ -36,49 +37,59 @@ class DoctorOptions:
             least=0.001,
             most=60,
             metavar="S",
-            help="How long each of some 90 measurements takes.",
+            help="Time for each of some 90 measurements.",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print what was measured as JSON."))
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the measurements as JSON."))
 
 
-@click.command("doctor", short_help="Measure this machine's drive, CPU and link.")
+@click.command("doctor", short_help="Measure the disk, CPU and GPU link of this machine.")
 @options_from(DoctorOptions)
-@command_errors(interrupted="interrupted; nothing was kept")
+@command_errors(interrupted="interrupted; the measurements are not kept")
 def doctor_command(options: DoctorOptions) -> None:
-    """Measure how fast this machine reads its drive, computes experts and copies to its GPU, and keep the figures.
+    """Measure how fast this machine reads its disk, computes experts and copies to its GPU, and store the figures.
 
-    They are kept by drive in the user's cache folder. Give a pack's folder, or one on the drive that packs will lie on.
+    moe-pack plan and moe-run use them. They are stored for each disk in the user's cache folder, so --path is a pack,
+    or any folder on the disk where packs will be. Run it once for each disk, without other work on the machine.
     """
     path, seconds = options.path, options.seconds
     with TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)
-        progress.say("tokens of tiny packs")
+        progress.say("decoding with tiny packs")
     facts = replace(facts, fixed=measure_fixed_costs(seconds))
     file = save_facts(facts, cache_folder(), path)
     if options.as_json:
         click.echo(json.dumps(dump(facts), indent=2))
         return
     from_pack = (path / MANIFEST_FILE).exists()
-    for line in [*_drive_lines(facts.drive, path, from_pack), "", *_other_lines(facts), "", f"kept in {file}"]:
+    for line in [*_disk_lines(facts.drive, path, from_pack), "", *_other_lines(facts), "", f"stored in {file}"]:
         click.echo(line)
 
 
-def _drive_lines(drive: DiskFacts, path: Path, from_pack: bool) -> list[str]:
-    of = "of this pack" if from_pack else "written for it"
-    lines = [f"drive {drive.name or 'without a name'}, at {path.resolve()}: {size_text(drive.file_bytes)} {of}"]
-    lines += ["", "scattered reads, MB/s (threads)", f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}"]
-    held = {(one.mode, one.size): one for one in drive.best}
-    for size in sorted({one.size for one in drive.best}):
-        cells = (_rate_cell(held.get((mode, size))) for mode in ("direct", "pread", "map"))
-        lines.append(f"{_round_size(size):>8} " + " ".join(f"{cell:>14}" for cell in cells))
-    lines += [
-        f"best over all sizes: {drive.mode}, {drive.threads} thread{'s' if drive.threads > 1 else ''}",
-        f"smallest efficient read: {_round_size(drive.smallest_efficient_bytes)}",
-        "running rows alone are read sooner than a whole expert up to "
-        f"{drive.cutover(_ROW_BYTES, _ROWS, _ROWS * _ROW_BYTES):.0%} of them ({_ROWS:,} rows of {_ROW_BYTES:,} bytes)",
+def _disk_lines(disk: DiskFacts, path: Path, from_pack: bool) -> list[str]:
+    """Returns the figures of a disk as lines for people.
+
+    Args:    from_pack: whether the files of a pack were read.
+    """
+    files = "of this pack" if from_pack else "in a file of its own"
+    rates = {(rate.mode, rate.size): rate for rate in disk.best}
+    lines = [
+        f"disk {disk.name or 'without a name'}, at {path.resolve()}: {size_text(disk.file_bytes)} {files}",
+        "",
+        "scattered reads, MB/s (threads)",
+        f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}",
     ]
-    return lines
+    for size in sorted({rate.size for rate in disk.best}):
+        cells = (_rate_cell(rates.get((mode, size))) for mode in ("direct", "pread", "map"))
+        lines.append(f"{_round_size(size):>8} " + " ".join(f"{cell:>14}" for cell in cells))
+    share = disk.cutover(_ROW_BYTES, _ROWS, _ROWS * _ROW_BYTES)
+    return [
+        *lines,
+        f"best over all sizes: {disk.mode}, {disk.threads} thread{'s' if disk.threads > 1 else ''}",
+        f"smallest efficient read: {_round_size(disk.smallest_efficient_bytes)}",
+        f"reading only the running rows of an expert is faster than reading all of it if at most {share:.0%} run "
+        f"({_ROWS:,} rows of {_ROW_BYTES:,} bytes)",
+    ]
 
 
 def _other_lines(facts: MachineFacts) -> list[str]:
@@ -86,16 +97,16 @@ def _other_lines(facts: MachineFacts) -> list[str]:
     lines = [f"CPU: {cpu.cores} cores, " + (cpu.instruction_set or "native kernels were not built")]
     if cpu.read_one is not None and cpu.read_all is not None and cpu.row_s is not None:
         lines += [
-            f"memory: {cpu.read_one / 1e9:.1f} GB/s by one thread, {cpu.read_all / 1e9:.1f} GB/s by all",
-            f"experts, one token, GB/s by bits: {_by_width(cpu.experts)}; and {cpu.row_s * 1e9:.0f} ns a row",
+            f"memory: {cpu.read_one / 1e9:.1f} GB/s with one thread, {cpu.read_all / 1e9:.1f} GB/s with all",
+            f"experts, one token, GB/s by bits: {_by_width(cpu.experts)}; in addition {cpu.row_s * 1e9:.0f} ns a row",
             f"experts as trellises, one token, GB/s by bits: {_by_width(cpu.trellises, 2)}",
             f"dense matrices, one token, GB/s by bits: {_by_width(cpu.dense)}",
         ]
     if facts.fixed is not None:
         token, layer, expert, miss = (1e6 * seconds for seconds in astuple(facts.fixed))
         lines.append(
-            f"beside that: {token:.0f} us a token, {layer:.0f} us a layer, {expert:.0f} us an expert, {miss:.0f} us "
-            "more where it is read"
+            f"in addition: {token:.0f} us a token, {layer:.0f} us a layer, {expert:.0f} us an expert, {miss:.0f} us "
+            "for an expert that is read"
         )
     if link is None:
         return [*lines, "link: torch finds no GPU"]
@@ -103,13 +114,16 @@ def _other_lines(facts: MachineFacts) -> list[str]:
     return [*lines, f"link to {link.name} with {size_text(link.memory_bytes)}, GB/s by size: {rates}"]
 
 
-def _rate_cell(one: ReadRate | None) -> str:
-    return "-" if one is None else f"{one.rate / 1e6:,.0f} ({one.threads:>2})"
+def _rate_cell(rate: ReadRate | None) -> str:
+    return "-" if rate is None else f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})"
 
 
 def _by_width(rates: tuple[WidthRate, ...], num_weights: int = 1) -> str:
-    """Rates by bits of a weight, where widths are of so many."""
-    return ", ".join(f"{one.width / num_weights:g}: {one.rate / 1e9:.1f}" for one in rates)
+    """Returns rates by the bits of a weight.
+
+    Args:    num_weights: that a width counts.
+    """
+    return ", ".join(f"{rate.width / num_weights:g}: {rate.rate / 1e9:.1f}" for rate in rates)
 
 
 def _round_size(num_bytes: int) -> str:

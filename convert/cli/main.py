@@ -1,6 +1,10 @@
-"""The command `moe-pack`: options, one call each, tables on standard output and progress on standard error."""
+"""The command `moe-pack`, and its commands `inspect` and `verify`; every other command has a file of its own.
+
+Results go to standard output, progress and notes to standard error.
+"""
 
 import json
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -11,8 +15,6 @@ import torch
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.convert import (
-    LogitsError,
-    MatrixError,
     bits_per_weight,
     compare_logits,
     compare_weights,
@@ -24,17 +26,18 @@ from moe_pack.convert import (
 from moe_pack.convert.cli.check import check_command
 from moe_pack.convert.cli.convert import convert_command
 from moe_pack.convert.cli.doctor import doctor_command
-from moe_pack.convert.cli.eval import eval_command, prices_summary, quality_summary
+from moe_pack.convert.cli.eval import eval_command
+from moe_pack.convert.cli.measure import prices_summary, quality_summary, routing_text
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
     attach_command,
     profile_command,
     report_command,
-    routing_text,
     thresholds_command,
 )
 from moe_pack.convert.cli.replay import replay_command
 from moe_pack.convert.cli.synth import synth_command
+from moe_pack.convert.verify import LogitsError, MatrixError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, RunError, option
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
 from moe_pack.formats.families import Checkpoint
@@ -52,45 +55,57 @@ _COMPARED_TOKENS = 512
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @common_options
 def main(debug: bool) -> None:
-    """Pack mixture-of-experts checkpoints, once and offline, into folders that moe-run streams from.
+    """Turn mixture-of-experts checkpoints into packs, which moe-run runs in less memory than the model needs.
 
     \b
-    moe-pack convert mixtral --target-vram 11G  all of it: profile, plan, convert, measure
-    moe-pack plan mixtral --target-vram 11G     what would fit, how fast, at what loss
-    moe-pack profile mixtral -o profile/        what its experts and neurons do on text
-    moe-pack report profile/                    look at it
-    moe-pack convert mixtral -o packed/         all alike: 4 bit, group 64, selector up
-    moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
-    moe-pack attach packed/ --profile profile/  let moe-run foretell experts
-    moe-pack inspect packed/                    what is in it
-    moe-pack verify packed/ --against mixtral   is it whole, and how close are its weights
-    moe-pack eval packed/ --against mixtral     what it lost, measured on text
-    moe-pack check packed/ --max-kl 0.05        for pipelines: exit code 1 if a limit is broken
-    moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
-    moe-pack doctor                             how fast this machine is
-    moe-run packed/ --prompt "It was a dark night"
+    One command for everything, for 11 GiB of memory:
+      moe-pack convert mixtral -o packed/ --target-vram 11G
+      moe-run packed/ --prompt "It was a dark night"
+    \b
+    Or step by step:
+      moe-pack profile mixtral -o profile/          measure the model on text
+      moe-pack report profile/                      draw what was measured
+      moe-pack plan mixtral --profile profile/ --target-vram 11G -o plan.json
+                                                    estimate bytes, speed and loss of a pack
+      moe-pack convert mixtral -o packed/ --plan plan.json --profile profile/
+      moe-pack thresholds packed/ --sparsity 0.8    measure which neurons need not run
+      moe-pack attach packed/ --profile profile/    let moe-run predict experts
+    \b
+    Look at a pack:
+      moe-pack inspect packed/                      its model, bytes and formats
+      moe-pack verify packed/ --against mixtral     check every byte, compare every weight
+      moe-pack eval packed/ --against mixtral       measure its loss on text
+      moe-pack check packed/ --max-kl 0.05          exit code 1 if a limit is exceeded
+    \b
+    Learn about a machine:
+      moe-pack doctor                               measure its disk, CPU and link
+      moe-pack synth mixtral-8x7b -o synthetic/     measure speed without the real weights
+      moe-pack replay profile/ --pack packed/ --budget 4G
+                                                    compare policies on recorded routes
+
+    moe-pack COMMAND --help describes each command.
     """
 
 
-@main.command("inspect", short_help="Show model, bytes and widths of PACK.")
+@main.command("inspect", short_help="Show the model, bytes and formats of PACK.")
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print every fact, each expert's formats included, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with the formats of every expert.")
 @command_errors(interrupted="interrupted")
 def inspect_command(pack: Path, as_json: bool) -> None:
-    """Show what PACK holds: the model, bytes by part, widths by layer and expert.
+    """Show what PACK contains: the model, bytes by part, formats by layer and expert, and what was measured of it.
 
-    Reads and checks the manifest, the index and what lies beside the pack; moe-pack verify checks every byte.
+    This reads and checks the manifest, the index and the sidecars only; moe-pack verify checks every byte.
     """
-    with Pack(pack) as held:
+    with Pack(pack) as opened:
         if as_json:
-            click.echo(json.dumps(describe(held), indent=2))
+            click.echo(json.dumps(describe(opened), indent=2))
             return
-        _print_model(held)
-        _print_bytes(held)
-        _print_formats(held)
-        routing = Routing.open(held)
-        click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
-        quality = read_sidecar(pack, QUALITY_FILE, Quality, held.manifest.root)
+        _print_model(opened)
+        _print_bytes(opened)
+        _print_formats(opened)
+        routing = Routing.open(opened)
+        click.echo(f"attached: {'no routing' if routing is None else routing_text(pack, routing)}")
+        quality = read_sidecar(pack, QUALITY_FILE, Quality, opened.manifest.root)
         if quality is not None:
             click.echo(f"measured: {quality_summary(quality)}")
             if quality.prices is not None:
@@ -101,7 +116,7 @@ def _print_model(pack: Pack) -> None:
     spec, manifest = pack.spec, pack.manifest
     experts = f"{spec.router.num_experts} experts, {spec.router.num_experts_per_tok} a token"
     if spec.shared_expert is not None:
-        experts += f", beside a shared one of {spec.shared_expert.intermediate_size}"
+        experts += f", and a shared one of {spec.shared_expert.intermediate_size}"
     if spec.dense_intermediate_size is not None:
         num_dense = spec.num_hidden_layers - len(spec.moe_layers)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
@@ -147,8 +162,8 @@ def _part_text(formats: ExpertFormat, pack: Pack, matrix: Matrix) -> str:
     part = formats.of(matrix)
     if part is None:
         return "-"
-    selected = pack.layout.experts[0][0].selector
-    mark = "*" if selected is not None and selected.part(matrix) is not None else ""
+    selector = pack.layout.experts[0][0].selector
+    mark = "*" if selector is not None and selector.part(matrix) is not None else ""
     return format_text(part) + mark
 
 
@@ -158,54 +173,56 @@ def _span(ends: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What `verify` was asked for."""
+    """The options of `verify`."""
 
     against: str | None = field(
         default=None,
-        metadata=option("--against", metavar="PATH", help="Compare with the checkpoint it was made from."),
+        metadata=option(
+            "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
+        ),
     )
     text: TextIO | None = field(
-        default=None, metadata=option("--text", help="Compare logits on this text instead of our passage.")
+        default=None, metadata=option("--text", help="Compare logits on this text; without it, on a passage of ours.")
     )
     as_json: bool = field(default=False, metadata=option("--json", help="Print the result as JSON."))
 
 
-@main.command("verify", short_help="Check every byte of PACK, or compare it with its source.")
+@main.command("verify", short_help="Check every byte of PACK; compare every weight with its source.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @options_from(VerifyOptions)
 @command_errors(interrupted="interrupted")
 def verify_command(pack: Path, options: VerifyOptions) -> None:
-    """Check every byte of PACK; with --against, measure how far it is from the original.
+    """Check every byte of PACK: digests of all files and experts, the CRC of every row, padding, neuron order.
 
-    Digests of all files and experts, the CRC of every row, padding, order. --against compares every weight with the
-    source's, and the predictions on up to 512 tokens of text; one expert at a time is in memory. Exit code 1 if
-    anything is damaged, or the pack is not one of that checkpoint.
+    With --against, also compare every weight with the checkpoint's, and the predictions of both on up to 512 tokens of
+    text; one expert at a time is in memory. The exit code is 1 if the pack is damaged or comes from another checkpoint.
     """
-    with Pack(pack) as held:
-        totals = held.manifest.totals
+    with Pack(pack) as opened:
         with TerminalProgress() as progress:
-            audit(held, progress)
+            audit(opened, progress)
         if not options.as_json:
-            note = f"; {NOISE}" if held.is_synthetic else ""
-            click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}{note}")
-        if options.against is None:
-            if options.as_json:
-                click.echo(json.dumps(_whole(held)))
-            return
-        checkpoint = Checkpoint(find_checkpoint(options.against))
-        try:
-            same_tensors(held, checkpoint)
-            with operations_for(torch.device("cpu")) as operations:
-                with TerminalProgress() as progress:
-                    matrices = compare_weights(held, checkpoint, progress, operations)
-                logits = compare_logits(held, checkpoint, _compared_ids(held, options.text), operations)
-        finally:
-            checkpoint.close()
-        _print_comparison(held, matrices, logits, options.as_json)
+            note = f"; {NOISE}" if opened.is_synthetic else ""
+            num_bytes, root = opened.manifest.totals.content, opened.manifest.root[:16]
+            click.echo(f"{pack}: intact; {num_bytes:,} bytes checked, root {root}{note}")
+        if options.against is not None:
+            _compare(opened, options.against, options)
+        elif options.as_json:
+            click.echo(json.dumps(_intact_json(opened)))
 
 
-def _whole(pack: Pack) -> dict[str, Any]:
-    """What `verify --json` says of a pack that is whole."""
+def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
+    """Compares a pack with its checkpoint and prints the result."""
+    with closing(Checkpoint(find_checkpoint(against))) as checkpoint:
+        same_tensors(pack, checkpoint)
+        with operations_for(torch.device("cpu")) as operations:
+            with TerminalProgress() as progress:
+                matrices = compare_weights(pack, checkpoint, progress, operations)
+            logits = compare_logits(pack, checkpoint, _compared_ids(pack, options.text), operations)
+    _print_comparison(pack, matrices, logits, options.as_json)
+
+
+def _intact_json(pack: Pack) -> dict[str, Any]:
+    """Returns what `verify --json` prints of a pack without damage."""
     manifest = pack.manifest
     facts = {"whole": True, "synthetic": pack.is_synthetic, "content_bytes": manifest.totals.content}
     return {**facts, "root": manifest.root}
@@ -214,14 +231,16 @@ def _whole(pack: Pack) -> dict[str, Any]:
 def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsError, as_json: bool) -> None:
     if as_json:
         click.echo(
-            json.dumps({**_whole(pack), "weights": [asdict(m) for m in matrices], "logits": asdict(logits)}, indent=2)
+            json.dumps(
+                {**_intact_json(pack), "weights": [asdict(m) for m in matrices], "logits": asdict(logits)}, indent=2
+            )
         )
         return
     click.echo(f"\n{'weights':8} {'stored as':22} {'number':>15} {'mean error':>12} {'relative':>9} {'largest':>10}")
-    for held in matrices:
+    for error in matrices:
         click.echo(
-            f"{held.matrix:8} {held.stored_as:22} {held.num_weights:>15,} {held.mean:>12.3e} "
-            f"{held.relative:>9.2%} {held.largest:>10.3e}"
+            f"{error.matrix:8} {error.stored_as:22} {error.num_weights:>15,} {error.mean:>12.3e} "
+            f"{error.relative:>9.2%} {error.largest:>10.3e}"
         )
     click.echo(
         f"\nlogits of {logits.num_tokens} tokens: largest difference {logits.largest:.2e}, "
@@ -230,24 +249,31 @@ def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsErr
 
 
 def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
-    most = min(_COMPARED_TOKENS, pack.spec.max_position_embeddings)
+    """Returns the tokens on which logits are compared.
+
+    Raises:  RunError if the text has no token.
+    """
+    num_tokens = min(_COMPARED_TOKENS, pack.spec.max_position_embeddings)
     if not pack.has("tokenizer.json"):
-        return [7919 * place % pack.spec.vocab_size for place in range(most)]  # no tokenizer: any tokens will do
+        return [7919 * place % pack.spec.vocab_size for place in range(num_tokens)]  # without a tokenizer, any tokens
     words = files("moe_pack.convert.cli").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
-    ids = Text(pack).encode(words)[:most]
+    ids = Text(pack).encode(words)[:num_tokens]
     if not ids:
-        raise RunError("--text: the tokenizer makes no token of it")
+        raise RunError("--text: the tokenizer finds no token in it; give another text")
     return ids
 
 
-main.add_command(convert_command)
-main.add_command(doctor_command)
-main.add_command(plan_command)
-main.add_command(profile_command)
-main.add_command(report_command)
-main.add_command(thresholds_command)
-main.add_command(attach_command)
-main.add_command(synth_command)
-main.add_command(replay_command)
-main.add_command(eval_command)
-main.add_command(check_command)
+for _command in (
+    convert_command,
+    profile_command,
+    report_command,
+    plan_command,
+    thresholds_command,
+    attach_command,
+    eval_command,
+    check_command,
+    replay_command,
+    synth_command,
+    doctor_command,
+):
+    main.add_command(_command)

@@ -1,7 +1,8 @@
-"""The command `moe-pack plan`: what would fit, how fast, at what loss; nothing is converted."""
+"""The command `moe-pack plan`: estimates which pack fits into a memory, how fast it decodes, and how much it loses."""
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import click
 
 from moe_pack.calib.profile import Profile, assumed_losses, losses_of
-from moe_pack.convert import find_checkpoint, lossless_formats, with_kept
-from moe_pack.convert.cli.convert import dense_dtypes
-from moe_pack.convert.cli.options import known_facts
+from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
+from moe_pack.convert.cli.options import known_facts, write_output
 from moe_pack.convert.plan import (
     EstimatedPlan,
     Planner,
@@ -31,7 +31,6 @@ from moe_pack.convert.plan import (
     share_lines,
 )
 from moe_pack.formats import (
-    ConversionError,
     Matrix,
     ModelSpec,
     PartFormat,
@@ -46,15 +45,21 @@ from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.runtime import MachineFacts
 
-# What is offered beside the loss asked for, by how much of it.
+# Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
-_UNTRIED = "tokens/s are foretold for moe-run's graph engine, which pulls rows; no figure from a GPU exists yet"
-_BOTH_STACKS = "tokens/s are of tokens that go through encoder and decoder; those of an answer go through the decoder"
+_NOT_MEASURED = (
+    "tokens/s are an estimate for moe-run's graph engine, which copies rows over the link; no figure from a GPU exists "
+    "yet"
+)
+_BOTH_STACKS = "tokens/s count encoder and decoder for every token; the tokens of an answer go through the decoder only"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanRequest:
-    """What is planned, all of it: where the model is, and what is known of it."""
+    """A model as the user named it, the target, and what is known of the model.
+
+    `defaults`: the choices that the target leaves open, as texts.
+    """
 
     name: str
     target: Target
@@ -64,7 +69,7 @@ class PlanRequest:
 
     @property
     def origin(self) -> str:
-        """What losses and routes rest on, in plain words."""
+        """Where losses and routes come from, in words."""
         if self.profile is not None:
             return f"losses and routes: {self.model.losses.origin}"
         return f"losses {self.model.losses.origin}; routes drawn evenly; moe-pack profile measures both"
@@ -72,23 +77,24 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanCommandOptions:
-    """What `plan` was asked for."""
+    """The options of `plan`."""
 
     profile: Path | None = field(
         default=None,
         metadata=option(
             "--profile",
             metavar="DIR",
-            help="A profile of this model (moe-pack profile). Without, losses are assumed and routes drawn.",
+            help="A profile of this model (moe-pack profile). Without one, losses are assumed and routes are "
+            "drawn evenly.",
         ),
     )
     target: Target | None = None
     selector: Selector | None = field(
-        default=None, metadata=option("--selector", help="This selector kind only.  [default: the fastest]")
+        default=None, metadata=option("--selector", help="The only selector kind to choose.  [default: the fastest]")
     )
     sparsity: float | None = field(
         default=None,
-        metadata=option("--sparsity", metavar="S", help="With --preset floe: the share of neurons that shall not run."),
+        metadata=option("--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."),
     )
     output: Path | None = field(
         default=None,
@@ -97,7 +103,7 @@ class PlanCommandOptions:
             "-o",
             path="file",
             metavar="FILE",
-            help="Write the first plan there, for moe-pack convert --plan.",
+            help="Write the first plan to FILE, for moe-pack convert --plan.",
         ),
     )
     as_json: bool = field(default=False, metadata=option("--json", help="Print the plans as JSON."))
@@ -108,82 +114,84 @@ class PlanCommandOptions:
         Raises:  UsageError.
         """
         if self.target is None:
-            raise UsageError("--target-vram: says what memory to plan for; give it, such as 11G")
+            raise UsageError("--target-vram is missing; give the memory to plan for, such as --target-vram 11G")
         if self.sparsity is not None and self.target.preset != "floe":
-            raise UsageError("--sparsity: is of --preset floe; plans decide it by themselves, leave it out")
+            raise UsageError("--sparsity needs --preset floe, because other plans decide it; remove --sparsity")
         if self.selector is not None and self.target.preset is not None:
-            raise UsageError(f"--selector: preset {self.target.preset} decides by itself; leave it out")
+            raise UsageError(f"--selector: preset {self.target.preset} decides it; remove --selector")
 
     def narrowed(self) -> Target:
-        """Returns the target for this machine, narrowed to the selector and the sparsity that were asked for."""
-        assert self.target is not None, "`check` has seen it"
+        """Returns the target for this machine, with the selector and the sparsity of the options."""
+        assert self.target is not None, "`check` refuses that"
         selectors = self.target.selectors if self.selector is None else (self.selector,)
         return replace(self.target.resolved(), selectors=selectors, sparsity=self.sparsity)
 
 
-@click.command("plan", short_help="Say what of PATH would fit a memory, how fast, at what loss.")
+@click.command("plan", short_help="Estimate which pack of PATH fits a memory, its speed and its loss.")
 @click.argument("path")
 @options_from(PlanCommandOptions)
 @command_errors(interrupted="interrupted")
 def plan_command(path: str, options: PlanCommandOptions) -> None:
-    """Plan the pack of PATH that decodes fastest in --target-vram and loses at most --max-loss.
+    """Find the pack of PATH that decodes fastest in --target-vram and loses at most --max-loss.
 
-    PATH is a checkpoint, as for convert; or, since no weights are read, a config.json or the name of a published model.
-    Three plans are made: for the loss asked, a quarter of it, and four times; the first is the one that is taken.
+    PATH is a checkpoint, as for convert; or a config.json, or the name of a published model, because no weights are
+    read. Nothing is converted.
+
+    Three plans are printed: for the given loss, a quarter of it, and four times it. The first is the one that --output
+    writes and that convert --target-vram begins with.
     """
     facts = known_facts(Path())
-    wanted = _wanted(path, options.profile, options.narrowed(), facts)
-    model = wanted.model
-    planner = planner_for(wanted.target, model.spec, model.dense_dtypes, model.losses, wanted.profile, facts)
-    offers = list(_offers(planner, wanted))
-    taken = offers[0].planned
-    assert taken is not None, "a plan that is asked for is there, or an error was raised"
+    request = _request(path, options.profile, options.narrowed(), facts)
+    model = request.model
+    planner = planner_for(request.target, model.spec, model.dense_dtypes, model.losses, request.profile, facts)
+    offers = list(_offers(planner, request))
+    first = offers[0].planned
+    assert first is not None, "without a plan for the given loss, an error was raised"
     if options.output is not None:
-        _write(options.output, plan_bytes(taken.decision, model.spec))
+        write_output(options.output, plan_bytes(first.decision, model.spec), "--output")
     if options.as_json:
-        click.echo(json.dumps(_as_json(wanted, offers), indent=2))
+        click.echo(json.dumps(_as_json(request, offers), indent=2))
         return
-    for line in _lines(wanted, offers, taken):
+    for line in _lines(request, offers, first):
         click.echo(line)
     if options.output is not None:
-        click.echo(f"\n{options.output}: the first plan; moe-pack convert {path} --plan {options.output} makes it")
+        click.echo(
+            f"\n{options.output}: the first plan; convert by it: moe-pack convert {path} --plan {options.output}"
+        )
 
 
-def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> PlanRequest:
-    spec, dtypes, kept = _model(path)
-    profile = None if folder is None else Profile(folder)
+def _request(path: str, profile_folder: Path | None, target: Target, facts: MachineFacts | None) -> PlanRequest:
+    spec, dtypes, lossless = _model(path)
+    profile = None if profile_folder is None else Profile(profile_folder)
     if profile is not None and profile.spec != spec:
-        raise PlanError(f"--profile {folder}: is of another model; profile {path}")
-    losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), kept)
+        raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
+    losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
     return PlanRequest(path, target, PlanningModel(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
 
 
 def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
-    """The model, the dtype of each dense tensor, and what keeps its experts without loss.
+    """Returns the model, the dtype of each dense tensor, and the formats that keep its experts without loss.
 
-    All is bfloat16, which a plan may have anyway, where only its dimensions are known.
+    If only the model's dimensions are known, everything counts as bfloat16, which every plan may use.
     """
     folder = Path(path)
     is_hub_id = "/" in path and not folder.exists()
     if is_hub_id or (folder.is_dir() and any(folder.glob("*.safetensors"))):
-        checkpoint = Checkpoint(find_checkpoint(path))
-        try:
+        with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
             return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
-        finally:
-            checkpoint.close()
     spec = model_spec(path)
     return spec, ("BF16",) * len(dense_roles(spec)), {}
 
 
-def _offers(planner: Planner, wanted: PlanRequest) -> Iterator[PlanOption]:
-    """The plan asked for, and two beside it; of a paper's pack, that one alone.
+def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
+    """Yields the plan for the given loss and two others; with a preset, the paper's plan only.
 
-    Raises:  PlanError or RunError if there is none as asked.
+    Raises:  PlanError or RunError if there is no plan for the given loss.
     """
-    target, losses = wanted.target, wanted.model.losses
+    target, losses = request.target, request.model.losses
     if target.preset is not None:
-        decision = preset_decision(target.preset, wanted.model, target.sparsity)
-        yield PlanOption(f"preset {target.preset}", planner.estimate(decision))
+        decision = preset_decision(target.preset, request.model, target.sparsity)
+        yield PlanOption(f"preset {target.preset}", planner.foretold(decision))
         return
     nats = target.limit.nats(losses.nll_per_kl)
     yield PlanOption(f"asked: {target.limit.text()}", planner.plan(nats))
@@ -194,48 +202,41 @@ def _offers(planner: Planner, wanted: PlanRequest) -> Iterator[PlanOption]:
 def _other(planner: Planner, nats: float, name: str) -> PlanOption:
     try:
         return PlanOption(name, planner.plan(nats))
-    except MoePackError as fault:  # the plan that was asked for is there all the same
+    except MoePackError as fault:  # the plan for the given loss exists
         return PlanOption(name, None, str(fault))
 
 
-def _lines(wanted: PlanRequest, offers: list[PlanOption], taken: EstimatedPlan) -> Iterator[str]:
-    target, losses = wanted.target, wanted.model.losses
-    yield model_text(wanted.model.spec, wanted.name)
-    yield wanted.origin
-    for line in wanted.defaults:
+def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan) -> Iterator[str]:
+    target, losses = request.target, request.model.losses
+    yield model_text(request.model.spec, request.name)
+    yield request.origin
+    for line in request.defaults:
         yield f"by default {line}"
     yield ""
     yield from option_lines(offers, losses)
     if len(offers) > 1:
-        yield "the first is taken; read a token: what is not in memory; bits: of an expert weight"
+        yield "the first is taken; bits: of an expert weight; read a token: bytes that are not in memory"
     yield ""
-    yield from share_lines(taken)
+    yield from share_lines(first)
     yield ""
-    yield from decision_lines(taken)
-    if (gap := gap_text(taken)) is not None:
+    yield from decision_lines(first)
+    if (gap := gap_text(first)) is not None:
         yield gap
     if target.preset == "floe":
-        yield compression_text(taken)
+        yield compression_text(first)
     if target.device == "cuda":
-        yield _UNTRIED
-    if wanted.model.spec.encoder is not None:
+        yield _NOT_MEASURED
+    if request.model.spec.encoder is not None:
         yield _BOTH_STACKS
 
 
-def _as_json(wanted: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
+def _as_json(request: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
     return {
-        "model": wanted.name,
-        "origin": wanted.model.losses.origin,
-        "is_assumed": wanted.profile is None,
-        "target_bytes": wanted.target.budget_bytes,
-        "device": wanted.target.device,
-        "defaults": wanted.defaults,
-        "plans": [option_json(offer, wanted.model.losses) for offer in offers],
+        "model": request.name,
+        "origin": request.model.losses.origin,
+        "is_assumed": request.profile is None,
+        "target_bytes": request.target.budget_bytes,
+        "device": request.target.device,
+        "defaults": request.defaults,
+        "plans": [offer_json(offer, request.model.losses) for offer in offers],
     }
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as fault:
-        raise ConversionError(f"{path}: cannot be written ({fault.strerror})") from fault

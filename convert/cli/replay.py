@@ -1,4 +1,4 @@
-"""The command `moe-pack replay`: a record's routes against policies and budgets."""
+"""The command `moe-pack replay`: runs policies and budgets on recorded routes, without computing anything."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,13 +29,17 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
 
-_PROFILE_CONTEXT = 4096  # tokens of cache that a budget has to hold where no run says so
+_PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
 _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayInput:
-    """What is replayed: routes, the run they come from if one was recorded, and what predicts from routes."""
+    """The routes that are replayed.
+
+    `record`: the recorded run that they come from; None: they come from a profile.   `paths`: predict experts from
+    routes; None: nothing does.
+    """
 
     place: str
     passes: Passes
@@ -46,21 +50,23 @@ class ReplayInput:
 
 @dataclass(frozen=True, slots=True)
 class ReplayComparison:
-    """What a budget's pages come to: by policy alone and with its predictions, and with the future known.
+    """The replays of one budget.
 
-    `best`: of several policies the one that `auto` takes.
+    `alone`: by policy, without prediction.   `predicted`: with prediction, of policies whose predictions can be
+    replayed.   `optimum`: of Belady, which knows the future.   `best`: the policy that `auto` takes; None if only one
+    was replayed.
     """
 
     plan: BudgetPlan
     num_pages: int
     alone: dict[PolicyName, ReplayResult]
-    predicting: dict[PolicyName, ReplayResult]
+    predicted: dict[PolicyName, ReplayResult]
     optimum: ReplayResult
     best: PolicyName | None
 
 
 def _budgets(text: str) -> tuple[int, ...]:
-    return tuple(read_size(one) for one in text.split(","))
+    return tuple(read_size(size) for size in text.split(","))
 
 
 def _policies(text: str) -> tuple[PolicyName, ...]:
@@ -74,11 +80,11 @@ def _policies(text: str) -> tuple[PolicyName, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What `replay` was asked for."""
+    """The options of `replay`."""
 
-    pack: Path = field(metadata=option("--pack", help="The pack that was run."))
+    pack: Path = field(metadata=option("--pack", help="The pack of the run, with the thresholds that it had then."))
     budgets: tuple[int, ...] = field(
-        metadata=option("--budget", parse=_budgets, metavar="SIZE,...", help="Memory to suppose: 1G,512M.")
+        metadata=option("--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M.")
     )
     policies: tuple[PolicyName, ...] = field(
         default=_NAMES,
@@ -96,25 +102,29 @@ class ReplayOptions:
             "--read-rate",
             parse=read_size,
             metavar="SIZE",
-            help="Bytes that the drive reads a second, such as 1.5G: says how many tokens a second that is, reading "
-            "alone.",
+            help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads "
+            "take time.",
         ),
     )
     as_json: bool = field(default=False, metadata=option("--json", help="Print everything as JSON."))
 
 
-@click.command("replay", short_help="Play a run's routes against policies and budgets.")
+@click.command("replay", short_help="Compare policies and budgets on recorded routes.")
 @click.argument("record", type=click.Path(path_type=Path))
 @options_from(ReplayOptions)
 @command_errors(interrupted="interrupted")
 def replay_command(record: Path, options: ReplayOptions) -> None:
-    """Play RECORD (a run's, by moe-run --record; or a profile, whose held-out text counts as decoded token by token)
-    against policies and budgets: how many experts would have been in memory when they were needed, and how many bytes
-    read. Belady's optimum, which knows the future, stands beside.
+    """Run policies with different budgets on the routes of RECORD, without computing anything.
+
+    RECORD is a file of moe-run --record, or a profile. The held-out text of a profile counts as if it was decoded token
+    by token.
+
+    For each policy it prints how many experts would have been in memory when their router chose them (hits), and how
+    many bytes would have been read for a token. The optimum evicts with knowledge of the future (Belady).
     """
     with Pack(options.pack) as pack:
-        traffic = find_traffic(record, pack)
-        outcomes = [play(traffic, pack, budget, options.policies) for budget in options.budgets]
+        traffic = _replay_input(record, pack)
+        outcomes = [_replayed(traffic, pack, budget, options.policies) for budget in options.budgets]
         total = int(pack.index.size.sum())
     if options.as_json:
         click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
@@ -123,20 +133,22 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
         click.echo(line)
 
 
-def find_traffic(path: Path, pack: Pack) -> ReplayInput:
-    """The routes of a record, or of a profile's held-out text.
+def _replay_input(path: Path, pack: Pack) -> ReplayInput:
+    """Returns the routes of a recording, or of a profile's held-out text.
 
     Raises:  RunError or PackError if they are not of this pack's model.
     """
     if path.is_dir():
         profile = Profile(path)
         if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
-            raise RunError(f"{path}: is a profile of another model; profile the one that was packed")
+            raise RunError(f"{path}: is a profile of another model; give a profile of the pack's model")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
         return ReplayInput(str(path), held_out_passes(profile), None, profile.paths(), context)
     record = read_recording(path)
     if record.facts.root != pack.manifest.root:
-        raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
+        raise RunError(
+            f"{path}: was recorded with another pack, or before its thresholds changed; record the run again"
+        )
     _check_shape(path, record.passes, pack.spec)
     routing = Routing.open(pack)
     return ReplayInput(
@@ -146,32 +158,32 @@ def find_traffic(path: Path, pack: Pack) -> ReplayInput:
 
 def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
-    found = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
-    if found != shape:
-        raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
+    recorded = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
+    if recorded != shape:
+        raise RunError(f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's")
 
 
-def play(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> ReplayComparison:
-    """Replays against each policy with the pages that a budget has room for, or a run of that budget had.
+def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> ReplayComparison:
+    """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had.
 
-    Raises:  RunError if it has room for too few.
+    Raises:  RunError if there are too few pages.
     """
     run = traffic.record
     plan = divide_budget(pack.layout, budget_bytes, traffic.context_tokens, routing_bytes(pack.folder))
-    of_run = run is not None and run.facts.budget_bytes == budget_bytes
-    num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
+    is_of_run = run is not None and run.facts.budget_bytes == budget_bytes
+    num_pages = run.facts.num_pages if run is not None and is_of_run else plan.num_pages
     pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes
     if num_pages < pages.max():
         raise RunError(
-            f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run anew"
+            f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
         )
     facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
-    alone = {name: replay(passes, facts, extents, PRESETS[name].without_prediction()) for name in names}
-    tried = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
-    predicting = {name: played for name, played in tried.items() if played.prediction in ("recorded", "routes")}
-    judged = {name: played for name, played in alone.items() if name != "importance" or passes.scores is not None}
+    alone = {name: replay(passes, facts, extents, PRESETS[name].alone()) for name in names}
+    whole = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
+    predicted = {name: result for name, result in whole.items() if result.foretelling in ("recorded", "routes")}
+    judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
-    return ReplayComparison(plan, num_pages, alone, predicting, optimum(passes, facts, extents), best)
+    return ReplayComparison(plan, num_pages, alone, predicted, optimum(passes, facts, extents), best)
 
 
 def _lines(
@@ -186,34 +198,33 @@ def _lines(
     if traffic.record is not None:
         yield _as_run(traffic.record)
     if traffic.passes.scores is None:
-        yield "scores are not known: importance goes by how often experts were chosen"
+        yield "scores are not known; importance uses how often experts were chosen"
     for outcome in outcomes:
         yield ""
         share = outcome.num_pages * outcome.plan.page_bytes / total_bytes
         yield (
             f"budget {size_text(outcome.plan.budget)}: {outcome.num_pages} pages of "
-            f"{size_text(outcome.plan.page_bytes)}, room for {min(share, 1):.0%} of the experts"
+            f"{size_text(outcome.plan.page_bytes)}, memory for {min(share, 1):.0%} of the experts"
         )
         rate = "" if read_rate is None else f" {'tokens/s':>9}"
         yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  with prediction"
-        for name, played in outcome.alone.items():
-            yield _line(name, played, outcome.predicting.get(name), read_rate)
+        for name, result in outcome.alone.items():
+            yield _line(name, result, outcome.predicted.get(name), read_rate)
         yield _line("optimum", outcome.optimum, None, read_rate)
         if outcome.best is not None:
             yield f"  best: {outcome.best}"
 
 
-def _line(name: str, played: ReplayResult, predicting: ReplayResult | None, read_rate: int | None) -> str:
-    decode = played.decode
-    prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
+def _line(name: str, result: ReplayResult, predicted: ReplayResult | None, read_rate: int | None) -> str:
+    decode = result.decode
+    prompts = f"{result.prefill.hit_rate:.1%}" if result.prefill.num_needed else "-"
     rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
-    predicted = "-"
-    if predicting is not None:
-        by = "as the run did" if predicting.prediction == "recorded" else "from paths"
-        predicted = f"{predicting.decode.hit_rate:.1%}, {size_text(predicting.decode.bytes_per_token)}, {by}"
-    return (
-        f"  {name:<11} {prompts:>10} {decode.hit_rate:>6.1%} {size_text(decode.bytes_per_token):>13}{rate}  {predicted}"
-    )
+    prediction = "-"
+    if predicted is not None:
+        origin = "as in the run" if predicted.foretelling == "recorded" else "from paths"
+        prediction = f"{predicted.decode.hit_rate:.1%}, {size_text(predicted.decode.bytes_per_token)}, {origin}"
+    hits, fetched = f"{decode.hit_rate:>6.1%}", f"{size_text(decode.bytes_per_token):>13}"
+    return f"  {name:<11} {prompts:>10} {hits} {fetched}{rate}  {prediction}"
 
 
 def _as_run(record: Recording) -> str:
@@ -222,7 +233,7 @@ def _as_run(record: Recording) -> str:
     facts = record.facts
     return (
         f"run with {facts.policy} in {size_text(facts.budget_bytes)} ({facts.num_pages} pages): "
-        f"{int(record.hits[is_decoding].sum()) / needed:.1%} hits in decoding"
+        f"{int(record.hits[is_decoding].sum()) / needed:.1%} hits in decode"
     )
 
 
@@ -231,17 +242,17 @@ def _as_json(outcome: ReplayComparison) -> dict[str, Any]:
         "budget_bytes": outcome.plan.budget,
         "num_pages": outcome.num_pages,
         "page_bytes": outcome.plan.page_bytes,
-        "alone": {name: _played_json(played) for name, played in outcome.alone.items()},
-        "predicting": {name: _played_json(played) for name, played in outcome.predicting.items()},
-        "optimum": _played_json(outcome.optimum),
+        "alone": {name: _result_json(result) for name, result in outcome.alone.items()},
+        "predicted": {name: _result_json(result) for name, result in outcome.predicted.items()},
+        "optimum": _result_json(outcome.optimum),
         "best": outcome.best,
     }
 
 
-def _played_json(played: ReplayResult) -> dict[str, Any]:
-    parts = {"prefill": played.prefill, "decode": played.decode}
+def _result_json(result: ReplayResult) -> dict[str, Any]:
+    parts = {"prefill": result.prefill, "decode": result.decode}
     rates = {
         name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}
         for name, tally in parts.items()
     }
-    return rates | {"prediction": played.prediction}
+    return rates | {"prediction": result.foretelling}

@@ -1,4 +1,4 @@
-"""The command `moe-pack synth`."""
+"""The command `moe-pack synth`: makes a pack with a real model's dimensions and random weights."""
 
 import math
 import time
@@ -19,7 +19,8 @@ from moe_pack.convert import (
     synthesize,
     synthetic_layout,
 )
-from moe_pack.convert.cli.options import NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
+from moe_pack.convert.cli.measure import model_text
+from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.convert.plan import read_plan
 from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
@@ -31,14 +32,16 @@ _MAX_SKEW = 4.0
 
 @dataclass(frozen=True, slots=True)
 class SynthOptions:
-    """What `synth` was asked for."""
+    """The options of `synth`."""
 
     output: Path = field(metadata=option("--output", "-o", help="The pack's folder, new or empty."))
     layers: int | None = field(
-        default=None, metadata=option("--layers", least=1, metavar="N", help="The first N layers only.  [default: all]")
+        default=None,
+        metadata=option("--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"),
     )
     vocab: int | None = field(
-        default=None, metadata=option("--vocab", least=1, metavar="N", help="N tokens only.  [default: all]")
+        default=None,
+        metadata=option("--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"),
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = field(
@@ -47,18 +50,20 @@ class SynthOptions:
             "--plan",
             path="file",
             metavar="FILE",
-            help="A plan (moe-pack plan -o), each expert's widths, in place of the seven options above.",
+            help="A plan (moe-pack plan -o): the formats of each expert, in place of --selector to --dense-bits.",
         ),
     )
     sparsity: float = field(
-        default=0.0, metadata=option("--sparsity", metavar="S", help="Share of neurons that shall not run.")
+        default=0.0, metadata=option("--sparsity", metavar="S", help="Share of neurons that do not run.")
     )
     skew: float = field(
         default=0.0,
         metadata=option(
             "--skew",
             metavar="X",
-            help="The r-th most popular expert of a layer is chosen as often as r to the power of -X; 0: all alike.",
+            help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
+            "of a layer "
+            "is chosen in proportion to r to the power of -X.",
         ),
     )
     path_correlation: float = field(
@@ -66,7 +71,7 @@ class SynthOptions:
         metadata=option(
             "--path-correlation",
             metavar="C",
-            help="How far a token's experts in one layer say those in the next; 0: not at all, 1: wholly.",
+            help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
         ),
     )
     profile: Path | None = field(
@@ -74,48 +79,49 @@ class SynthOptions:
         metadata=option(
             "--profile",
             metavar="DIR",
-            help="Experts are as popular as in this profile of the same model (moe-pack profile).",
+            help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
         ),
     )
     in_memory: bool = field(
         default=False,
         metadata=option(
             "--in-memory",
-            help="Write to memory (/dev/shm), and make the output a link to it. Gone after a restart; to have the "
-            "memory back before, remove the folder that the link leads to.",
+            help="Write the pack to a file system in memory (/dev/shm), and make the output a link to it. The "
+            "pack takes "
+            "memory until you remove it or restart the machine.",
         ),
     )
-    seed: int = field(default=0, metadata=option("--seed", least=0, most=2**63 - 1, help="Other weights."))
+    seed: int = field(default=0, metadata=option("--seed", least=0, most=2**63 - 1, help="Seed of the random weights."))
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:
-        """Refuses numbers out of range, and options that do not go together.
+        """Refuses numbers out of range and options that do not go together.
 
         Raises:  UsageError.
         """
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
             raise UsageError(fault)
-        for name, found, most in (
+        for name, value, most in (
             ("--skew", self.skew, _MAX_SKEW),
             ("--path-correlation", self.path_correlation, 1.0),
         ):
-            if not (math.isfinite(found) and 0 <= found <= most):
-                raise UsageError(f"{name}: found {found}, expected a number from 0 to {most:g}")
+            if not (math.isfinite(value) and 0 <= value <= most):
+                raise UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
-            raise UsageError("--profile: says how popular experts are; leave --skew out")
+            raise UsageError("--profile decides how popular experts are; remove --skew")
         if self.plan_file is not None and (others := given(self.plan)):
-            raise UsageError(f"--plan: says all of a plan; leave {', '.join(others)} out")
+            raise UsageError(f"--plan decides all formats; remove {', '.join(others)}")
 
 
-@click.command("synth", short_help="Make a pack of the dimensions of NAME, with random weights.")
+@click.command("synth", short_help="Make a pack with the dimensions of NAME and random weights.")
 @click.argument("name")
 @options_from(SynthOptions)
-@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+@command_errors(interrupted=INTERRUPTED)
 def synth_command(name: str, options: SynthOptions) -> None:
-    """Make a pack of the dimensions of the model NAME, with random weights: see how fast it would run here.
+    """Make a pack with the dimensions of the model NAME and random weights, to measure how fast NAME would run here.
 
-    NAME is a published model whose dimensions we know (a name that is none lists them), a config.json, or a folder
-    with one; nothing is downloaded. moe-run OUTPUT --bench then measures. The text of such a pack is noise.
+    NAME is a published model such as mixtral-8x7b (an unknown name lists all), a config.json, or a folder with one.
+    Nothing is downloaded. moe-run OUTPUT --bench measures the speed. The text of such a pack is noise.
     """
     spec = model_spec(name, options.layers, options.vocab)
     file = options.plan_file
@@ -130,27 +136,26 @@ def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
         popularity = skewed_popularity(spec, options.skew, options.seed)
     else:
         popularity = profiled_popularity(spec, Profile(options.profile))
-    character = SyntheticTraits(options.sparsity, popularity, options.path_correlation, options.seed)
-    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
-    click.echo(f"{model}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
+    traits = SyntheticTraits(options.sparsity, popularity, options.path_correlation, options.seed)
+    click.echo(f"{model_text(spec)}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
     with TerminalProgress() as progress:
-        done = synthesize(spec, plan, character, folder, options.workers, progress)
-    _say_done(done, layout, output, time.perf_counter() - start)
+        result = synthesize(spec, plan, traits, folder, options.workers, progress)
+    _say_done(result, layout, output, time.perf_counter() - start)
     if options.in_memory:
-        click.echo(f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {output}")
+        click.echo(f"the pack is in memory until the machine restarts; to free the memory: rm -r {folder} {output}")
 
 
-def _say_done(done: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
-    if not done.written:
-        click.echo(f"{output}: holds the pack of this model with these options already; nothing to do; {NOISE}")
+def _say_done(result: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
+    if not result.written:
+        click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {NOISE}")
         return
     with Pack(output) as pack:
         content, bits = pack.manifest.totals.content, bits_per_weight(pack)
-    made_bytes = large_bytes(layout) - done.resumed_bytes
+    made_bytes = large_bytes(layout) - result.resumed_bytes
     rate = f"{made_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s"
     click.echo(
         f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s ({rate}); {NOISE}"
     )
-    click.echo(f"how fast it runs here: moe-run {output} --bench")
+    click.echo(f"measure its speed: moe-run {output} --bench")

@@ -326,11 +326,11 @@ USAGE = {
 REFUSED = {
     "a trellis of 8 bits": (
         ["--codec", "trellis", "--record-bits", "8"],
-        "--record-bits 8: a trellis takes 1.5 to 4 bits a weight; use --codec affine",
+        "--record-bits 8: a trellis has 1.5 to 4 bits a weight; use --codec affine",
     ),
     "affine of half bits": (
         ["--codec", "affine", "--selector-bits", "2.5"],
-        "--selector-bits 2.5: affine takes whole bits; use --codec trellis",
+        "--selector-bits 2.5: affine has whole bits only; use --codec trellis",
     ),
     "a trellis by hqq": (
         ["--record-bits", "2.5"],

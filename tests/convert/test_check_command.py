@@ -13,7 +13,7 @@ from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
 
 from moe_pack.calib.evaluate import Estimate, Quality, SourceQuality
-from moe_pack.convert import CheckLimits, CheckResult, junit_xml, losses
+from moe_pack.convert import CheckLimits, CheckResult, check_losses, junit_xml
 from moe_pack.convert.cli.main import main
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
@@ -78,7 +78,7 @@ def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, packe
     kl = found["quality"]["against"]["kl"]
     assert (
         found["kl"]["found"]
-        == f"{kl['value']:.4g} nats, at 95% up to {kl['value'] + kl['half_width']:.4g} (508 tokens)"
+        == f"{kl['value']:.4g} nats, at most {kl['value'] + kl['half_width']:.4g} nats with 95% confidence (508 tokens)"
     )
     assert found["kl"]["allowed"] == "1 nats" and found["perplexity"]["allowed"] == "+90.000%"
     assert (packed / "quality.json").exists()
@@ -119,7 +119,8 @@ def test_a_limit_of_loss_with_nothing_to_judge_it_by_is_wrong_usage(made: Path) 
     result = run("check", made, "--max-kl", "1")
     assert result.exit_code == 2
     assert result.stderr.endswith(
-        f"--max-kl/--max-ppl-increase: {made} has no quality.json for what it holds now; give --against\n"
+        f"--max-kl/--max-ppl-increase: {made} has no quality.json of its present content; give the checkpoint or a "
+        "reference with --against\n"
     )
 
 
@@ -140,7 +141,7 @@ def test_a_damaged_byte_fails_and_loss_is_not_measured(source: Path, packed: Pat
     found = checked(packed, "--against", source, "--max-kl", "1", *SHORT, exit_code=1)
     assert statuses(found) == "pfpssss"
     assert found["digests"]["found"].startswith("experts-001.safetensors: pad.3 is not zero")
-    assert found["kl"]["found"] == "not measured: a check before this one failed"
+    assert found["kl"]["found"] == "not measured, because an earlier check failed"
 
 
 def test_what_is_no_pack_fails_and_nothing_else_is_looked_at(tmp_path: Path) -> None:
@@ -174,8 +175,12 @@ def test_an_account_sealed_again_without_a_change_passes(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"shape": [4096, 63]}, "source.json: found 619,328 weights packed and resident, the model has 623,424"),
-        ({"reason": "why not"}, "source.json: tensor 'lm_head.weight': left out without a reason, or run with one"),
+        ({"shape": [4096, 63]}, "source.json: found 619,328 weights in the pack, expected 623,424: the model's"),
+        (
+            {"reason": "why not"},
+            "source.json: tensor 'lm_head.weight': found fate resident and reason 'why not', expected a reason for a "
+            "tensor that is left out, and for no other",
+        ),
     ],
 )
 def test_an_account_that_does_not_add_up_fails(change: dict[str, Any], says: str, packed: Path) -> None:
@@ -202,7 +207,7 @@ def beside(kl: Estimate) -> Quality:
 def test_the_upper_end_of_the_interval_must_be_within_the_limit(
     value: float, half_width: float | None, status: str
 ) -> None:
-    kl, _ = losses(beside(Estimate(value, half_width)), CheckLimits(max_kl=0.05), "here")
+    kl, _ = check_losses(beside(Estimate(value, half_width)), CheckLimits(max_kl=0.05), "here")
     assert kl.status == status
 
 
@@ -233,7 +238,9 @@ def test_a_report_that_cannot_be_written_is_an_error(made: Path, tmp_path: Path)
     result = run("check", made, "--junit", tmp_path / "no" / "report.xml")
     assert result.exit_code == 1
     assert (
-        result.stderr == f"moe-pack: --junit {tmp_path}/no/report.xml: cannot be written (No such file or directory)\n"
+        result.stderr
+        == f"moe-pack: --junit {tmp_path}/no/report.xml: cannot be written (No such file or directory); give another "
+        "file\n"
     )
 
 
@@ -244,7 +251,7 @@ def test_wrong_usage_is_said(made: Path) -> None:
         (["--max-ppl-increase", "nan%"], "found 'nan%', expected a percentage such as 1% or 0.5%"),
         (["--max-kl", "-1"], "-1.0 is not in the range x>=0"),
         (["--budget", "much"], "found 'much', expected a size such as 11G, 1.5G or 512M"),
-        (["--sample", "512"], "--sample: says on how many tokens loss is measured; give --against and a limit of loss"),
+        (["--sample", "512"], "--sample needs a loss to measure; give --against, and --max-kl or --max-ppl-increase"),
     ]
     for arguments, message in cases:
         with case(arguments, message):

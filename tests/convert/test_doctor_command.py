@@ -28,7 +28,7 @@ def test_a_table_says_what_was_measured_and_where_it_is_kept(tiny_pack: Path, ca
     facts = load_facts(cache / "moe-pack", tiny_pack)
     assert facts is not None
     said = result.stdout.splitlines()
-    assert said[0].startswith(f"drive {facts.drive.name or 'without a name'}, at {tiny_pack.resolve()}: ")
+    assert said[0].startswith(f"disk {facts.drive.name or 'without a name'}, at {tiny_pack.resolve()}: ")
     assert said[0].endswith("of this pack")
     (row,) = (line for line in said if line.strip().startswith("4 KiB"))
     (rate,) = (one for one in facts.drive.best if (one.mode, one.size) == ("pread", 4096))
@@ -36,7 +36,8 @@ def test_a_table_says_what_was_measured_and_where_it_is_kept(tiny_pack: Path, ca
     assert any(line.startswith("smallest efficient read: ") for line in said)
     assert any(line.startswith(f"CPU: {facts.cpu.cores} cores") for line in said)
     assert (
-        said[-1].startswith(f"kept in {cache}/moe-pack/doctor-") and Path(said[-1].removeprefix("kept in ")).is_file()
+        said[-1].startswith(f"stored in {cache}/moe-pack/doctor-")
+        and Path(said[-1].removeprefix("stored in ")).is_file()
     )
     assert "measurements, about " in result.stderr
 

@@ -284,7 +284,10 @@ def test_a_changed_code_of_the_source_is_told_from_what_was_kept(tmp_path: Path)
 
     model = TinyMixtral(D, F, num_layers=2, config={"quantization_config": FP8_CONFIG})
     other = Checkpoint(model.write(tmp_path / "other", change))
-    with Pack(tmp_path / "p") as pack, pytest.raises(PackError, match=r"^layer 1 expert 1: down is not the checkpoint"):
+    with (
+        Pack(tmp_path / "p") as pack,
+        pytest.raises(PackError, match=r"^layer 1 expert 1: down does not match the checkpoint"),
+    ):
         compare_weights(pack, other)
     source.close()
     other.close()
@@ -315,7 +318,7 @@ def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path:
 def test_a_synthetic_pack_has_no_source_to_keep(tmp_path: Path) -> None:
     result = run("synth", "olmoe", "-o", tmp_path / "p", "--record-bits", "source")
     assert result.exit_code == 1
-    assert "--record-bits source: there is no checkpoint here whose weights could be kept\n" in result.stderr
+    assert "--record-bits source: no checkpoint is given whose weights can be kept; give a width\n" in result.stderr
 
 
 # --- plans for a memory

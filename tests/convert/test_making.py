@@ -11,8 +11,8 @@ from profiles import Recorder, StoppedError, folder_bytes, profiled, random_toke
 
 from moe_pack.calib.evaluate import Quality, measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
-from moe_pack.convert import AutoPacker, AutoPackResult, PackGoal, convert, threshold_rule
-from moe_pack.convert.autopack import MADE_FILE, work_folder
+from moe_pack.convert import AutoPacker, AutoPackResult, convert, threshold_rule
+from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder
 from moe_pack.convert.plan import Decision
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
@@ -29,7 +29,7 @@ class Workplace:
     source: Path
     profile: Profile
 
-    def make(self, output: Path, allowed: float | None, stop_at: int | None = None, name: str = "a wish") -> list[str]:
+    def make(self, output: Path, allowed: float | None, stop_at: int | None = None, name: str = "a goal") -> list[str]:
         """Makes a pack, stopped before a step if given; all steps that were announced."""
         steps: list[str] = []
 
@@ -39,9 +39,9 @@ class Workplace:
                 raise StoppedError(step)
 
         checkpoint = Checkpoint(self.source)
-        wish = PackGoal({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
+        goal = PackGoal({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
         try:
-            AutoPacker(checkpoint, self.profile, TEXT, output, wish, 1, Recorder(), on_step=on_step).make()
+            AutoPacker(checkpoint, self.profile, TEXT, output, goal, 1, Recorder(), on_step=on_step).make()
         finally:
             checkpoint.close()
         return steps
@@ -144,8 +144,11 @@ def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace
     assert workplace.make(out, None) == []
     assert folder_bytes(out) == held
     with pytest.raises(ConversionError) as caught:
-        workplace.make(out, None, name="another wish")
-    assert str(caught.value) == f"{out}: holds a pack made otherwise; give another output folder, or remove this one"
+        workplace.make(out, None, name="another goal")
+    assert (
+        str(caught.value)
+        == f"{out}: contains a pack made with other options; give another output folder, or remove this one"
+    )
 
 
 def test_what_was_begun_for_another_wish_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
@@ -153,20 +156,20 @@ def test_what_was_begun_for_another_wish_is_not_gone_on_with(workplace: Workplac
     with pytest.raises(StoppedError):
         workplace.make(out, None, stop_at=20)
     with pytest.raises(ConversionError) as caught:
-        workplace.make(out, None, name="another wish")
+        workplace.make(out, None, name="another goal")
     assert str(caught.value) == (
-        f"{work_folder(out)}: holds what was begun for another target or with other options; repeat that command, or "
-        "remove the folder"
+        f"{work_folder(out)}: contains unfinished work for another target or with other options; run that command "
+        "again, or remove the folder"
     )
 
 
 def test_a_folder_that_holds_something_else_is_refused(workplace: Workplace, tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "letter.txt").write_text("dear reader")
-    with pytest.raises(ConversionError, match="holds something else; give a new or empty folder"):
+    with pytest.raises(ConversionError, match="contains something else; give a new or empty folder"):
         workplace.make(tmp_path / "packed", None)
 
 
 def test_a_loss_that_no_pack_keeps_ends_in_a_line_that_says_so(workplace: Workplace, tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=r"10 packs were made and none keeps to the loss; allow more with --max"):
+    with pytest.raises(ConversionError, match=r"none of 10 packs is within the allowed loss; allow more with --max"):
         workplace.make(tmp_path / "packed", 1e-12)

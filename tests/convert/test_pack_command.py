@@ -104,7 +104,7 @@ def test_a_second_run_says_that_the_pack_is_there(source: Path, tmp_path: Path) 
     run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
     again = run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
     assert again.stdout == (
-        f"{tmp_path}/p: holds the pack of this checkpoint with these options already; nothing to do\n"
+        f"{tmp_path}/p: already contains the pack of this checkpoint with these options; nothing to do\n"
     )
     other = run("convert", source, "-o", tmp_path / "p", "--quantizer", "absmax")
     assert other.exit_code == 1
@@ -127,7 +127,7 @@ def test_verify_says_that_a_pack_is_whole(source: Path, tmp_path: Path) -> None:
     run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest", "--dense-bits", 4)
     result = run("verify", tmp_path / "p")
     assert result.exit_code == 0
-    assert re.fullmatch(rf"{tmp_path}/p: whole; [\d,]+ bytes checked, root [0-9a-f]{{16}}\n", result.stdout)
+    assert re.fullmatch(rf"{tmp_path}/p: intact; [\d,]+ bytes checked, root [0-9a-f]{{16}}\n", result.stdout)
     assert json.loads(run("verify", tmp_path / "p", "--json").stdout)["whole"] is True
 
 
@@ -222,11 +222,11 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
-    assert errors.endswith(": interrupted; what is done stays, run the same command again to go on\n")
+    assert errors.endswith(": interrupted; the finished part is kept; run the same command again to continue\n")
     assert "Traceback" not in errors
     resumed = run("convert", source, "-o", tmp_path / "p")
     assert resumed.exit_code == 0
-    assert "of it from an earlier run" in resumed.stdout
+    assert "are from an earlier run" in resumed.stdout
 
 
 def test_wrong_usage_exits_with_2() -> None:

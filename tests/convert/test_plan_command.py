@@ -246,14 +246,14 @@ def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
 
 def test_wrong_options_are_refused(small: Path) -> None:
     cases = [
-        ([], "Error: --target-vram: says what memory to plan for; give it, such as 11G"),
+        ([], "Error: --target-vram is missing; give the memory to plan for, such as --target-vram 11G"),
         (
             ["--target-vram", "1G", "--sparsity", "0.5"],
-            "Error: --sparsity: is of --preset floe; plans decide it by themselves, leave it out",
+            "Error: --sparsity needs --preset floe, because other plans decide it; remove --sparsity",
         ),
         (
             ["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
-            "Error: --selector: preset floe decides by itself; leave it out",
+            "Error: --selector: preset floe decides it; remove --selector",
         ),
         (
             ["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
@@ -265,7 +265,7 @@ def test_wrong_options_are_refused(small: Path) -> None:
         ),
         (
             ["--target-vram", "1G", "-o", "/proc/none/plan.json"],
-            "moe-pack: /proc/none/plan.json: cannot be written (No such file or directory)",
+            "moe-pack: --output /proc/none/plan.json: cannot be written (No such file or directory); give another file",
         ),
     ]
     for arguments, message in cases:
@@ -275,7 +275,7 @@ def test_wrong_options_are_refused(small: Path) -> None:
 
 def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
     assert fault(NAME, "--target-vram", "1G", "--profile", profile).endswith(
-        f"--profile {profile}: is of another model; profile {NAME}"
+        f"--profile {profile}: is a profile of another model; give a profile of {NAME}"
     )
 
 

@@ -51,7 +51,7 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))
     assert said[1].endswith(f", {size_text(kept)} on disk for experts' inputs") and kept > 50_000
     assert result.stdout.startswith(f"{tmp_path / 'p'}: ")
-    assert "experts foretold: recall" in result.stdout
+    assert "experts predicted: recall" in result.stdout
     assert not list((tmp_path / "p").glob("*.tmp")) and not (tmp_path / "p" / "work").exists()
 
 
@@ -154,7 +154,7 @@ def test_our_sample_is_cut_to_a_models_few_positions(source: Path, tmp_path: Pat
 
 def test_a_profile_without_a_sparsity_orders_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
     result = converted(source, tmp_path / "pack", "--profile", str(profile))
-    assert result.exit_code == 2 and "give --sparsity too" in result.stderr
+    assert result.exit_code == 2 and "give --sparsity, or remove --quantizer" in result.stderr
 
 
 def test_thresholds_are_measured_again_for_another_sparsity_and_back_to_none(source: Path, tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_a_profile_is_attached_to_a_pack_shown_and_kept_when_thresholds_change(
 ) -> None:
     out = tmp_path / "pack"
     assert converted(source, out).exit_code == 0
-    assert run("inspect", str(out)).stdout.splitlines()[-1] == "beside it: no routing"
+    assert run("inspect", str(out)).stdout.splitlines()[-1] == "attached: no routing"
     assert json.loads(run("inspect", str(out), "--json").stdout)["routing"] is None
     result = run("attach", str(out), "--profile", str(profile))
     assert result.exit_code == 0, result.output
     said = result.stdout.strip().removeprefix(f"{out}: ")
-    assert said.startswith("routing, ") and ", routes of 64 tokens held out; experts foretold: recall 0." in said
+    assert said.startswith("routing, ") and ", routes of 64 held-out tokens; experts predicted: recall 0." in said
     assert run("thresholds", str(out), "--theta", "0.25", *SMALL).exit_code == 0
-    assert run("inspect", str(out)).stdout.splitlines()[-1] == f"beside it: {said}"
+    assert run("inspect", str(out)).stdout.splitlines()[-1] == f"attached: {said}"
     shown = json.loads(run("inspect", str(out), "--json").stdout)["routing"]
     judged = Profile(profile).predictors(1)
     assert shown["bytes"] == (out / "routing.safetensors").stat().st_size
@@ -268,7 +268,7 @@ def test_a_plan_leaves_nothing_else_to_say(source: Path, tmp_path: Path) -> None
     for option in (["--record-bits", "2"], ["--quantizer", "nearest"], ["--sparsity", "0.5"]):
         result = run("convert", str(source), "-o", str(tmp_path / "pack"), "--plan", "plan.json", *option)
         assert result.exit_code == 2
-        assert f"--plan: says all of a plan; leave {option[0]} out" in result.stderr
+        assert f"--plan decides all formats and sparsities; remove {option[0]}" in result.stderr
 
 
 @pytest.fixture(scope="module")

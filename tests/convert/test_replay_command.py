@@ -80,12 +80,12 @@ def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Pa
 def test_the_recorded_policy_is_replayed_with_what_was_predicted_hit_for_hit(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "11M", "--policy", "corm,lru", "--json")
     (outcome,) = json.loads(result.stdout)
-    record = read_recording(routes)
-    corm, alone = outcome["predicting"]["corm"], outcome["alone"]
+    record = read_record(routes)
+    corm, alone = outcome["predicted"]["corm"], outcome["alone"]
     assert corm["prediction"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
     assert corm["decode"]["num_hits"] == record.hits[1:].sum() and corm["prefill"]["num_hits"] == record.hits[0].sum()
     assert corm["decode"]["num_tokens"] == 40 and corm["decode"]["num_needed"] == 40 * 4 * 2
-    assert list(outcome["predicting"]) == ["corm"] and list(alone) == ["corm", "lru"]
+    assert list(outcome["predicted"]) == ["corm"] and list(alone) == ["corm", "lru"]
     rates = {name: alone[name]["decode"]["hit_rate"] for name in alone}
     assert max(rates.values()) <= outcome["optimum"]["decode"]["hit_rate"] and outcome["best"] == max(
         rates, key=rates.get
@@ -101,9 +101,9 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_predicts_by_its_paths(tm
     result = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--json")
     assert result.exit_code == 0, result.output
     (outcome,) = json.loads(result.stdout)
-    edgemoe = outcome["predicting"]["edgemoe"]
+    edgemoe = outcome["predicted"]["edgemoe"]
     assert edgemoe["prediction"] == "routes" and edgemoe["decode"]["num_tokens"] == 64
-    assert list(outcome["predicting"]) == ["edgemoe"] and outcome["alone"]["edgemoe"]["decode"]["bytes_ahead"] == 0
+    assert list(outcome["predicted"]) == ["edgemoe"] and outcome["alone"]["edgemoe"]["decode"]["bytes_ahead"] == 0
     shown = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--policy", "edgemoe")
     assert "scores are not known" in shown.stdout and "best:" not in shown.stdout and "from paths" in shown.stdout
 

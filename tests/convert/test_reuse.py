@@ -36,7 +36,7 @@ def taken(checkpoint: Checkpoint, plan: Plan, earlier: Path, order: NDArray[np.u
     """The items but headers that an earlier pack holds of a plan."""
     layout = layout_for(checkpoint, plan)
     with EarlierPack(earlier, Recipe(checkpoint, plan, layout, order)) as held:
-        return {item for item in layout.items() if item.kind != "header" and held.holds(item)}
+        return {item for item in layout.items() if item.kind != "header" and held.contains(item)}
 
 
 def test_only_what_changed_is_made_and_the_pack_is_the_one_made_directly(tmp_path: Path) -> None:

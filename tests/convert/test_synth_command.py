@@ -42,11 +42,13 @@ def test_every_output_about_a_pack_says_that_its_text_is_noise(config: Path, tmp
     assert first.exit_code == again.exit_code == 0, first.stderr
     assert re.fullmatch(
         rf"{out}: [\d.]+ KiB, [\d.]+ bits an expert weight, in [\d.]+ s \(\d+ MB/s\); {NOISE}\n"
-        rf"how fast it runs here: moe-run {out} --bench\n",
+        rf"measure its speed: moe-run {out} --bench\n",
         first.stdout,
     )
     assert re.fullmatch(rf"mixtral, 3 layers of 4 experts: about [\d.]+ KiB; {NOISE}\n", first.stderr)
-    assert again.stdout == (f"{out}: holds the pack of this model with these options already; nothing to do; {NOISE}\n")
+    assert again.stdout == (
+        f"{out}: already contains the pack of this model with these options; nothing to do; {NOISE}\n"
+    )
     for shown in (run("inspect", out), run("verify", out), bench(out, "-n", 2, "--prompt-tokens", 4)):
         assert shown.exit_code == 0, shown.stderr
         assert NOISE in shown.stdout
@@ -106,15 +108,19 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
     profiled(source, tmp_path / "profile", random_tokens(2, 128, 128))
     options = ("-o", tmp_path / "pack", "--profile", tmp_path / "profile")
     assert run("synth", source, *options).exit_code == 0
-    assert run("synth", source, *options).stdout.startswith(f"{tmp_path}/pack: holds the pack of this model")
+    assert run("synth", source, *options).stdout.startswith(f"{tmp_path}/pack: already contains the pack of this model")
     result = run("synth", source, "--layers", 2, "-o", tmp_path / "other", "--profile", tmp_path / "profile")
     assert "--profile: found 3 layers of 4 experts, expected 2 of 4" in result.stderr
 
 
 WRONG = {
-    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
-    "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan: says all of a plan; leave --dense-bits out"),
-    "profile and skew": (["--profile", "p", "--skew", "1"], 2, "--profile: says how popular experts are; leave --skew"),
+    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, nor a model whose dimensions"),
+    "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan decides all formats; remove --dense-bits"),
+    "profile and skew": (
+        ["--profile", "p", "--skew", "1"],
+        2,
+        "--profile decides how popular experts are; remove --skew",
+    ),
     "skew": (["--skew", "nan"], 2, "--skew: found nan, expected a number from 0 to 4"),
     "correlation": (["--path-correlation", "1.01"], 2, "--path-correlation: found 1.01, expected a number from 0 to 1"),
     "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
@@ -167,7 +173,7 @@ def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp
     folder = out.readlink()
     try:
         assert result.stdout.endswith(
-            f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {out}\n"
+            f"the pack is in memory until the machine restarts; to free the memory: rm -r {folder} {out}\n"
         )
         run("synth", config, "-o", tmp_path / "plain")
         assert folder_bytes(folder) == folder_bytes(tmp_path / "plain")

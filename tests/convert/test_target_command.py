@@ -74,7 +74,7 @@ def test_the_same_command_finds_its_pack(packed: tuple[Path, Result], source: Pa
     other = run("convert", str(source), "-o", str(out), "--profile", str(profile), *CPU, *TEXT, "--max-loss", "0.03")
     assert other.exit_code == 1
     assert other.stderr.splitlines()[-1] == (
-        f"moe-pack: {out}: holds a pack made otherwise; give another output folder, or remove this one"
+        f"moe-pack: {out}: contains a pack made with other options; give another output folder, or remove this one"
     )
 
 
@@ -95,9 +95,9 @@ def test_wrong_wishes_end_in_a_line(source: Path, new_folder: Callable[[], Path]
     cases = [
         (["--max-loss", "2%"], 2, "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
         (["--eval-tokens", "512"], 2, "--eval-tokens: is of --target-vram"),
-        ([*CPU, "--record-bits", "4"], 2, "a plan is made that decides this; leave --record-bits out"),
-        ([*CPU, "--sparsity", "0.5"], 2, "a plan is made that decides this; leave --sparsity out"),
-        ([*CPU, "--plan", "plan.json"], 2, "a plan is made that decides this; leave --plan out"),
+        ([*CPU, "--record-bits", "4"], 2, "--target-vram makes a plan, which decides this; remove --record-bits"),
+        ([*CPU, "--sparsity", "0.5"], 2, "--target-vram makes a plan, which decides this; remove --sparsity"),
+        ([*CPU, "--plan", "plan.json"], 2, "--target-vram makes a plan, which decides this; remove --plan"),
         ([*CPU, "--max-loss", "a bit"], 2, "found 'a bit', expected a share of perplexity such as 1%, or nats"),
         (["--target-vram", "lots"], 2, "found 'lots', expected a size such as 11G"),
         ([*CPU, "--profile", "/nowhere"], 1, "/nowhere: found no profile.json"),

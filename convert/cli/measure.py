@@ -1,0 +1,212 @@
+"""What several commands measure of a pack and print of it: its loss, its thresholds, its routing data."""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+
+from moe_pack.calib.evaluate import (
+    NUM_CALIBRATION_TOKENS,
+    QUALITY_FILE,
+    Estimate,
+    MeasuredThresholds,
+    Prices,
+    Quality,
+    RealizedSparsity,
+    Reference,
+    ThresholdRule,
+    check_source,
+    evaluate,
+    make_reference,
+    measure_prices,
+    measure_thresholds,
+    read_reference,
+)
+from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
+from moe_pack.convert import find_checkpoint, same_tensors
+from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, chosen_device
+from moe_pack.formats import ModelSpec, Pack, Progress, size_text
+from moe_pack.formats.cli import TerminalProgress
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.runtime import Text
+from moe_pack.runtime.model import operations_for
+from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
+
+_WORK_FOLDER = "eval.work"
+_MOST_NAMES = 8  # of experts in a line
+
+
+def model_text(spec: ModelSpec) -> str:
+    """Returns a model in a few words: its family, its layers with experts, their experts."""
+    return f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
+
+
+def say_text(spec: ModelSpec, tokens: Tokens) -> None:
+    """Announces the model and the text that will be measured, on standard error."""
+    number, length = tokens.sequences.shape
+    click.echo(f"{model_text(spec)}; {number * length:,} tokens in sequences of {length}, from {tokens.name}", err=True)
+    if spec.encoder is not None:
+        half = length // 2
+        click.echo(
+            f"the encoder reads the first {half} tokens of each sequence; the decoder predicts the others", err=True
+        )
+    for note in tokens.notes:
+        click.echo(f"note: {note}", err=True)
+
+
+def expert_names(experts: Sequence[tuple[int, int]]) -> str:
+    """Returns the names of experts, given as layer and number, in a few words: 3.17, 4.0, ..."""
+    names = ", ".join(f"{layer}.{expert}" for layer, expert in experts[:_MOST_NAMES])
+    return names + (", ..." if len(experts) > _MOST_NAMES else "")
+
+
+def nats(estimate: Estimate) -> str:
+    """Returns a KL divergence with its half-width and unit."""
+    half = "" if estimate.half_width is None else f" ± {estimate.half_width:.2g}"
+    return f"{estimate.value:.3g}{half} nats"
+
+
+def percent(estimate: Estimate) -> str:
+    """Returns a share with its half-width: 1.234% ± 0.056%."""
+    half = "" if estimate.half_width is None else f" ± {estimate.half_width:.3%}"
+    return f"{estimate.value:.3%}{half}"
+
+
+def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
+    """Measures a pack on text and shows progress; a result against a source is written to `quality.json`.
+
+    Raises:  PackError or PlanError if the pack was not made from what it is compared with.
+    """
+    device = chosen_device(options.device)
+    with ExitStack() as stack:
+        progress = stack.enter_context(TerminalProgress())
+        operations = stack.enter_context(operations_for(device))
+        against, tokens = _compared(pack, options, progress, device, stack)
+        quality = evaluate(pack, tokens, progress, against, device, operations)
+        if quality.against is not None:
+            write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
+        if options.prices:
+            length = tokens.sequences.shape[1]
+            calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
+            prices = measure_prices(pack, tokens, calibration, progress, device, operations)
+            quality = replace(quality, prices=prices)
+            write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
+    shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # a reference that is not kept
+    return quality
+
+
+def _compared(
+    pack: Pack, options: EvalOptions, progress: Progress, device: torch.device, stack: ExitStack
+) -> tuple[Reference | Checkpoint | None, Tokens]:
+    """Returns what a pack is compared with, and the text."""
+    if options.reference_file is not None:
+        reference = read_reference(options.reference_file)
+        tokens = reference.tokens()
+        say_text(pack.spec, tokens)
+        return reference, tokens
+    checkpoint = None
+    if options.against is not None:
+        checkpoint = Checkpoint(find_checkpoint(options.against))
+        stack.callback(checkpoint.close)
+        same_tensors(pack, checkpoint)
+        check_source(pack, checkpoint)
+    tokens = _eval_tokens(pack, options)
+    say_text(pack.spec, tokens)
+    if checkpoint is None or options.exact:
+        return checkpoint, tokens
+    folder = options.keep_reference or pack.folder / _WORK_FOLDER
+    is_temporary = options.keep_reference is None
+    return make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
+
+
+def _eval_tokens(pack: Pack, options: EvalOptions) -> Tokens:
+    text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
+    length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
+    if options.data is None and options.field_name is None:
+        return unseen_tokens(text, num_tokens, length)
+    return read_tokens(options.data, options.field_name, text, num_tokens, length)
+
+
+def quality_summary(quality: Quality) -> str:
+    """Returns a pack's loss in a few words."""
+    words = f"perplexity {quality.perplexity.value:.3f}"
+    if quality.against is not None:
+        words += f" ({percent(quality.against.perplexity_increase)}), KL {nats(quality.against.kl)}"
+    return f"{words}, on {quality.num_tokens:,} tokens of {quality.text}"
+
+
+def prices_summary(prices: Prices) -> str:
+    """Returns in a few words what more sparsity and substitution would cost."""
+    sparsity = ", ".join(f"{price.sparsity:.0%} {price.kl.value:.2g}" for price in prices.sparsity)
+    substitution = ", ".join(f"{price.alpha:g} {price.kl.value:.2g}" for price in prices.substitution.prices)
+    return f"KL by sparsity {sparsity}; by --substitute {substitution} nats"
+
+
+def measure_thresholds_of(pack: Pack, tokens: Tokens, rule: ThresholdRule, device_name: str) -> MeasuredThresholds:
+    """Measures a pack's thresholds, rewrites them, and shows progress."""
+    device = chosen_device(device_name)
+    with operations_for(device) as operations, TerminalProgress() as progress:
+        return measure_thresholds(pack, tokens, rule, progress, device, operations)
+
+
+def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThresholds) -> list[str]:
+    """Returns measured thresholds as lines for people.
+
+    Args:    layers: the decoder layers that have experts.
+    """
+    rule = measured.rule
+    target = "the plan's sparsities" if rule.planned is not None else f"sparsity {rule.sparsity}"
+    if rule.theta is not None:
+        target = f"theta {rule.theta}"
+    lines = [f"{folder}: thresholds for {target}; {_share_text(measured.learned.overall)} of neurons do not run"]
+    if measured.held_out.overall is not None:
+        lines[0] += f", {_share_text(measured.held_out.overall)} on the held-out text"
+    lines += ["", f"{'layer':>5} {'measured':>9} {'held out':>9}   experts, held out"]
+    for layer_idx, layer in enumerate(layers):
+        learned, held_out = (_layer_share(part, layer_idx) for part in (measured.learned, measured.held_out))
+        experts = [share for share in measured.held_out.experts[layer_idx] if share is not None]
+        span = f"{_share_text(min(experts))} to {_share_text(max(experts))}" if experts else "-"
+        lines.append(f"{layer:>5} {_share_text(learned):>9} {_share_text(held_out):>9}   {span}")
+    counted = zip(layers, measured.learned.tokens, strict=True)
+    unreached = [(layer, e) for layer, row in counted for e, num_tokens in enumerate(row) if num_tokens == 0]
+    if unreached and rule.theta is None:
+        names = expert_names(unreached)
+        lines.append(f"no token reached {len(unreached)} experts ({names}); they get the threshold of their layer")
+    return lines
+
+
+def _layer_share(realized: RealizedSparsity, layer_idx: int) -> float | None:
+    """Returns the sparsity of a layer, its experts weighted by their tokens; None without tokens."""
+    pairs = zip(realized.experts[layer_idx], realized.tokens[layer_idx], strict=True)
+    shares = [(share, num_tokens) for share, num_tokens in pairs if share is not None]
+    total = sum(num_tokens for _, num_tokens in shares)
+    return sum(share * num_tokens for share, num_tokens in shares) / total if total else None
+
+
+def _share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def attached_line(folder: Path, routing: Routing) -> str:
+    """Returns the line that says what was attached to a pack."""
+    return f"{folder}: {routing_text(folder, routing)}"
+
+
+def routing_text(folder: Path, routing: Routing) -> str:
+    """Returns a pack's routing data in a few words: bytes, tokens, and the recall of the best predictors."""
+    num_bytes, recall = (folder / ROUTING_FILE).stat().st_size, routing.best_recall
+    words = f"routing, {size_text(num_bytes)}, routes of {len(routing.routes):,} held-out tokens"
+    if recall is None:
+        return f"{words}; no predictors, because the profile's text was too short"
+    best = [PREDICTORS[routing.best[layer_idx]] for layer_idx in routing.judged_layers]
+    return f"{words}; experts predicted: {recall_text(recall, best)}"
+
+
+def recall_text(recall: float, best: Sequence[str]) -> str:
+    """Returns the mean recall of the best predictors of all layers, and the one that is best most often."""
+    return f"recall {recall:.2f} with the best predictor of each layer (mostly {max(set(best), key=best.count)})"
