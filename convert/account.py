@@ -1,6 +1,7 @@
-"""What a pack is made from: everything that decides its bytes, in one hand.
+"""Everything that decides the bytes of a pack, and what the pack says about itself.
 
-What a pack says of itself: the digest that tells its making from others, its small tables, its manifest.
+A `Recipe` is a checkpoint with the plan for it. A `PackRecord` has what follows from it and is not in the large files:
+the digest that identifies the conversion, the small tables, the manifest.
 """
 
 import hashlib
@@ -46,9 +47,10 @@ from moe_pack.formats.writer import PackWriter
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A checkpoint, the plan for it, the layout that follows, and the neuron order: u32 [L, E, f], or the source's.
+    """A checkpoint, the plan for it, and the layout that follows.
 
-    `calibration`: the profile whose inputs a calibrated plan rounds by; None for other plans.
+    `order`: the source's neuron in each row, u32 [L, E, f]; None: the source's order.   `calibration`: the profile with
+    whose inputs a calibrated plan is quantized; None for other plans.
     """
 
     checkpoint: Checkpoint
@@ -59,26 +61,27 @@ class Recipe:
 
 
 def check_calibration(checkpoint: Checkpoint, plan: Plan, profile: Profile | None) -> None:
-    """Checks that there is what a calibrated plan rounds by.
+    """Checks that a calibrated plan has a profile of the checkpoint, with inputs.
 
-    Raises:  PlanError without a profile, for one that kept no inputs, or for one of another checkpoint.
+    Raises:  PlanError without a profile, or for a profile without inputs or of another checkpoint.
     """
     if plan.quantizer != "calibrated":
         return
     if profile is None:
-        raise PlanError("calibrated rounding: found no profile to go by; give --profile, made by moe-pack profile")
+        raise PlanError("--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile")
     if not profile.has_inputs:
         raise PlanError(
-            f"--profile {profile.folder}: keeps no inputs of experts, which calibrated rounding goes by; profile the "
-            "model anew, without --no-inputs"
+            f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
+            f"the model "
+            "again, without --no-inputs"
         )
     check_same_source(profile, checkpoint)
 
 
 def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
-    """Checks that a neuron order is one for this model.
+    """Checks that a neuron order fits this model.
 
-    Raises:  PlanError for another shape, or an expert whose order is no permutation.
+    Raises:  PlanError for another shape, or if the order of an expert is not a permutation.
     """
     assert order.dtype == np.uint32, order.dtype
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
@@ -94,9 +97,9 @@ _MAX_COPIED_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
-    """Where a pack comes from: its whole `source.json`, the files it copies, the packages that decide its bytes.
+    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes.
 
-    `decisions`: digests by name of what else decides them.
+    `decisions`: by name, digests or values of everything else that decides its bytes.
     """
 
     source: bytes
@@ -106,9 +109,9 @@ class PackOrigin:
 
 
 def recipe_account(recipe: Recipe) -> "PackRecord":
-    """The account of what is made from a checkpoint. Thresholds are zero: no neuron is dropped.
+    """Returns the record of the pack that a recipe makes. Its thresholds are zero: all neurons run.
 
-    Raises:  PlanError if the quantizer's package is missing; CheckpointError if a file to copy cannot be read.
+    Raises:  PlanError if the quantizer's package is not installed; CheckpointError if a file to copy cannot be read.
     """
     checkpoint, order = recipe.checkpoint, recipe.order
     copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
@@ -121,9 +124,9 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
 
 
 class PackRecord:
-    """The facts of one pack beside its large files; `conversion` tells its making from others.
+    """The facts of one pack, without its large files. `conversion`: a digest of everything that decides its bytes.
 
-    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; the source's without one.
+    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's order.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class PackRecord:
         self._plan = plan
         self.origin = origin
         self._thresholds = thresholds
-        self._order = _rows(layout) if order is None else order
+        self._order = _source_order(layout) if order is None else order
         facts = {
             "source": hashlib.sha256(origin.source).hexdigest(),
             "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in origin.copied],
@@ -150,7 +153,7 @@ class PackRecord:
         self.conversion = hashlib.sha256(canonical(facts)).hexdigest()
 
     def tables(self, writer: PackWriter) -> list[tuple[str, bytes]]:
-        """Names and bytes of every file but experts, dense and manifest."""
+        """Returns names and bytes of the files that are neither experts nor dense part nor manifest."""
         return [
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
             (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
@@ -160,7 +163,10 @@ class PackRecord:
         ]
 
     def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
-        """The manifest's bytes, given the account of all content but the experts'."""
+        """Returns the manifest's bytes.
+
+        Args:    files: all files with content, without the experts'.
+        """
         layout = self._layout
         layers = list(zip(layout.spec.moe_layers, layout.expert_files, strict=True))
         expert_files = tuple(
@@ -168,9 +174,9 @@ class PackRecord:
             for layer, f in layers
         )
         dense = tuple(
-            QuantizedDense(held.role.name, held.role.shape[0], held.role.shape[1], held.rows.parts[0].format)
-            for held in layout.dense
-            if held.rows is not None
+            QuantizedDense(tensor.role.name, tensor.role.shape[0], tensor.role.shape[1], tensor.rows.parts[0].format)
+            for tensor in layout.dense
+            if tensor.rows is not None
         )
         return manifest_bytes(
             Manifest(
@@ -192,15 +198,15 @@ class PackRecord:
         )
 
 
-def _rows(layout: PackLayout) -> NDArray[np.uint32]:
-    """The source's neuron order: u32 [L, E, f]."""
+def _source_order(layout: PackLayout) -> NDArray[np.uint32]:
+    """Returns the order of the source's neurons: u32 [L, E, f]."""
     spec = layout.spec
     rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
     return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
 
 def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
-    """Bytes by part of the pack with this layout and these other files."""
+    """Returns the bytes by part of the pack with this layout and these other files."""
     experts = [expert for layer in layout.experts for expert in layer]
     selectors = sum(expert.selector_bytes for expert in experts)
     records = sum(expert.records_bytes for expert in experts)
@@ -226,26 +232,26 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
 
 
 def _features(layout: PackLayout) -> tuple[str, ...]:
-    """What a reader must know to read this pack."""
-    found: set[str] = set()
+    """Returns the features that a reader must support to read this pack."""
+    features: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
     rows = [r for expert in experts for r in (expert.selector, expert.records) if r is not None]
-    dense = [held.rows for held in layout.dense if held.rows is not None]
+    dense = [tensor.rows for tensor in layout.dense if tensor.rows is not None]
     for part in {part.format for layout_rows in (*rows, *dense) for part in layout_rows.parts}:
-        found.add(part.codec)
+        features.add(part.codec)
         if part.has_byte_scales:
-            found.add("byte_scales")
+            features.add("byte_scales")
     if dense:
-        found.add("dense_rows")
+        features.add("dense_rows")
     if layout.unused_file is not None:
-        found.add("unused")
-    return tuple(sorted(found))
+        features.add("unused")
+    return tuple(sorted(features))
 
 
 def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
-    """The packages that quantize.
+    """Returns the packages whose version decides the quantized bytes.
 
-    Raises:  PlanError if the quantizer's is missing.
+    Raises:  PlanError if the quantizer's package is not installed.
     """
     experts = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)}
     if plan.quantizer == "calibrated":
@@ -258,7 +264,7 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
         return tuple(PackageVersion(name, installed_version(name)) for name in names)
     except PackageNotFoundError as fault:
         raise PlanError(
-            f"--quantizer {plan.quantizer}: the {fault.name} package is not installed; "
+            f"--quantizer {plan.quantizer} needs the package {fault.name}, which is not installed; "
             "pip install 'moe-pack[convert]', or use --quantizer nearest"
         ) from fault
 
@@ -268,5 +274,5 @@ def _copied(folder: Path, name: str) -> bytes | None:
         return None
     with RangeReader(folder / name, CheckpointError) as reader:
         if reader.num_bytes > _MAX_COPIED_BYTES:
-            raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_COPIED_BYTES}")
+            raise CheckpointError(f"{name}: found {reader.num_bytes} bytes, expected at most {_MAX_COPIED_BYTES}")
         return reader.read(0, reader.num_bytes).tobytes()

@@ -1,7 +1,8 @@
-"""What a decoded token costs beside its bytes: Python, small kernels, bookkeeping. Measured, for `doctor`.
+"""Measures the time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
 
-Four tiny synthetic packs in a temporary folder are run inside a budget, as packs are that stream; their weights take
-next to no time. A family with more to do in a layer (shared experts, latent attention) costs a little more.
+`doctor` decodes with four tiny synthetic packs in a temporary folder, within a budget, so that their experts are
+offloaded; their weights take almost no time. A family with more operations in a layer (shared experts, latent
+attention) takes a little more time than these figures say.
 """
 
 import tempfile
@@ -30,16 +31,16 @@ from moe_pack.runtime.offload import OffloadedWeights, divide_budget, expert_pag
 _NUM_EXPERTS, _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 16, 2, 10, 2, 8
 _CONTEXT = 256
 _WARM_TURNS, _TOKENS_AT_ONCE = 4, 8
-_QUANTILE = 0.25  # of the times of tokens: other work only ever adds to them
+_QUANTILE = 0.25  # of the times of tokens: other work on the machine can only add to them
 
 
 def measure_fixed_costs(seconds: float) -> FixedCosts:
-    """The fixed costs of this machine's CPU.
+    """Measures the fixed costs of this machine's CPU.
 
     Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s), solved from three packs of L layers and k experts a
-             token that are wholly in memory; miss_s from a fourth run with room for half of the experts, whose files
-             the system holds. They take turns, so that other work on the machine slows all alike.
-    Args:    seconds: that all of them together decode, at least.
+             token that are fully in memory; miss_s from a fourth run with memory for half of the experts, whose files
+             are in the system's cache. The runs take turns, so that other work on the machine slows all of them.
+    Args:    seconds: the least time that all runs together decode.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-doctor-")))
@@ -64,9 +65,9 @@ def measure_fixed_costs(seconds: float) -> FixedCosts:
 
 
 class _Run:
-    """A tiny pack that decodes some tokens whenever it is asked to, with room for a share of its experts.
+    """A tiny pack that decodes tokens on demand, with memory for a share of its experts.
 
-    `times`: of tokens, in seconds.   `misses`: experts read for a token.
+    `times`: of tokens, in seconds.
     """
 
     def __init__(self, folder: Path, share: float = 1.0) -> None:
@@ -80,7 +81,7 @@ class _Run:
             options = EngineOptions(budget_bytes=budget, policy="lru", read="pread")
             engine = stack.enter_context(Engine(pack, options, _CONTEXT))
             self._decoder, weights = engine.decoder, engine.weights
-            assert isinstance(weights, OffloadedWeights), "a budget makes it stream"
+            assert isinstance(weights, OffloadedWeights), "with a budget, experts are offloaded"
             self._counts = weights.decode
             self._num_tokens = 0
             for _ in range(_WARM_TURNS):
@@ -90,26 +91,26 @@ class _Run:
 
     @property
     def misses(self) -> float:
-        """Of each token on the mean, the first ones' too."""
+        """The mean number of experts that are read for a token, the first tokens included."""
         return (self._counts.needed - self._counts.hits) / self._counts.tokens
 
     def decode(self) -> None:
-        """Decodes and times a few tokens; the sequence begins anew when the context is full."""
+        """Decodes a few tokens and times them; a new sequence begins when the context is full."""
         for _ in range(_TOKENS_AT_ONCE):
             if self._num_tokens % _CONTEXT == 0:
                 self._decoder.reset()
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._decoder.next_logits([self._num_tokens * 37 % 64])
-            self.times.append(time.perf_counter() - began)
+            self.times.append(time.perf_counter() - start)
             self._num_tokens += 1
 
     def close(self) -> None:
-        """Ends engine and pack."""
+        """Closes engine and pack."""
         self._stack.close()
 
 
 def _tiny_spec(num_layers: int, num_active: int) -> ModelSpec:
-    """Plain attention and experts, as most families have them."""
+    """Returns a model with the attention and the experts that most families have."""
     return ModelSpec(
         family="tiny",
         hidden_size=64,
@@ -134,6 +135,6 @@ def _tiny_spec(num_layers: int, num_active: int) -> ModelSpec:
 
 def _tiny_pack(folder: Path, num_layers: int, num_active: int) -> Path:
     spec, part = _tiny_spec(num_layers, num_active), part_format(4, 64)
-    character = SyntheticTraits(0.0, skewed_popularity(spec, 0.0, 0), 0.0, 0)
-    synthesize(spec, uniform_plan(spec, "none", part, part, part, "nearest"), character, folder, 1)
+    traits = SyntheticTraits(0.0, skewed_popularity(spec, 0.0, 0), 0.0, 0)
+    synthesize(spec, uniform_plan(spec, "none", part, part, part, "nearest"), traits, folder, 1)
     return folder

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder, or a hub id or short name in the hub's local cache, downloaded if missing."""
+"""Finds the folder of a checkpoint: a path; or a hub id or short name, downloaded if it is not in the cache."""
 
 import re
 from pathlib import Path
@@ -8,25 +8,25 @@ from moe_pack.formats.families import SHORT_NAMES
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
-_UNWANTED = ["consolidated*", "original/*", "*/*"]  # other layouts of the same weights
+_UNWANTED = ["consolidated*", "original/*", "*/*"]  # other files with the same weights
 
 
 def find_checkpoint(source: str) -> Path:
-    """The folder that holds the checkpoint `source` names.
+    """Returns the folder of the checkpoint that `source` names.
 
-    A folder is taken as it is. A hub id (`owner/name`) or a short name (`mixtral`) is looked for in the hub's local
-    cache, and downloaded to it where it is missing or incomplete.
-    Raises:  CheckpointError saying what was looked for, and where.
+    A folder is returned as it is. A hub id (`owner/name`) or a short name (`mixtral`) is looked up in the hub's local
+    cache, and downloaded to it if it is missing or incomplete there.
+    Raises:  CheckpointError with what was searched, and where.
     """
     path = Path(source)
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{source}: is a file, expected the folder that holds config.json and the weights")
+        raise CheckpointError(f"{source}: is a file, expected the folder with config.json and the weights")
     hub_id = SHORT_NAMES.get(source.lower(), source)
     if not _HUB_ID.fullmatch(hub_id):
         known = ", ".join(sorted(SHORT_NAMES))
-        raise CheckpointError(f"{source}: no such folder, nor a hub id (owner/name) or short name ({known})")
+        raise CheckpointError(f"{source}: is not a folder, a hub id (owner/name) or a short name ({known})")
     return _from_hub(source, hub_id)
 
 
@@ -35,7 +35,7 @@ def _from_hub(source: str, hub_id: str) -> Path:
         from huggingface_hub import constants, snapshot_download
     except ModuleNotFoundError as fault:
         raise CheckpointError(
-            f"{source}: no such folder; to look it up as hub id {hub_id}, pip install 'moe-pack[convert]'"
+            f"{source}: no such folder; to look up the hub id {hub_id}, pip install 'moe-pack[convert]'"
         ) from fault
     cache = constants.HF_HUB_CACHE
 
@@ -50,26 +50,26 @@ def _from_hub(source: str, hub_id: str) -> Path:
             )
         )
 
-    looked_for = f"{source}: no such folder, and hub id {hub_id} is not in the cache {cache}"
+    searched = f"{source}: no such folder, and the hub id {hub_id} is not in the cache {cache}"
     try:
         folder = snapshot(local_files_only=True)
         if is_complete(folder):
             return folder
-        looked_for = f"{source}: hub id {hub_id} is only in part in the cache {cache}"
+        searched = f"{source}: the hub id {hub_id} is only partly in the cache {cache}"
     except OSError:
-        pass  # not in the cache, or not all of it: ask the hub
+        pass  # it is not in the cache, or only partly: ask the hub
     try:
         folder = snapshot(local_files_only=False)
         if is_complete(folder):
             return folder
-        raise OSError("the hub cannot be reached for the rest, or does not have it in safetensors")
-    except (OSError, ValueError) as fault:  # no network, no such id, no permission; an id the hub does not allow
+        raise OSError("the hub cannot be reached, or does not have the weights as safetensors")
+    except (OSError, ValueError) as fault:  # no network, id or permission; an id that the hub does not allow
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-        raise CheckpointError(f"{looked_for}; downloading it failed: {reason}") from fault
+        raise CheckpointError(f"{searched}; the download failed: {reason}") from fault
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a cached snapshot has its config and every shard its index names (or the single file)."""
+    """Returns whether a cached snapshot has its config and every shard that its index names (or the single file)."""
     index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").exists():
         return False

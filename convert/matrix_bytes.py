@@ -1,13 +1,14 @@
-"""The bytes of one matrix's rows in a pack: quantized from what the source holds, or the source's own codes kept.
+"""The bytes of a matrix's rows in a pack: quantized weights, calibrated weights, or the codes of the checkpoint.
 
-Kept codes are moved, never computed with: `fp8` and `mxfp4` side by side as the source has them, with the scales of
-their blocks given to each row; MXFP4 blocks that lie across the neurons as `e5m2` (`E5M2_SPAN`).
+`EncodedRows` quantizes a matrix by its weights alone, or copies its codes (`CopiedRows`). Copied codes are never
+decoded to weights: `fp8` and `mxfp4` stay as they are, and each row gets the scales of its blocks. MXFP4 blocks that
+lie across the neurons become `e5m2` (`E5M2_SPAN`).
 
-The rows of an expert some of whose matrices are calibrated: quantized by what a profile says they are given.
+`calibrated_rows` quantizes an expert with the inputs that a profile has of it. All three matrices of a block of neurons
+are in memory at once, because the inputs of down depend on gate and up.
 
-All three matrices of a block of neurons are in memory at once, for what down is rounded by follows from gate and up.
-
-Which formats keep what a checkpoint's matrices are in, and the plan that keeps them where it would not be wider.
+`keep_source` changes a plan so that codes of the checkpoint are copied if they are not wider than the planned format;
+`lossless_formats` and `with_kept` offer them to a planner.
 """
 
 from collections import Counter
@@ -52,18 +53,18 @@ from moe_pack.runtime.model.checkpoint_weights import read_codes, read_scales, w
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block and of every scale's
 _MXFP4_BLOCK = 32
-# E5M2 holds six doublings of E2M1's largest value, 6 * 2^13, and of its smallest, 0.5 * 2^-15: exponents of a neuron
-# that lie so far apart have a power of two with which all its weights are exact.
+# E5M2 represents E2M1's largest value times 2^13, 6 * 2^13, and its smallest times 2^-15, 0.5 * 2^-15. If the exponents
+# of a neuron are at most 28 apart, one power of two therefore makes all its weights exact.
 _E5M2_TOP, E5M2_SPAN = 13, 28
-_NO_NUMBER = 255  # of E8M0
+_NOT_A_NUMBER = 255  # in E8M0
 
 
 class StoppedError(Exception):
-    """The conversion is ending: whoever waits for this item no longer does."""
+    """The conversion ends, so that the bytes of this item are not needed any more."""
 
 
 def next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Iterator[tuple[int, int]]:
-    """(first, end) of consecutive runs of rows, `at_once` each.
+    """Yields (first, end) of consecutive runs of rows, `at_once` rows each.
 
     Raises:  StoppedError once `stop` is set.
     """
@@ -74,9 +75,9 @@ def next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Itera
 
 
 class MatrixRows:
-    """The weights of a matrix of the source: a row an output, or an expert's neuron.
+    """The weights of a matrix of the source, with a row for each output, or for each neuron of an expert.
 
-    Args:    stop: ends what is read at once.
+    Args:    stop: if it is set, reading ends.
     Raises:  CheckpointError as `weights`; StoppedError.
     """
 
@@ -90,16 +91,16 @@ class MatrixRows:
             self.num_cols = source.num_rows
 
     def weights(self, first: int, end: int) -> Tensor:
-        """Some rows, in a float dtype: [end - first, num_cols].
+        """Returns some rows in a float dtype: [end - first, num_cols].
 
-        Raises:  CheckpointError for a weight that is no number.
+        Raises:  CheckpointError for a weight that is not finite.
         """
         if self._across is not None:
             return self._across[first:end]
         return read_checked(self._checkpoint, self._source, first, end)
 
-    def unholdable(self, first: int, fault: UnrepresentableError) -> CheckpointError:
-        """That a row counted from `first` is more than a format holds."""
+    def unrepresentable(self, first: int, fault: UnrepresentableError) -> CheckpointError:
+        """Returns the error for a row, counted from `first`, that a format cannot represent."""
         row, col = _numbered(self._source, first)(fault.row, 0)
         line = f"column {col}" if self._across is not None else f"row {row}"
         return CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
@@ -108,8 +109,8 @@ class MatrixRows:
 class EncodedRows:
     """A matrix of the source as rows of one part of a pack.
 
-    Args:    part: the format; one that keeps a source only where the source is in these codes.
-             quantizer: how scales are found otherwise.   stop: ends what is read at once.
+    Args:    part: the format; a format that keeps codes needs a source in these codes.   quantizer: for other formats.
+             stop: if it is set, reading ends.
     Raises:  CheckpointError as `rows`; StoppedError.
     """
 
@@ -118,29 +119,29 @@ class EncodedRows:
     ) -> None:
         self._quantized: tuple[MatrixRows, RowQuantizer] | None = None
         if part.keeps_source:
-            self._kept = CopiedRows(checkpoint, source, part, stop)
+            self._copied = CopiedRows(checkpoint, source, part, stop)
         else:
             rows = MatrixRows(checkpoint, source, stop)
             self._quantized = rows, RowQuantizer(part, rows.num_cols, quantizer)
 
     def rows(self, first: int, end: int) -> NDArray[np.uint8]:
-        """The bytes of some rows: u8 [end - first, part_bytes].
+        """Returns the bytes of some rows: u8 [end - first, part_bytes].
 
-        Raises:  CheckpointError for a weight that is no number, or that the format cannot hold.
+        Raises:  CheckpointError for a weight that is not finite, or that the format cannot represent.
         """
         if self._quantized is None:
-            return self._kept.rows(first, end)
+            return self._copied.rows(first, end)
         rows, quantizer = self._quantized
         try:
             return quantizer.encode(rows.weights(first, end)).numpy()
         except UnrepresentableError as fault:
-            raise rows.unholdable(first, fault) from fault
+            raise rows.unrepresentable(first, fault) from fault
 
 
 class CopiedRows:
-    """A matrix whose codes are kept, as rows of the part that keeps them.
+    """A matrix whose codes are copied, as rows of one part of a pack.
 
-    Raises:  CheckpointError for exponents that `e5m2` does not hold; StoppedError.
+    Raises:  CheckpointError for exponents that `e5m2` cannot represent; StoppedError.
     """
 
     def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, stop: Event) -> None:
@@ -153,14 +154,14 @@ class CopiedRows:
             self._across_scales = _scales_across(checkpoint, source)
             if part.codec == "e5m2" and (span := exponent_span(checkpoint, source)) > E5M2_SPAN:
                 raise CheckpointError(
-                    f"{checkpoint.place(source)}: exponents of a column lie {span} apart, e5m2 holds {E5M2_SPAN}; "
-                    "store it in bf16"
+                    f"{checkpoint.place(source)}: found exponents of a column {span} apart, e5m2 represents at most "
+                    f"{E5M2_SPAN}; store it in bf16"
                 )
 
     def rows(self, first: int, end: int) -> NDArray[np.uint8]:
-        """The bytes of some rows: u8 [end - first, part_bytes].
+        """Returns the bytes of some rows: u8 [end - first, part_bytes].
 
-        Raises:  CheckpointError for a weight that is no number.
+        Raises:  CheckpointError for a weight that is not finite.
         """
         source, num_cols = self._source, self._source.num_cols
         if self._across is not None:
@@ -169,27 +170,27 @@ class CopiedRows:
         else:
             codes = read_codes(self._checkpoint, source, first, end)
             scales = read_scales(self._checkpoint, source, first, end)
-        kept = _encoded(self._part, num_cols, codes, scales)
-        weights = decode_part(self._part, num_cols, kept)
+        encoded = _encoded(self._part, num_cols, codes, scales)
+        weights = decode_part(self._part, num_cols, encoded)
         check_finite(weights, self._checkpoint.place(source), CheckpointError, _numbered(source, first))
-        return kept.numpy()
+        return encoded.numpy()
 
     @property
     def _block(self) -> int:
-        """Neurons that share scales where neurons lie across."""
+        """The number of neurons that share a scale, if neurons are columns."""
         return 128 if self._source.codec == "fp8" else _MXFP4_BLOCK
 
 
 def _numbered(source: SourceMatrix, first: int) -> Callable[[int, int], tuple[int, int]]:
-    """Where in the tensor the weights of rows from `first` on lie."""
+    """Returns the function from a place in the rows from `first` on to the place in the source's tensor."""
     number = source.number
     if source.neurons == "columns":
         return lambda row, col: number(col, first + row)
     return lambda row, col: number(first + row, col)
 
 
-def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> int:
-    """What `EncodedRows` holds of a matrix, blocks apart: one that lies across, transposed."""
+def transposed_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> int:
+    """Returns the memory of a matrix in `EncodedRows`, without blocks of rows: that of its transpose, if it has one."""
     if source.neurons == "rows":
         return 0
     value_bytes = 1 if part.keeps_source else weights_dtype(checkpoint, source).itemsize
@@ -197,9 +198,9 @@ def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -
 
 
 def read_checked(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """Rows of a matrix as it lies, all of them numbers.
+    """Returns rows of the source's tensor.
 
-    Raises:  CheckpointError naming the first weight that is none.
+    Raises:  CheckpointError with the place of the first weight that is not finite.
     """
     weights = read_rows(checkpoint, source, start, stop)
     check_finite(weights, checkpoint.place(source), CheckpointError, lambda row, col: source.number(start + row, col))
@@ -207,7 +208,7 @@ def read_checked(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop:
 
 
 def exponent_span(checkpoint: Checkpoint, source: SourceMatrix) -> int:
-    """How far the exponents of a neuron of MXFP4 blocks that lie across are apart, at most of all neurons."""
+    """Returns the largest distance of two exponents in one neuron, for MXFP4 blocks that lie across the neurons."""
     scales = checkpoint.scales(source, 0, source.num_rows)  # [d, f / 32]
     return int((scales.max(axis=0).astype(np.int64) - scales.min(axis=0)).max())
 
@@ -219,7 +220,7 @@ def _transposed(
     source: SourceMatrix,
     stop: Event,
 ) -> Tensor:
-    """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
+    """Returns a matrix whose neurons are columns, `[d, f]`, as `[f, d]`; reads some rows at a time."""
     out = torch.empty((source.num_cols, source.num_rows), dtype=dtype)
     for first, end in next_rows(source.num_rows, stop):
         out[:, first:end] = read(checkpoint, source, first, end).T
@@ -227,22 +228,22 @@ def _transposed(
 
 
 def _scales_across(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
-    """The scales of codes whose neurons are columns, a row for each block of neurons: of FP8 one for 128 rows."""
+    """Returns the scales of codes whose neurons are columns, a row for each block of neurons (FP8: 128 rows)."""
     scales = read_scales(checkpoint, source, 0, source.num_rows)
     return (scales[::128] if source.codec == "fp8" else scales).T.contiguous()
 
 
 def _e5m2(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """E2M1 codes with a scale each, u8 [n, d], as E5M2 codes with one scale a row."""
+    """Converts E2M1 codes with a scale each, u8 [n, d], to E5M2 codes with one scale a row."""
     exponents = scales.to(torch.int64)
     row = (exponents.amax(dim=1, keepdim=True) - _E5M2_TOP).clamp_(min=0)
     values = e2m1_values(codes).mul_(torch.pow(2.0, (exponents - row).to(torch.float32)))
-    values.masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    values.masked_fill_(exponents == _NOT_A_NUMBER, torch.nan)
     return values.to(torch.float8_e5m2).view(torch.uint8), row.to(torch.uint8)
 
 
 def _encoded(part: PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> Tensor:
-    """A part's bytes of codes u8 [n, num_cols] and scales as the source has them."""
+    """Returns a part's bytes of codes, u8 [n, num_cols], and scales as the source has them."""
     if part.codec == "fp8":
         return Fp8(part, num_cols).encode(codes, scales)
     if part.codec == "mxfp4":
@@ -261,11 +262,11 @@ def calibrated_rows(
     biases: Mapping[Matrix, Bytes2D],
     stop: Event,
 ) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
-    """(first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
+    """Yields (first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
 
     Args:    place: MoE layer and expert.   biases: of gate and up, float32 as bytes, u8 [f, 4].
-    Raises:  CheckpointError for a weight that is no number, or that a format cannot hold; PackError if the profile is
-             damaged; StoppedError.
+    Raises:  CheckpointError for a weight that is not finite, or that a format cannot represent; PackError if the
+             profile is damaged; StoppedError.
     """
     spec = checkpoint.spec
     with profile.inputs(place[0]) as inputs:
@@ -273,67 +274,68 @@ def calibrated_rows(
     quantizer = ExpertQuantizer(formats, calibration, spec.hidden_size)
     sources = {matrix: checkpoint.expert_source(*place, matrix) for matrix in spec.expert.matrices}
     if any(matrix != "down" for matrix in quantizer.matrices):
-        _ = calibration.runs  # before matrices are held: making them takes the most memory
+        _ = calibration.runs  # before matrices are in memory, because computing them takes the most memory
     rows = {matrix: MatrixRows(checkpoint, source, stop) for matrix, source in sources.items()}
-    kept = {
+    copied = {
         matrix: CopiedRows(checkpoint, source, part, stop)
         for matrix, source in sources.items()
         if (part := formats.of(matrix)) is not None and part.keeps_source
     }
     for first, end in next_rows(spec.expert.intermediate_size, stop, BLOCK_NEURONS):
         block = _block(rows, biases, first, end)
-        made = {matrix: held.rows(first, end) for matrix, held in kept.items()}
+        encoded = {matrix: part_rows.rows(first, end) for matrix, part_rows in copied.items()}
         for matrix in quantizer.matrices:
             if stop.is_set():
                 raise StoppedError
             try:
-                made[matrix] = quantizer.rows(matrix, block).numpy()
+                encoded[matrix] = quantizer.rows(matrix, block).numpy()
             except UnrepresentableError as fault:
-                raise rows[matrix].unholdable(first, fault) from fault
-        yield first, end, made
+                raise rows[matrix].unrepresentable(first, fault) from fault
+        yield first, end, encoded
 
 
 def calibrated_bytes(checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat, num_bytes: int) -> int:
-    """What `calibrated_rows` holds of an expert at its peak, with the `num_bytes` that are made of it."""
+    """Returns the peak memory of `calibrated_rows` for an expert, with the `num_bytes` of its extent."""
     spec, total = checkpoint.spec, num_bytes
     for matrix in spec.expert.matrices:
         source, part = checkpoint.expert_source(*place, matrix), formats.of(matrix)
-        total += held_bytes(checkpoint, source, BF16)
+        total += transposed_bytes(checkpoint, source, BF16)
         if part is not None and part.keeps_source:
-            total += held_bytes(checkpoint, source, part)
+            total += transposed_bytes(checkpoint, source, part)
     return calibration_bytes(spec.hidden_size, spec.expert.intermediate_size, total)
 
 
 def _block(rows: Mapping[Matrix, MatrixRows], biases: Mapping[Matrix, Bytes2D], first: int, end: int) -> NeuronBlock:
-    weights = {matrix: held.weights(first, end).to(torch.float32) for matrix, held in rows.items()}
+    weights = {matrix: source.weights(first, end).to(torch.float32) for matrix, source in rows.items()}
     offsets = {matrix: torch.from_numpy(bias[first:end].view(np.float32)[:, 0]) for matrix, bias in biases.items()}
     return NeuronBlock(weights.get("gate"), weights["up"], weights["down"], offsets.get("gate"), offsets.get("up"))
 
 
 Floats = NDArray[np.float64]
-Bits = float | None | str  # of a weight; None: none was given; "source": what the source is in
+Bits = float | None | str  # bits of a weight; None: the default; "source": the format of the checkpoint
 SOURCE = "source"
 _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
 
 
 def kept_format(checkpoint: Checkpoint, source: SourceMatrix) -> PartFormat | None:
-    """The format in which a matrix's rows are the source's to the bit; None where there is none (F16, F32).
+    """Returns the format that keeps a matrix without loss; None if there is none (F16, F32).
 
-    Neurons that MXFP4 blocks lie across are in `e5m2`, or in `bf16` if the exponents of one are too far apart.
+    MXFP4 blocks that lie across the neurons are kept in `e5m2`, or in `bf16` if the exponents of a neuron are too far
+    apart.
     """
-    found = _codes_format(source)
-    if found is None:
+    part = _codes_format(source)
+    if part is None:
         return BF16 if checkpoint.dtype(source) == "BF16" else None
-    return BF16 if found == E5M2 and exponent_span(checkpoint, source) > E5M2_SPAN else found
+    return BF16 if part == E5M2 and exponent_span(checkpoint, source) > E5M2_SPAN else part
 
 
 def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits, dense: Bits) -> Plan:
-    """The plan with the source's own codes in the place of formats that are not narrower.
+    """Returns the plan with the source's own codes in place of formats that are not narrower.
 
-    Meaning: `source` keeps what the source is in, whatever it is; no width keeps it where it is in FP8 or MXFP4; a
-             width keeps it where it is in codes of no more bits. All else is as planned.
-    Args:    selector, record, dense: what was asked for.
-    Raises:  PlanError where `source` is asked for, and no format keeps it.
+    Meaning: `source` keeps the format of the source, whatever it is; None keeps it if it is FP8 or MXFP4; a width keeps
+             it if it is FP8 or MXFP4 with no more bits. Everything else stays as planned.
+    Args:    selector, record, dense: the bits that the options say.
+    Raises:  PlanError for `source`, if no format keeps the source without loss.
     """
     spec = checkpoint.spec
     selected = selector_matrices(plan.selector, spec.expert.matrices)
@@ -343,13 +345,13 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
         source = checkpoint.expert_source(layer_idx, expert, matrix)
         if bits != SOURCE and source.codec == "plain":
             return planned
-        found = kept_format(checkpoint, source)
-        if found is None:
+        part = kept_format(checkpoint, source)
+        if part is None:
             raise PlanError(
                 f"{flag} source: {checkpoint.place(source)} is {checkpoint.dtype(source)}, which no format of experts "
-                "keeps; give a width (16 is bfloat16)"
+                "keeps without loss; give a width (16 is bfloat16)"
             )
-        return found if not isinstance(bits, float | int) or found.width <= bits else planned
+        return part if not isinstance(bits, float | int) or part.width <= bits else planned
 
     experts = tuple(
         tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
@@ -359,20 +361,20 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
 
 
 def lossless_formats(checkpoint: Checkpoint) -> dict[Matrix, PartFormat]:
-    """The format that keeps a matrix in all experts, of those that are in codes: gate, up and down apart."""
-    spec, found = checkpoint.spec, dict[Matrix, PartFormat]()
+    """Returns the format that keeps gate, up or down of all experts without loss, if the checkpoint has it in codes."""
+    spec, formats = checkpoint.spec, dict[Matrix, PartFormat]()
     experts = list(product(range(len(spec.moe_layers)), range(spec.router.num_experts)))
     for matrix in spec.expert.matrices:
         sources = [checkpoint.expert_source(layer_idx, e, matrix) for layer_idx, e in experts]
         if all(source.codec != "plain" for source in sources):
             kept = {kept_format(checkpoint, source) for source in sources}
             if len(kept) == 1 and (part := kept.pop()) is not None and part.keeps_source:
-                found[matrix] = part
-    return found
+                formats[matrix] = part
+    return formats
 
 
 def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
-    """The losses with these formats among them: nothing is lost by one where it keeps the source, all elsewhere."""
+    """Returns losses with these formats added: no loss for the matrix that one keeps, an infinite loss for others."""
     added = tuple(dict.fromkeys(kept.values()))
     shape = losses.quantized.shape[:3]
     lost = [np.full(shape, np.inf) for _ in added]
@@ -380,7 +382,7 @@ def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
         lost[added.index(part)][:, :, MATRICES.index(matrix)] = 0.0
 
     def widened(formats: tuple[PartFormat, ...], known: Floats) -> tuple[tuple[PartFormat, ...], Floats]:
-        columns = (known[..., :-1], *(held[..., None] for held in lost), known[..., -1:])
+        columns = (known[..., :-1], *(loss[..., None] for loss in lost), known[..., -1:])
         return (*formats[:-1], *added, formats[-1]), np.concatenate(columns, axis=3)  # bfloat16 stays the last
 
     formats, quantized = widened(losses.formats, losses.quantized)
@@ -395,9 +397,9 @@ def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
 
 
 def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
-    """Checks that what a plan keeps in the source's codes is in these codes there.
+    """Checks that the checkpoint has the codes that a plan keeps.
 
-    Raises:  PlanError naming the first matrix that is not.
+    Raises:  PlanError with the place of the first matrix that is in other codes.
     """
     for layer_idx, layer in enumerate(plan.experts):
         for e, expert in enumerate(layer):
@@ -411,7 +413,7 @@ def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
 
 
 def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
-    """What of experts' matrices a plan keeps in the source's codes, as a line for people; None: nothing."""
+    """Returns a line on the experts' matrices that a plan keeps as the checkpoint has them; None if there are none."""
     kept: Counter[tuple[Matrix, str]] = Counter()
     for layer_idx, layer in enumerate(plan.experts):
         for e, expert in enumerate(layer):
@@ -423,7 +425,7 @@ def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
     if not kept:
         return None
     texts = [f"{matrix} {codec} ({number:,} experts)" for (matrix, codec), number in sorted(kept.items())]
-    return f"kept as the source has it: {', '.join(texts)}"
+    return f"kept without loss: {', '.join(texts)}"
 
 
 def _expert(layer_idx: int, e: int, expert: ExpertFormat, kept: _Kept) -> ExpertFormat:
@@ -432,7 +434,7 @@ def _expert(layer_idx: int, e: int, expert: ExpertFormat, kept: _Kept) -> Expert
 
 
 def _codes_format(source: SourceMatrix) -> PartFormat | None:
-    """The format that a matrix's codes are kept in; None where it is in none."""
+    """Returns the format that keeps a matrix's codes; None if it is not in codes."""
     if source.codec == "mxfp4":
         return MXFP4 if source.neurons == "rows" else E5M2
     return FP8 if source.codec == "fp8" else None
@@ -441,7 +443,7 @@ def _codes_format(source: SourceMatrix) -> PartFormat | None:
 def _kept_dense(
     checkpoint: Checkpoint, planned: tuple[PartFormat | None, ...], bits: Bits
 ) -> tuple[PartFormat | None, ...]:
-    """Formats of dense tensors; None keeps what the source is in."""
+    """Returns the formats of dense tensors; None keeps the source's bytes."""
     if not isinstance(bits, float | int):
         return (None,) * len(planned)
     sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
@@ -454,6 +456,7 @@ def _kept_dense(
 def _check_kept(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> None:
     if _codes_format(source) != part:
         raise PlanError(
-            f"plan: {checkpoint.place(source)} cannot be kept as {part.codec}: it is {checkpoint.dtype(source)} there; "
-            "make the plan for this checkpoint"
+            f"plan: {checkpoint.place(source)} is {checkpoint.dtype(source)} and cannot be kept as "
+            f"{part.codec}; make a "
+            "plan for this checkpoint"
         )

@@ -31,9 +31,9 @@ from moe_pack.convert.matrix_bytes import (
     calibrated_bytes,
     calibrated_rows,
     check_kept,
-    held_bytes,
     next_rows,
     read_checked,
+    transposed_bytes,
 )
 from moe_pack.formats import (
     MATRICES,
@@ -149,9 +149,9 @@ class EarlierPack:
 
 
 def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    """All bytes of an item but a header: u8 [item.num_bytes].
+    """Returns the bytes of an item that is not a header: u8 [item.num_bytes].
 
-    Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold;
+    Raises:  CheckpointError for a weight that is not finite, or that the plan's codec cannot represent;
              StoppedError soon after `stop` is set.
     """
     if item.kind == "unused":
@@ -160,9 +160,9 @@ def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
 
 
 def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
-    """What `item_bytes` holds at its peak: the item, what lies across of an expert, transposed, and what calibrates it.
+    """Returns the peak memory of `item_bytes`: the item, transposed matrices, and the data that calibrate an expert.
 
-    Blocks of what is quantized plainly are not counted.
+    Blocks of rows are not counted.
     """
     if item.kind != "expert":
         return item.num_bytes
@@ -171,7 +171,7 @@ def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
         return calibrated_bytes(checkpoint, (item.layer, item.expert), formats, item.num_bytes)
     parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
     sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
-    return item.num_bytes + sum(held_bytes(checkpoint, source, part) for source, part in sources)
+    return item.num_bytes + sum(transposed_bytes(checkpoint, source, part) for source, part in sources)
 
 
 def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
@@ -180,49 +180,50 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     source, rows = checkpoint.dense_source(item.role), dense.rows
     row_bytes = dense.entry.num_bytes // source.num_rows
     out = np.empty((item.num_bytes // row_bytes, row_bytes), np.uint8)
-    held = None
+    encoded = None
     if rows is not None:
         quantizer = dense_quantizer(recipe.plan.quantizer)
-        held = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
+        encoded = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
     for start, end in next_rows(len(out), stop):
         first, last = item.first_row + start, item.first_row + end
-        if held is None or rows is None:
+        if encoded is None or rows is None:
             weights = read_checked(checkpoint, source, first, last)
             out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
-            write_rows(rows, {"weight": held.rows(first, last)}, out[start:end])
+            write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
     return out.reshape(-1)
 
 
 def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    """An extent, its neurons read and quantized in the source's order whatever the stored one is.
+    """Returns an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
 
-    So a neuron's bytes are the same in every order, though hqq solves some rows together, and no order costs memory.
+    Therefore a neuron has the same bytes in every order, although hqq solves some rows together, and no order takes
+    more memory.
     """
     layout = recipe.layout
     expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
     biases = {m: _bias(recipe.checkpoint, item, m) for m in spec.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
-    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+    if expert.extra is not None:  # the bias of down belongs to no neuron: it is behind the rows
         extra = extent[-expert.extra_bytes :].reshape(1, -1)
         extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
         seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
-    for first, end, made_parts in _neurons(recipe, item, biases, stop):
+    for first, end, encoded in _neurons(recipe, item, biases, stop):
         sections = {
-            matrix: np.concatenate((made, biases[matrix][first:end]), axis=1) if matrix in biases else made
-            for matrix, made in made_parts.items()
+            str(matrix): np.concatenate((part, biases[matrix][first:end]), axis=1) if matrix in biases else part
+            for matrix, part in encoded.items()
         }
         for rows, out in halves:
-            made = np.empty((end - first, rows.row_bytes), np.uint8)
-            write_rows(rows, {str(matrix): held for matrix, held in sections.items()}, made)
-            out[places[first:end]] = made
+            block = np.empty((end - first, rows.row_bytes), np.uint8)
+            write_rows(rows, sections, block)
+            out[places[first:end]] = block
     return extent
 
 
 def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
-    """Whether how an expert of this plan is rounded depends on its inputs."""
+    """Returns whether the codes of an expert of this plan depend on its inputs."""
     parts = (formats.of(matrix) for matrix in MATRICES)
     return plan.quantizer == "calibrated" and any(part is not None and needs_inputs(part) for part in parts)
 
@@ -230,7 +231,7 @@ def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
 def _neurons(
     recipe: Recipe, item: Item, biases: Mapping[Matrix, Bytes2D], stop: Event
 ) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
-    """(first, end) of consecutive neurons, and the bytes of each matrix's rows."""
+    """Yields (first, end) of consecutive neurons, and the bytes of each matrix's rows."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
     formats, spec = plan.experts[item.layer][item.expert], recipe.layout.spec.expert
     if is_calibrated(plan, formats):
@@ -238,7 +239,7 @@ def _neurons(
         place = (item.layer, item.expert)
         yield from calibrated_rows(checkpoint, recipe.calibration, place, formats, biases, stop)
         return
-    quantizer = dense_quantizer(plan.quantizer)  # of what is not calibrated, whatever it is
+    quantizer = dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
         m: EncodedRows(checkpoint, source, part, quantizer, stop)
@@ -250,7 +251,7 @@ def _neurons(
 
 
 def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLayout, NDArray[np.uint8]]]:
-    """Selector, where there is one, and records: their layout and their rows in the extent, u8 [f, row_bytes]."""
+    """Returns records and, if there is one, selector: the layout and the rows in the extent, u8 [f, row_bytes]."""
     records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
     halves = [(expert.records, records.reshape(expert.num_rows, -1))]
     if expert.selector is not None:
@@ -259,7 +260,7 @@ def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLa
 
 
 def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
-    """The row in which each of the source's neurons will lie: [f]."""
+    """Returns the row of each of the source's neurons: [f]."""
     f = recipe.layout.spec.expert.intermediate_size
     places = np.arange(f)
     if recipe.order is not None:
@@ -268,25 +269,26 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
 
 
 def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix) -> NDArray[np.uint8]:
-    """The bias of a matrix in float32, as bytes: u8 [n, 4]."""
+    """Returns the bias of a matrix in float32, as bytes: u8 [n, 4]."""
     source = checkpoint.bias_source(item.layer, item.expert, matrix)
     values = read_vector(checkpoint, source).unsqueeze(1)
     check_finite(values, checkpoint.place(source), CheckpointError, source.number)
     return values.view(torch.uint8).numpy()
 
 
-MEMORY_BYTES = 1 << 30  # that items at work at once hold between them, if nothing else is asked for
+MEMORY_BYTES = 1 << 30  # by default, for all items that are worked on at once
 
 
 @dataclass(frozen=True, slots=True)
 class ItemWork:
-    """How items get their bytes: `make`, in a worker thread, soon ends once its event is set.
+    """The two functions that make items: `convert` and `synthesize` have different ones.
 
-    `held_bytes`: what `make` holds of an item at its peak.
+    `make`: returns the bytes of an item; it runs in a worker thread and ends soon after its event is set.
+    `peak_bytes`: returns the memory that `make` takes for an item at most.
     """
 
     make: Callable[[Item, Event], NDArray[np.uint8]]
-    held_bytes: Callable[[Item], int]
+    peak_bytes: Callable[[Item], int]
 
 
 _Finished = tuple[Item, NDArray[np.uint8], Digests]
@@ -294,7 +296,10 @@ _Finished = tuple[Item, NDArray[np.uint8], Digests]
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What a finished conversion did: `resumed_bytes` were there before, `written` is False if the whole pack was."""
+    """The result of a conversion.
+
+    `resumed_bytes`: that an earlier run has written.   `written`: False if the pack was complete before.
+    """
 
     layout: PackLayout
     resumed_bytes: int
@@ -323,17 +328,17 @@ def convert(
     calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> ConversionResult:
-    """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
+    """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
-    Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
-             on_step: called before each change to the drive.
-             order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
-             without one.   earlier: a pack of the same checkpoint, and calibrated by the same profile if at all; what
-             it stores alike is copied from it.   calibration: the profile whose inputs a calibrated plan rounds by;
-             other plans need none.   memory_bytes: about what items at work at once hold between them; one is always
-             let through, however large.
-    Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged; the folder then keeps what
-             was done.
+    Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
+             on_step: called before each change of the disk.
+             order: u32 [L, E, f], `order[l, e, j]` is the source's neuron in row `j`; None: the source's order.
+             earlier: a pack of the same checkpoint and, if it is calibrated, of the same profile; items that both plans
+             store in the same way are copied from it.   calibration: the profile with whose inputs a calibrated plan is
+             quantized; other plans need none.   memory_bytes: an approximate limit for all items that are worked on at
+             once; one item is always allowed, however large.
+    Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
+             finished items.
     """
     if order is not None:
         check_order(order, checkpoint.spec)
@@ -344,19 +349,21 @@ def convert(
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     with ExitStack() as stack:
-        held = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
+        source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
 
         def make(item: Item, stop: Event) -> NDArray[np.uint8]:
-            return held.item_bytes(item) if held is not None and held.contains(item) else item_bytes(recipe, item, stop)
+            if source_pack is not None and source_pack.contains(item):
+                return source_pack.item_bytes(item)
+            return item_bytes(recipe, item, stop)
 
         work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
 def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers: int, memory_bytes: int) -> str | None:
-    """That some workers will wait for memory, and how much would do; None if none will.
+    """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait.
 
-    Of experts: dense tensors are few.
+    It considers experts only, because dense tensors are few.
     """
     largest = max(job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
     at_once = max(memory_bytes // largest, 1)
@@ -364,8 +371,8 @@ def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers:
         return None
     needed = -(-workers * largest >> 30)
     return (
-        f"{at_once} of {workers} workers at once, for an expert holds up to {size_text(largest)}; "
-        f"--memory {needed}G has room for all"
+        f"{at_once} of {workers} workers run at once, because an expert takes up to {size_text(largest)}; --memory "
+        f"{needed}G is enough for all"
     )
 
 
@@ -378,9 +385,9 @@ def write_pack(
     progress: Progress = NO_PROGRESS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> ConversionResult:
-    """Writes a whole pack, going on where a killed run stopped, and closes the writer.
+    """Writes a whole pack, continues where a killed run stopped, and closes the writer.
 
-    Args:    workers, progress, memory_bytes: as `convert` takes them.
+    Args:    workers, progress, memory_bytes: as for `convert`.
     Raises:  ConversionError, and what `work` raises.
     """
     total = sum(item.num_bytes for item in layout.items())
@@ -395,8 +402,8 @@ def write_pack(
         with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
             for item, raw, digests in finished:
                 writer.write(item, raw, digests)
-                del raw  # or it would stay until the next item is there
-                progress.advance(item.num_bytes, _name(item))
+                del raw  # otherwise it stays in memory until the next item is finished
+                progress.advance(item.num_bytes, _item_text(item))
         progress.end()
         writer.seal(account.tables(writer), account.manifest)
         return ConversionResult(layout, writer.resumed_bytes, written=True)
@@ -405,7 +412,7 @@ def write_pack(
 
 
 def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: int) -> Generator[_Finished, None, None]:
-    """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
+    """Yields each pending item with its bytes, in order; `workers` items are worked on, and one waits to be yielded."""
     stop = Event()
 
     def job(item: Item) -> _Finished:
@@ -413,28 +420,28 @@ def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: i
         return item, raw, digests_of(raw)
 
     started: deque[tuple[int, Future[_Finished]]] = deque()
-    held_bytes, next_idx = 0, 0
+    total_bytes, next_idx = 0, 0
     with ThreadPoolExecutor(workers, "convert") as pool:
         try:
             while started or next_idx < len(pending):
                 while next_idx < len(pending) and len(started) <= workers:
-                    num_bytes = work.held_bytes(pending[next_idx])
-                    if started and held_bytes + num_bytes > memory_bytes:
+                    num_bytes = work.peak_bytes(pending[next_idx])
+                    if started and total_bytes + num_bytes > memory_bytes:
                         break
                     started.append((num_bytes, pool.submit(job, pending[next_idx])))
-                    held_bytes += num_bytes
+                    total_bytes += num_bytes
                     next_idx += 1
                 num_bytes, future = started.popleft()
                 finished = future.result()
-                del future  # it holds the bytes too
+                del future  # it refers to the bytes too
                 yield finished
                 del finished
-                held_bytes -= num_bytes
+                total_bytes -= num_bytes
         finally:
             stop.set()
             for _, future in started:
                 future.cancel()
 
 
-def _name(item: Item) -> str:
+def _item_text(item: Item) -> str:
     return item.role if item.kind in ("dense", "unused") else f"layer {item.layer} expert {item.expert}"

@@ -1,27 +1,23 @@
-"""Random weights in the bytes of a pack: codes from a fast generator, scales that keep a model's activations sane.
+"""Synthetic packs: a real model's dimensions with random weights, to measure its speed before a download.
+
+Everything that decides speed is as in a pack of the real model: bytes, layout, widths, how many neurons run, how
+popular experts are. The text of a synthetic pack is noise, and its empty source account says so (docs/format.md,
+section 10).
+
+Weights are drawn as the bytes of a pack: codes from a fast generator, with scales that keep a model's activations sane.
 
     x: hidden states of rms 1 after each norm.   gate, up, queries, ...: rows that give activations of deviation 1
     down, attention's output: so small that all layers together turn the hidden state by a few degrees
 
-The hidden state so keeps what the embedding gave it: a constant direction, the same for every token, and the token's
-own part. The routers of `random_routers` read both. A code is any of its values with the same probability, so that the
-generator's bytes are the codes; a part's scales and zeros are all alike.
-
-Routers whose choices are as popular, and as alike from layer to layer, as was asked for.
+The hidden state therefore keeps what the embedding gave it: a constant direction, the same for every token, and a part
+of the token's own. The routers read both:
 
     logit_e = popular_e + own_e . z        z: the token's own part of its normed hidden state, deviation 1 in each row
-    own rows of the next layer = C * those of this layer + sqrt(1 - C^2) * fresh ones, experts renamed
+    own rows of the next layer = C * those of this layer + sqrt(1 - C^2) * new ones, experts renamed
 
-The hidden state has the same value in every dimension beside z (`random_weights`): that is what `popular_e` is read
-from. All rows are orthogonal, to each other and to the constant, so that logits are independent. What `popular_e` gives
-the popularity asked for is found by drawing logits and letting the router choose.
-
-Folders in memory: a pack in a file system that has no drive, with a link to it where it was asked for.
-
-Synthetic packs: a real model's dimensions, random weights. How fast would it run here, before it is downloaded?
-
-All that decides speed is as in a pack of the real model: bytes, layout, widths, how many neurons run, how popular
-experts are. Its text is noise, and its source account, which is empty, says so (docs/format.md, section 10).
+The constant direction has the same value in every dimension, and `popular_e` is read from it. All rows are orthogonal,
+to each other and to the constant, so that logits are independent. The `popular_e` for a popularity is found by drawing
+logits and letting the router choose.
 """
 
 import hashlib
@@ -66,13 +62,13 @@ from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, Step
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
 
-# The constant share of a normed hidden state, one value in every dimension; its square is a quarter of the state's.
+# The constant part of a normed hidden state, one value in every dimension: a quarter of the state's square.
 CONSTANT = 0.5
 OWN = math.sqrt(1 - CONSTANT**2)
-# Of the embedding: far above the norms' epsilon, and so far above `_TURN` that float16 holds the scales of 8-bit codes.
+# Of the embedding: far above the norms' epsilon, and large enough that float16 represents the scales of 8-bit codes.
 _HIDDEN_RMS = 32.0
-# What all halves of all layers add to the hidden state, as a share of it. It is mostly the same for every token, which
-# shifts the popularity of experts: at 0.05 by less than a tenth.
+# What attention and experts of all layers add to the hidden state, as a share of it. It is mostly the same for every
+# token, which shifts the popularity of experts: at 0.05 by less than a tenth.
 _TURN = 0.05
 # Of h(g, u) for normal g and u of deviation 1.
 _ACTIVE_RMS: dict[NeuronFunction, float] = {"silu": 0.5965, "relu": 0.7071, "clamped_swiglu": 0.9187}
@@ -81,21 +77,21 @@ _ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class WeightDistribution:
-    """How random weights lie: evenly about `mean`, with this standard deviation."""
+    """A uniform distribution of random weights, by its mean and its standard deviation."""
 
     mean: float
     deviation: float
 
 
 def random_stream(*key: int) -> np.random.BitGenerator:
-    """The random bits that belong to a key: a seed, and what tells an item from others."""
+    """Returns the random bits of a key: a seed and the numbers of an item."""
     return np.random.SFC64(np.random.SeedSequence(key))
 
 
 def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
-    """How the weights of gate, up and down lie."""
+    """Returns the distributions of the weights of gate, up and down."""
     router = spec.router
-    # Weights of sigmoids that nobody divides by their sum add up to the number of experts at most.
+    # Router weights from sigmoids that are not normalized add up to at most the number of active experts.
     weight = router.scaling_factor * (
         router.num_experts_per_tok if router.kind == "sigmoid_topk" and not router.normalize else 1
     )
@@ -104,11 +100,11 @@ def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
 
 
 def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
-    """How the weights of a dense matrix lie; routers are not made here."""
+    """Returns the distribution of the weights of a dense matrix that is not a router."""
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
         size = _HIDDEN_RMS / spec.embedding_multiplier
-        # A norm of kind layer takes the mean away: there `dense_vector` gives the constant.
+        # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant.
         return (
             WeightDistribution(size * CONSTANT, size * OWN)
             if spec.norm.kind == "rms"
@@ -124,7 +120,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
 
 
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
-    """The values of a norm or a bias, or of sinks, which count as one more position."""
+    """Returns the values of a norm, a bias or attention sinks: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
     shifts = spec.norm.kind == "layer"
     if role.name == "norm":
@@ -137,7 +133,7 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
 
 
 def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
-    """Signs at random: a head that is the embedding would else always foretell the token it has just seen."""
+    """Returns random signs: otherwise a head that is the embedding would always predict the token before."""
     signs = np.random.Generator(stream).integers(0, 2, num_values) * 2 - 1
     size = 1.0
     if spec.tied_head:
@@ -147,7 +143,7 @@ def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator)
 
 
 def _branch(spec: ModelSpec) -> float:
-    """The rms of what half a layer gives, before the residual multiplier."""
+    """Returns the rms that attention, or the experts, of a layer add, before the residual multiplier."""
     return _HIDDEN_RMS * _TURN / math.sqrt(2 * spec.num_hidden_layers) / spec.residual_multiplier
 
 
@@ -160,31 +156,31 @@ def _down(spec: ModelSpec, num_neurons: int, weight: float) -> WeightDistributio
 def random_rows(
     layout: RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
-    """Whole rows, CRCs and all: u8 [num_rows, row_bytes].
+    """Returns rows with their CRCs: u8 [num_rows, row_bytes].
 
-    Args:    spreads: of each part's weights.
+    Args:    spreads: the distribution of each part's weights.
     """
     words = stream.random_raw(num_rows * layout.row_bytes // 8)  # a row is a multiple of 16 bytes
     assert isinstance(words, np.ndarray), "an array for a number of words"
     rows = words.astype("<u8", copy=False).view(np.uint8).reshape(num_rows, layout.row_bytes)
     for part in layout.parts:
-        held = rows[:, part.offset : part.offset + part.num_bytes + 4 * part.has_bias]
-        held[:, part.num_bytes :] = 0  # no bias
+        section = rows[:, part.offset : part.offset + part.num_bytes + 4 * part.has_bias]
+        section[:, part.num_bytes :] = 0  # no bias
         if part.format.codec == "bf16":
             values = even_values(spreads[part.name])
             for start in range(0, num_rows, _ROWS_AT_ONCE):
-                block = held[start : start + _ROWS_AT_ONCE]
+                block = section[start : start + _ROWS_AT_ONCE]
                 block[:, : part.num_bytes] = values[block[:, : layout.num_cols]].view(np.uint8)
         elif part.format.keeps_source:
             codes, scale = nearest_codes(part.format, spreads[part.name])
             num_codes = part.format.code_bytes(layout.num_cols)
             for start in range(0, num_rows, _ROWS_AT_ONCE):
-                block = held[start : start + _ROWS_AT_ONCE]
+                block = section[start : start + _ROWS_AT_ONCE]
                 block[:, :num_codes] = codes[block[:, :num_codes]]
-            held[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
+            section[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
         else:
             ends = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
-            held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = ends(
+            section[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = ends(
                 part.format, layout.num_cols, spreads[part.name]
             )
     seal_rows(layout, rows)
@@ -194,7 +190,7 @@ def random_rows(
 def random_matrix(
     num_rows: int, num_cols: int, spread: WeightDistribution, stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
-    """A matrix in bfloat16: u8 [num_rows, 2 num_cols]."""
+    """Returns a random matrix in bfloat16: u8 [num_rows, 2 num_cols]."""
     values = even_values(spread)
     out = np.empty((num_rows, num_cols), np.uint16)
     for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -207,20 +203,20 @@ def random_matrix(
 
 
 def even_values(spread: WeightDistribution) -> NDArray[np.uint16]:
-    """What each of 256 random bytes stands for, as the bits of bfloat16: [256], evenly spread."""
+    """Returns the weight of each of 256 random bytes, as the bits of bfloat16: [256]."""
     return bf16_bits(_even(spread, 256))
 
 
 def _even(spread: WeightDistribution, count: int) -> NDArray[np.float64]:
-    """So many values, evenly spread."""
+    """Returns `count` values of the distribution, at equal distances."""
     steps = (np.arange(count) - (count - 1) / 2) / math.sqrt((count**2 - 1) / 12)
     return np.asarray(spread.mean + spread.deviation * steps)
 
 
 def nearest_codes(part: PartFormat, spread: WeightDistribution) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """What each of 256 random bytes is replaced by in a format that keeps sources, [256]; and a scale's bytes.
+    """Returns the code for each of 256 random bytes in a format that keeps codes, [256], and a scale's bytes.
 
-    Meaning: the codes nearest to values evenly spread, the largest of which the scale makes the largest code.
+    Meaning: the codes nearest to values at equal distances; with the scale, the largest value is the largest code.
     """
     values = torch.from_numpy(_even(spread, 2**part.width))
     largest = float(values.abs().max())
@@ -240,20 +236,20 @@ def nearest_codes(part: PartFormat, spread: WeightDistribution) -> tuple[NDArray
 
 
 def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16 of each value, in the order of a file."""
+    """Returns the bits of the nearest bfloat16 of each value, little-endian."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return np.ascontiguousarray(rounded.view(torch.uint16).numpy().astype("<u2"))
 
 
 def trellis_scales(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
-    """The bytes that end a trellis's row, u8 [scale_bytes]: weights about 0, of the rms that was asked for."""
+    """Returns the scales of a trellis's row, u8 [scale_bytes], for weights of the distribution's rms with mean 0."""
     codec, rms = Trellis(part, num_cols), float(trellis_values(part.width).square().mean().sqrt())
     scale = math.hypot(spread.mean, spread.deviation) / rms
     return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
 
 def scales_and_zeros(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
-    """The bytes that end a part's row, u8 [2 * scale_bytes], for codes that are all as likely."""
+    """Returns scales and zeros of an affine row, u8 [2 * scale_bytes], for codes with equal probability."""
     codec, top = affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
     scales, zeros = codec.store_scales(
@@ -268,14 +264,14 @@ Floats = NDArray[np.float64]
 _RANKS, _LOGITS, _ROWS = 1, 2, 3  # keys of random streams
 _DRAWS = 16384  # tokens for which logits are drawn
 _ROUNDS = 12
-_MOST = 0.95  # an expert that every token chose would leave no choice
-_LEAST = 0.02  # of an even share: an expert that nobody ever chose would be a smaller model
+_MOST = 0.95  # share of tokens: if all tokens chose an expert, there would be no choice
+_LEAST = 0.02  # of an even share: with experts that no token chooses, the model would be a smaller one
 
 
 def skewed_popularity(spec: ModelSpec, skew: float, seed: int) -> Floats:
-    """The share of tokens that choose each expert, [L, E], by Zipf's law: the r-th has a share as `r ** -skew`.
+    """Returns the share of tokens for each expert, [L, E], by Zipf's law: that of the r-th is as `r ** -skew`.
 
-    Which expert is the r-th is drawn for each layer.
+    The order of the experts is drawn for each layer.
     """
     E = spec.router.num_experts
     shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok)
@@ -284,23 +280,23 @@ def skewed_popularity(spec: ModelSpec, skew: float, seed: int) -> Floats:
 
 
 def profiled_popularity(spec: ModelSpec, profile: Profile) -> Floats:
-    """The share of tokens that chose each expert when the profile was made, [L, E].
+    """Returns the share of the profile's tokens that chose each expert, [L, E].
 
     Raises:  PlanError if the profile has other layers or experts.
     """
-    found = (len(profile.spec.moe_layers), profile.spec.router.num_experts)
-    wanted = (len(spec.moe_layers), spec.router.num_experts)
-    if found != wanted:
+    profiled = (len(profile.spec.moe_layers), profile.spec.router.num_experts)
+    L, E = len(spec.moe_layers), spec.router.num_experts
+    if profiled != (L, E):
         raise PlanError(
-            f"--profile: found {found[0]} layers of {found[1]} experts, expected {wanted[0]} of {wanted[1]}; "
+            f"--profile: found {profiled[0]} layers of {profiled[1]} experts, expected {L} of {E}; "
             "give a profile of the same model, or --layers"
         )
     k = spec.router.num_experts_per_tok
-    return np.stack([_shares(profile.statistics(l).tokens.astype(np.float64), k) for l in range(wanted[0])])
+    return np.stack([_shares(profile.statistics(l).tokens.astype(np.float64), k) for l in range(L)])
 
 
 def _shares(weights: Floats, k: int) -> Floats:
-    """Shares in proportion to weights that add up to `k`, none above `_MOST` if that can be."""
+    """Returns shares in proportion to weights; they add up to `k`, and none is above `_MOST` if that is possible."""
     E, most = len(weights), max(_MOST, k / len(weights))
     shares: Floats = np.maximum(weights, _LEAST * weights.mean())
     shares = shares * k / shares.sum()
@@ -314,55 +310,55 @@ def _shares(weights: Floats, k: int) -> Floats:
 
 
 def popular_logits(shares: Floats, router: RouterSpec, seed: int) -> Floats:
-    """What to add to an expert's random logits, [E], so that this share of tokens chooses it.
+    """Returns what to add to the random logits of each expert, [E], so that these shares of tokens choose it.
 
-    Args:    shares: [E], which add up to the number of experts a token.
+    Args:    shares: [E]; they add up to the number of experts a token.
     """
     E = len(shares)
     if np.ptp(shares) < 1e-9:
         return np.zeros(E)
     noise = np.random.Generator(random_stream(seed, _LOGITS)).standard_normal((_DRAWS, E), np.float32)
-    drawn, wanted = torch.from_numpy(noise), torch.special.ndtri(torch.from_numpy(shares))
+    drawn, target = torch.from_numpy(noise), torch.special.ndtri(torch.from_numpy(shares))
     logits = torch.zeros(E, dtype=torch.float64)
     bias = torch.zeros(E) if router.bias else None
     for _ in range(_ROUNDS):
         chosen, _ = TORCH.route(drawn + logits.to(torch.float32), router, bias)
-        found = torch.bincount(chosen.flatten(), minlength=E).to(torch.float64) / _DRAWS
-        # Were the last one chosen always at the same logit, one round would do.
-        logits += wanted - torch.special.ndtri(found.clamp(0.5 / _DRAWS, 1 - 0.5 / _DRAWS))
+        drawn_shares = torch.bincount(chosen.flatten(), minlength=E).to(torch.float64) / _DRAWS
+        # One round would be enough if the last chosen expert always had the same logit.
+        logits += target - torch.special.ndtri(drawn_shares.clamp(0.5 / _DRAWS, 1 - 0.5 / _DRAWS))
         logits -= logits.mean()
     return logits.numpy()
 
 
 def router_weights(spec: ModelSpec, popularity: Floats, path_correlation: float, seed: int) -> Iterator[Floats]:
-    """The router of each MoE layer, one after the other: [E, d].
+    """Yields the router of each MoE layer: [E, d].
 
-    Args:    popularity: [L, E], the share of tokens that shall choose each.   path_correlation: from 0 (a layer's
-             choice says nothing of the next one's but popularity) to 1 (it says all).
+    Args:    popularity: [L, E], the share of tokens for each expert.   path_correlation: from 0 (a layer's choice
+             predicts the next layer's no better than popularity) to 1 (it determines it).
     """
     E, d = spec.router.num_experts, spec.hidden_size
     generator = np.random.Generator(random_stream(seed, _ROWS))
-    found: dict[bytes, Floats] = {}
+    by_shares: dict[bytes, Floats] = {}
     own = np.empty((0, d))
     for shares in popularity:
-        # By rank, so that popular experts follow popular ones; among equals by chance.
+        # By rank, so that popular experts follow popular experts; in random order among equals.
         by_rank = np.lexsort((generator.random(E), -shares))
         fresh = _fresh_rows(E, own, d, generator)
         own = _unit_rows(path_correlation * own + np.sqrt(1 - path_correlation**2) * fresh) if len(own) else fresh
         rows = np.empty((E, d))
         rows[by_rank] = own / OWN
-        # Groups are of neighbours: there an expert's popularity hangs on its number too.
+        # Groups consist of neighbours: with groups, an expert's popularity also depends on its number.
         key = shares if spec.router.n_group > 1 else shares[by_rank]
-        if key.tobytes() not in found:
-            found[key.tobytes()] = popular_logits(key, spec.router, seed)
-        popular = found[key.tobytes()].copy()
+        if key.tobytes() not in by_shares:
+            by_shares[key.tobytes()] = popular_logits(key, spec.router, seed)
+        popular = by_shares[key.tobytes()].copy()
         if spec.router.n_group == 1:
-            popular[by_rank] = found[key.tobytes()]
+            popular[by_rank] = by_shares[key.tobytes()]
         yield rows + popular[:, None] / (CONSTANT * d)
 
 
 def _fresh_rows(num_rows: int, rows: Floats, d: int, generator: np.random.Generator) -> Floats:
-    """Random unit rows orthogonal to each other, to `rows` and to the constant, as far as `d` dimensions allow it."""
+    """Returns random unit rows orthogonal to each other, to `rows` and to the constant, if `d` dimensions allow it."""
     drawn = generator.standard_normal((num_rows, d))
     taken = np.concatenate((np.ones((1, d)), rows))
     if len(taken) + num_rows > d:
@@ -382,29 +378,31 @@ _PLACES = ("/dev/shm", "/run/shm", "/tmp")
 
 
 def link_memory_folder(output: Path, needed_bytes: int) -> Path:
-    """Makes `output` a link to a folder of its own in memory, and returns that folder; both may be there already.
+    """Makes `output` a link to a folder in a file system in memory, and returns that folder; both may exist already.
 
-    Args:    needed_bytes: what will be written there.
-    Raises:  ConversionError if `output` is something else, or memory has no room or no file system for it.
+    Args:    needed_bytes: that will be written.
+    Raises:  ConversionError if `output` is something else, or there is too little memory or no such file system.
     """
     place = _memory_place()
     name = hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]
     folder = place / f"moe-pack-{os.getuid()}-{name}"
     if output.is_symlink():
         if output.readlink() != folder:
-            raise ConversionError(f"{output}: links to {output.readlink()}, not to a pack in memory; remove it")
+            raise ConversionError(f"{output}: is a link to {output.readlink()}, not to a pack in memory; remove it")
     elif output.exists():
-        raise ConversionError(f"{output}: is there already; --in-memory makes a link of this name, give another one")
+        raise ConversionError(f"{output}: exists already; --in-memory makes a link of this name; give another --output")
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
-        raise ConversionError(f"{folder}: belongs to somebody else; give another output folder")
-    _check_room(place, needed_bytes - _held_bytes(folder))
+        raise ConversionError(f"{folder}: belongs to another user; give another --output")
+    _check_free(place, needed_bytes - _written_bytes(folder))
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if not output.is_symlink():
             output.parent.mkdir(parents=True, exist_ok=True)
             output.symlink_to(folder)
     except OSError as fault:
-        raise ConversionError(f"{output}: cannot be made a link to {folder} ({fault.strerror})") from fault
+        raise ConversionError(
+            f"{output}: cannot become a link to {folder} ({fault.strerror}); give another --output"
+        ) from fault
     return folder
 
 
@@ -416,28 +414,29 @@ def _memory_place() -> Path:
         if place in in_memory and os.access(place, os.W_OK):
             return Path(place)
     raise ConversionError(
-        f"--in-memory: found no file system in memory to write to (tmpfs at {', '.join(_PLACES)}); leave it out"
+        f"--in-memory: found no file system in memory to write to (tmpfs at {', '.join(_PLACES)}); remove --in-memory"
     )
 
 
-def _held_bytes(folder: Path) -> int:
-    """What an earlier run has already taken."""
+def _written_bytes(folder: Path) -> int:
+    """Returns the bytes that an earlier run has written."""
     return sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
 
 
-def _check_room(place: Path, needed_bytes: int) -> None:
-    drive = os.statvfs(place)
-    room = drive.f_bavail * drive.f_frsize
-    if room < needed_bytes:
+def _check_free(place: Path, needed_bytes: int) -> None:
+    """Checks that the file system and the memory of the machine have so many free bytes."""
+    file_system = os.statvfs(place)
+    free_bytes = file_system.f_bavail * file_system.f_frsize
+    if free_bytes < needed_bytes:
         raise ConversionError(
-            f"--in-memory: {place} has {room:,} bytes free, expected {needed_bytes:,}; "
-            "give fewer --layers, or leave it out"
+            f"--in-memory: {place} has {free_bytes:,} bytes free, expected {needed_bytes:,}; "
+            "give fewer --layers, or remove --in-memory"
         )
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
-    if found and 1024 * int(found[1]) < needed_bytes:
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
+    if line and 1024 * int(line[1]) < needed_bytes:
         raise ConversionError(
-            f"--in-memory: this machine has {1024 * int(found[1]):,} bytes of memory free, expected {needed_bytes:,}; "
-            "give fewer --layers, or leave it out"
+            f"--in-memory: this machine has {1024 * int(line[1]):,} bytes of memory free, expected {needed_bytes:,}; "
+            "give fewer --layers, or remove --in-memory"
         )
 
 
@@ -447,10 +446,10 @@ _SAMPLE_TOKENS, _SAMPLE_NEURONS = 64, 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticTraits:
-    """What a synthetic model does beside having dimensions.
+    """The properties of a synthetic model other than its dimensions and formats.
 
-    `sparsity`: share of an expert's neurons that shall not run.   `popularity`: float64 [L, E], the share of tokens
-    that shall choose each expert.   `path_correlation`: 0 to 1, how far a token's experts say the next layer's.
+    `sparsity`: share of an expert's neurons that do not run.   `popularity`: float64 [L, E], the share of tokens that
+    choose each expert.   `path_correlation`: 0 to 1, how well a token's experts predict those of the next layer.
     """
 
     sparsity: float
@@ -460,7 +459,7 @@ class SyntheticTraits:
 
 
 def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
-    """The layout of a synthetic pack: what is not quantized is bfloat16.
+    """Returns the layout of a synthetic pack; tensors that are not quantized are bfloat16.
 
     Raises:  PlanError if the plan does not fit the model.
     """
@@ -470,58 +469,58 @@ def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
 def synthesize(
     spec: ModelSpec,
     plan: Plan,
-    character: SyntheticTraits,
+    traits: SyntheticTraits,
     folder: Path,
     workers: int,
     progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> ConversionResult:
-    """Writes a synthetic pack into `folder`, going on where a killed run stopped; same arguments, same bytes.
+    """Writes a synthetic pack into `folder`; continues where a killed run stopped. Same arguments, same bytes.
 
-    Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
-             on_step: called before each change to the drive.
+    Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
+             on_step: called before each change of the disk.
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
     torch.set_num_threads(1)
     layout = synthetic_layout(spec, plan)
-    model = _SyntheticModel(layout, character)
-    account = _account(layout, plan, character)
+    model = _SyntheticModel(layout, traits)
+    account = _account(layout, plan, traits)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
     return write_pack(writer, layout, account, ItemWork(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
 
 
-def _account(layout: PackLayout, plan: Plan, character: SyntheticTraits) -> PackRecord:
-    spec, seed = layout.spec, character.seed
+def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits) -> PackRecord:
+    spec, seed = layout.spec, traits.seed
     decisions = {
-        "sparsity": repr(character.sparsity),
-        "popularity": hashlib.sha256(character.popularity.astype("<f8").tobytes()).hexdigest(),
-        "path_correlation": repr(character.path_correlation),
+        "sparsity": repr(traits.sparsity),
+        "popularity": hashlib.sha256(traits.popularity.astype("<f8").tobytes()).hexdigest(),
+        "path_correlation": repr(traits.path_correlation),
         "seed": str(seed),
     }
     made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
-    thresholds = _thresholds(spec, plan, character.sparsity, seed)
+    thresholds = _thresholds(spec, plan, traits.sparsity, seed)
     return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds)
 
 
 class _SyntheticModel:
     """Makes the bytes of a synthetic pack's items, each from a random stream of its own."""
 
-    def __init__(self, layout: PackLayout, character: SyntheticTraits) -> None:
+    def __init__(self, layout: PackLayout, traits: SyntheticTraits) -> None:
         spec = layout.spec
         self._layout = layout
-        self._seed = character.seed
+        self._seed = traits.seed
         self._dense = {dense.role.name: (number, dense) for number, dense in enumerate(layout.dense)}
         self._routers = {
             f"layers.{layer}.router": bf16_bits(weights)
             for layer, weights in zip(
                 spec.moe_layers,
-                router_weights(spec, character.popularity, character.path_correlation, character.seed),
+                router_weights(spec, traits.popularity, traits.path_correlation, traits.seed),
                 strict=True,
             )
         }
 
     def item_bytes(self, item: Item, stop: Event) -> NDArray[np.uint8]:
-        """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes]; `stop` is too late to matter."""
+        """Returns the bytes of a dense tensor or an extent: u8 [item.num_bytes]; too fast to need `stop`."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
             key = (number, item.first_row) if item.first_row else (number,)
@@ -543,7 +542,7 @@ class _SyntheticModel:
 
 
 def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
+    """Returns an expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
     spreads, stream = expert_spreads(spec), random_stream(*key)
     halves = [random_rows(rows, expert.num_rows, spreads, stream) for rows in (expert.selector, expert.records) if rows]
     if expert.extra is not None:
@@ -553,7 +552,7 @@ def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) 
 
 
 def _thresholds(spec: ModelSpec, plan: Plan, sparsity: float, seed: int) -> NDArray[np.float32]:
-    """The quantile of `abs(a)` at a sparsity for experts of each format, over random tokens: [L, E]."""
+    """Returns each expert's quantile of `abs(a)` at a sparsity, over random tokens: [L, E]; equal for equal formats."""
     shape = (len(spec.moe_layers), spec.router.num_experts)
     if sparsity == 0:
         return np.zeros(shape, np.float32)
@@ -563,19 +562,20 @@ def _thresholds(spec: ModelSpec, plan: Plan, sparsity: float, seed: int) -> NDAr
 
 
 def _quantile(spec: ModelSpec, plan: Plan, expert: ExpertFormat, sparsity: float, seed: int) -> float:
-    """What experts of one format have in common: how large their neurons' activations are."""
+    """Returns the quantile of `abs(a)` over random tokens and experts of one format."""
     tokens = _random_tokens(spec, seed)
-    layout, found, number = expert_layout(expert, plan.selector, spec.expert, spec.hidden_size), list[Tensor](), 0
-    while sum(held.shape[1] for held in found) < _SAMPLE_NEURONS:
+    layout = expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
+    samples, number = list[Tensor](), 0
+    while sum(sample.shape[1] for sample in samples) < _SAMPLE_NEURONS:
         extent = torch.from_numpy(_random_extent(spec, layout, (seed, _SAMPLE, number)))
         for block in PackedExpert(layout, extent).blocks():
-            found.append(activations(tokens, block, spec.expert.function).of(plan.selector).abs())
+            samples.append(activations(tokens, block, spec.expert.function).of(plan.selector).abs())
         number += 1
-    return float(np.quantile(torch.cat(found, dim=1).numpy(), sparsity))
+    return float(np.quantile(torch.cat(samples, dim=1).numpy(), sparsity))
 
 
 def _random_tokens(spec: ModelSpec, seed: int) -> Tensor:
-    """Normed hidden states, float32 [T, d]: the constant direction, and a part of each token's own."""
+    """Returns normed hidden states, float32 [T, d]: the constant direction plus a part of each token's own."""
     generator = np.random.Generator(random_stream(seed, _SAMPLE))
     own = generator.standard_normal((_SAMPLE_TOKENS, spec.hidden_size))
     return torch.from_numpy((CONSTANT + OWN * own).astype(np.float32))

@@ -1,4 +1,4 @@
-"""What a finished pack is, whether it is intact, and how it differs from its checkpoint.
+"""Compares a finished pack with its checkpoint, describes it, and checks it against limits.
 
 Three parts, for the commands `verify`, `inspect` and `check`:
 

@@ -1,4 +1,4 @@
-"""What several commands measure of a pack and print of it: its loss, its thresholds, its routing data."""
+"""Measurements of a pack that several commands make and print: its loss, its thresholds, its routing data."""
 
 import shutil
 from collections.abc import Sequence

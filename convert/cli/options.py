@@ -1,4 +1,4 @@
-"""What several commands share: their options, and the facts of this machine.
+"""Options that several commands share, and the facts of this machine.
 
 `PlanOptions` says how every matrix is stored; `EvalOptions` says on what text a pack is measured, and against what.
 """

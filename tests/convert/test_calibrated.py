@@ -177,7 +177,7 @@ def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
     found = CliRunner().invoke(main, ["convert", str(source), "-o", *few, "30M"])
     assert found.exit_code == 0, found.output
     told = re.search(
-        r"(\d) of 5 workers at once, for an expert holds up to (.*) MiB; --memory 1G has room", found.stderr
+        r"(\d) of 5 workers run at once, because an expert takes up to (.*) MiB; --memory 1G is enough", found.stderr
     )
     assert told and int(told[1]) == max(1, 30 // float(told[2])), found.stderr
     plan = plan_of(checkpoint)
@@ -205,11 +205,11 @@ def test_without_inputs_of_this_checkpoint_nothing_begins(
         dataclasses.replace(MODEL, seed=1).write(tmp_path / "source"), tmp_path / "stranger", random_tokens(2, 8, 96)
     )
     refused: list[tuple[Profile | None, str]] = [
-        (None, "calibrated rounding: found no profile to go by; give --profile, made by moe-pack profile"),
+        (None, "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"),
         (
             bare,
-            f"--profile {bare.folder}: keeps no inputs of experts, which calibrated rounding goes by; profile the "
-            "model anew, without --no-inputs",
+            f"--profile {bare.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
+            "the model again, without --no-inputs",
         ),
         (stranger, f"--profile {stranger.folder}: the profile is of another checkpoint; profile this one"),
     ]
@@ -316,11 +316,12 @@ def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path)
 USAGE = {
     "no profile": (
         ["--quantizer", "calibrated"],
-        "--quantizer calibrated: rounds by what experts are given; give a --profile, which has kept it",
+        "--quantizer calibrated needs the experts' inputs; give a profile that has them with --profile",
     ),
     "a profile for nothing": (
         ["--quantizer", "nearest", "--profile", "PROFILE"],
-        "--profile: says nothing to nearest, and orders neurons at a sparsity; give --sparsity too",
+        "--profile: nearest does not use a profile, and neurons are sorted only for a sparsity; give --sparsity, or "
+        "remove --quantizer",
     ),
 }
 REFUSED = {

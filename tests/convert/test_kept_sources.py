@@ -145,7 +145,9 @@ def test_a_neuron_whose_exponents_are_too_far_apart_takes_its_expert_s_down_to_b
 
 def test_a_plan_that_would_round_such_a_neuron_is_refused(tmp_path: Path, mxfp4_source: Callable[..., Path]) -> None:
     near, far = (Checkpoint(mxfp4_source(tmp_path / str(spans), spans)) for spans in (28, 29))
-    with pytest.raises(CheckpointError, match=r"exponents of a column lie 29 apart, e5m2 holds 28; store it in bf16$"):
+    with pytest.raises(
+        CheckpointError, match=r"exponents of a column 29 apart, e5m2 represents at most 28; store it in bf16$"
+    ):
         convert(far, kept_plan(near), tmp_path / "p", 1)
     near.close()
     far.close()
@@ -304,9 +306,7 @@ def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path:
     source = fp8_source(tmp_path / "s")
     result = run("convert", source, "-o", tmp_path / "p")
     assert result.exit_code == 0, result.stderr
-    assert (
-        "kept as the source has it: down fp8 (4 experts), gate fp8 (4 experts), up fp8 (4 experts)\n" in result.stderr
-    )
+    assert "kept without loss: down fp8 (4 experts), gate fp8 (4 experts), up fp8 (4 experts)\n" in result.stderr
     assert json.loads(run("inspect", tmp_path / "p", "--json").stdout)["experts"][1][1]["down"] == "fp8"
     verified = run("verify", tmp_path / "p", "--against", source)
     assert verified.exit_code == 0, verified.output

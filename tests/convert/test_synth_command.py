@@ -191,8 +191,8 @@ def test_in_memory_what_stands_in_the_link_s_place_stays(config: Path, tmp_path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "folder")
     for name, line in {
-        "folder": "is there already; --in-memory makes a link of this name, give another one",
-        "elsewhere": f"links to {tmp_path}/folder, not to a pack in memory; remove it",
+        "folder": "exists already; --in-memory makes a link of this name; give another --output",
+        "elsewhere": f"is a link to {tmp_path}/folder, not to a pack in memory; remove it",
     }.items():
         result = run("synth", config, "-o", tmp_path / name, "--in-memory")
         assert result.stderr.endswith(f"moe-pack: {tmp_path}/{name}: {line}\n")
