@@ -191,7 +191,7 @@ def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
     target, losses = request.target, request.model.losses
     if target.preset is not None:
         decision = preset_decision(target.preset, request.model, target.sparsity)
-        yield PlanOption(f"preset {target.preset}", planner.foretold(decision))
+        yield PlanOption(f"preset {target.preset}", planner.estimate(decision))
         return
     nats = target.limit.nats(losses.nll_per_kl)
     yield PlanOption(f"asked: {target.limit.text()}", planner.plan(nats))
@@ -238,5 +238,5 @@ def _as_json(request: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
         "target_bytes": request.target.budget_bytes,
         "device": request.target.device,
         "defaults": request.defaults,
-        "plans": [offer_json(offer, request.model.losses) for offer in offers],
+        "plans": [option_json(offer, request.model.losses) for offer in offers],
     }

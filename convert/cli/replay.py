@@ -178,9 +178,9 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
         )
     facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
-    alone = {name: replay(passes, facts, extents, PRESETS[name].alone()) for name in names}
+    alone = {name: replay(passes, facts, extents, PRESETS[name].without_prediction()) for name in names}
     whole = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
-    predicted = {name: result for name, result in whole.items() if result.foretelling in ("recorded", "routes")}
+    predicted = {name: result for name, result in whole.items() if result.prediction in ("recorded", "routes")}
     judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
     return ReplayComparison(plan, num_pages, alone, predicted, optimum(passes, facts, extents), best)
@@ -221,7 +221,7 @@ def _line(name: str, result: ReplayResult, predicted: ReplayResult | None, read_
     rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
     prediction = "-"
     if predicted is not None:
-        origin = "as in the run" if predicted.foretelling == "recorded" else "from paths"
+        origin = "as in the run" if predicted.prediction == "recorded" else "from paths"
         prediction = f"{predicted.decode.hit_rate:.1%}, {size_text(predicted.decode.bytes_per_token)}, {origin}"
     hits, fetched = f"{decode.hit_rate:>6.1%}", f"{size_text(decode.bytes_per_token):>13}"
     return f"  {name:<11} {prompts:>10} {hits} {fetched}{rate}  {prediction}"
@@ -255,4 +255,4 @@ def _result_json(result: ReplayResult) -> dict[str, Any]:
         name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}
         for name, tally in parts.items()
     }
-    return rates | {"prediction": result.foretelling}
+    return rates | {"prediction": result.prediction}

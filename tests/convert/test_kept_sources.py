@@ -230,7 +230,7 @@ def test_experts_that_no_format_keeps_are_refused(dtype: torch.dtype, name: str,
         kept_plan(checkpoint)
     assert str(refused.value) == (
         "--record-bits source: model.safetensors: tensor 'model.layers.0.block_sparse_moe.experts.0.w1.weight' is "
-        f"{name}, which no format of experts keeps; give a width (16 is bfloat16)"
+        f"{name}, which no format of experts keeps without loss; give a width (16 is bfloat16)"
     )
     checkpoint.close()
 
@@ -240,8 +240,8 @@ def test_a_plan_that_keeps_codes_the_checkpoint_has_not_is_refused(tmp_path: Pat
     with pytest.raises(PlanError) as refused:
         convert(plain, kept_plan(coded), tmp_path / "p", 1)
     assert str(refused.value) == (
-        "plan: model.safetensors: tensor 'model.layers.0.block_sparse_moe.experts.0.w1.weight' cannot be kept as fp8: "
-        "it is BF16 there; make the plan for this checkpoint"
+        "plan: model.safetensors: tensor 'model.layers.0.block_sparse_moe.experts.0.w1.weight' is BF16 and "
+        "cannot be kept as fp8; make a plan for this checkpoint"
     )
     coded.close()
     plain.close()

@@ -80,7 +80,7 @@ def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Pa
 def test_the_recorded_policy_is_replayed_with_what_was_predicted_hit_for_hit(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "11M", "--policy", "corm,lru", "--json")
     (outcome,) = json.loads(result.stdout)
-    record = read_record(routes)
+    record = read_recording(routes)
     corm, alone = outcome["predicted"]["corm"], outcome["alone"]
     assert corm["prediction"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
     assert corm["decode"]["num_hits"] == record.hits[1:].sum() and corm["prefill"]["num_hits"] == record.hits[0].sum()

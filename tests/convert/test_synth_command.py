@@ -114,7 +114,7 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, nor a model whose dimensions"),
+    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
     "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan decides all formats; remove --dense-bits"),
     "profile and skew": (
         ["--profile", "p", "--skew", "1"],

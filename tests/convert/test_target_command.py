@@ -93,7 +93,7 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
 
 def test_wrong_targets_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
     cases = [
-        (["--max-loss", "2%"], 2, "--max-loss: goes with --target-vram; give both"),
+        (["--max-loss", "2%"], 2, "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
         (["--eval-tokens", "512"], 2, "--eval-tokens needs --target-vram; add it"),
         ([*CPU, "--record-bits", "4"], 2, "--target-vram makes a plan, which decides this; remove --record-bits"),
         ([*CPU, "--sparsity", "0.5"], 2, "--target-vram makes a plan, which decides this; remove --sparsity"),
