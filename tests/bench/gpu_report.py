@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 _GIB = 1 << 30
@@ -217,6 +215,9 @@ def _line(cells: list[str]) -> str:
 def draw(runs: list[Run], path: Path) -> None:
     """Writes the picture: tokens a second of each model by budget, as SVG."""
     packs = list(dict.fromkeys(row["pack"] for run in runs for row in run.of("Speed")))
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({"svg.hashsalt": "moe-pack", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(_INCHES, layout="constrained")
         for number, pack in enumerate(packs):

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import matplotlib as mpl
 from benchlib import SEQUENCE_LENGTH, figure, finish, json_option, model_options, sample_and_unseen, table
 from benchlib.judging import (
     Blocks,
@@ -33,8 +33,6 @@ from benchlib.judging import (
     uniform,
 )
 from benchlib.llama import LlamaExperts, llama_option, llama_types
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
@@ -43,6 +41,9 @@ from moe_pack.formats import NO_PROGRESS, Plan, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import format_text
 from moe_pack.runtime.model import NeuronBlock
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LOW, HIGH = 1.75, 4.5  # bits a weight
 _STEP = 0.25
@@ -160,13 +161,16 @@ SERIES = {  # from the back to the front
 
 def draw(model: str, points: list[Point], path: Path) -> None:
     """Writes the picture as SVG: the same bytes for the same points and matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({"svg.hashsalt": "moe-pack", "svg.fonttype": "none", "font.size": 9}):
         picture = Figure(_INCHES, layout="constrained")
         plot(picture.add_subplot(), model, points)
         picture.savefig(path, format="svg", metadata={"Date": None})
 
 
-def plot(axes: Axes, model: str, points: list[Point]) -> None:
+def plot(axes: "Axes", model: str, points: list[Point]) -> None:
     """Draws the picture in empty axes; of a joined series the lowest of equal bits, and no KL above `MOST_KL`."""
     for series, look in SERIES.items():
         dots = sorted((p.bits, p.kl, p.name) for p in points if p.series == series and p.kl <= MOST_KL)

@@ -1,6 +1,7 @@
 """The benchmark of quality by size: its bootstrap, its judge, llama.cpp's side, its faults and its picture."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,14 +18,9 @@ from benchlib.judging import (
     uniform,
 )
 from benchlib.llama import LlamaExperts, llama_types
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from models import DEMO_MODEL, TinyMixtral
 from profiles import profiled, random_tokens
 from quality import MOST_KL, SERIES, Curve, Point, draw, plot
-from transformers import MixtralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.utils.logging import disable_progress_bar
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.convert import convert
@@ -32,6 +28,10 @@ from moe_pack.formats import Pack, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import QUANTIZERS, format_text
 from moe_pack.runtime.model import CheckpointWeights, Decoder
+
+if TYPE_CHECKING:  # they take seconds to import
+    from matplotlib.axes import Axes
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 TEXT = random_tokens(2, 512, 96)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -146,7 +146,7 @@ def test_rows_that_blocks_of_256_do_not_divide_leave_llama_the_types_of_blocks_o
     assert llama_types(spec) == ("MXFP4", "Q4_0", "IQ4_NL")
 
 
-def matches(found: dict[str, np.ndarray], x: torch.Tensor, block: MixtralSparseMoeBlock) -> bool:
+def matches(found: dict[str, np.ndarray], x: torch.Tensor, block: "MixtralSparseMoeBlock") -> bool:
     """Whether these are the mean squares over the tokens [T, d] of a sequence that go to the last expert."""
     chosen = (x @ block.gate.weight.T).topk(2, dim=1).indices  # [T, 2]
     x = x[(chosen == 3).any(dim=1)]
@@ -160,6 +160,9 @@ def matches(found: dict[str, np.ndarray], x: torch.Tensor, block: MixtralSparseM
 def test_the_importance_matrix_is_the_mean_square_of_what_each_column_is_multiplied_with(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:
+    from transformers import MixtralForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     LlamaExperts(checkpoint, profile, Path("python"), None, tmp_path)
     disable_progress_bar()
     oracle = MixtralForCausalLM.from_pretrained(profile.folder.parent / "model", dtype=torch.float32)
@@ -190,7 +193,9 @@ def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
     assert point("moe-pack, plans", "plan of 2", 2, 0.05, None).fault() is None
 
 
-def plotted(points: list[Point]) -> Axes:
+def plotted(points: list[Point]) -> "Axes":
+    from matplotlib.figure import Figure
+
     axes = Figure().add_subplot()
     plot(axes, "model", points)
     return axes

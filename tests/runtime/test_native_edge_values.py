@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from cases import case
 from native import INSTRUCTION_SETS, kernels_limited_to
 from numpy.typing import NDArray
 from random_experts import (
@@ -18,7 +19,6 @@ from random_experts import (
     random_tokens,
 )
 from random_experts import weight_magnitudes as magnitudes
-from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, trellis_format
@@ -81,20 +81,18 @@ ALL_40 = torch.arange(40, dtype=torch.int32)
 
 
 def test_every_code_with_every_scale_has_the_bits_of_the_codec(kernels: Kernels) -> None:
-    with sweep() as case:
-        for stored in SOURCES:
-            with case(stored.codec):
-                layout, rows = rows_with(stored, every_scale(stored))
-                assert_same_numbers(kernels.decode(row_numbers(layout, "weight"), rows), decoded(stored, layout, rows))
+    for stored in SOURCES:
+        with case(stored.codec):
+            layout, rows = rows_with(stored, every_scale(stored))
+            assert_same_numbers(kernels.decode(row_numbers(layout, "weight"), rows), decoded(stored, layout, rows))
 
 
 def test_products_bear_every_scale(kernels: Kernels) -> None:
     """Relative to the row's own weights, from the smallest scale to the largest that leaves sums finite."""
-    with sweep() as case:
-        for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
-            for byte in (*range(0, 230, 7), 1, 2, 126, 127, 128):
-                with case((stored.codec, num_tokens, byte)):
-                    check_scale(stored, num_tokens, byte, kernels)
+    for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
+        for byte in (*range(0, 230, 7), 1, 2, 126, 127, 128):
+            with case((stored.codec, num_tokens, byte)):
+                check_scale(stored, num_tokens, byte, kernels)
 
 
 def check_scale(stored: PartFormat, num_tokens: int, byte: int, kernels: Kernels) -> None:
@@ -118,55 +116,51 @@ def test_scales_of_a_row_may_differ_by_any_power(kernels: Kernels) -> None:
     codes = MXFP4.code_bytes(320)
     rows[:, codes : codes + 10] = np.random.default_rng(0).integers(0, 200, (9, 10), np.uint8)
     section = rows[:, : layout.parts[0].num_bytes]
-    with sweep() as case:
-        for num_tokens in (1, 4):
-            with case(num_tokens):
-                x = random_tokens(num_tokens, 320)
-                found = kernels.product(x, row_numbers(layout, "weight"), rows)
-                errors = product_magnitudes(x, magnitudes(MXFP4, 320, section))
-                assert_near(found, x @ decoded(MXFP4, layout, rows).T, errors)
+    for num_tokens in (1, 4):
+        with case(num_tokens):
+            x = random_tokens(num_tokens, 320)
+            found = kernels.product(x, row_numbers(layout, "weight"), rows)
+            errors = product_magnitudes(x, magnitudes(MXFP4, 320, section))
+            assert_near(found, x @ decoded(MXFP4, layout, rows).T, errors)
 
 
 def test_a_code_that_is_not_finite_is_seen_in_its_row_alone(kernels: Kernels) -> None:
     others = [r for r in range(33) if r != 20]
-    with sweep() as case:
-        for stored, code, num_tokens in product((FP8, E5M2), (0x7F, 0xFF, 0x7C, 0xFC, 0x7E), (1, 3, 4)):
-            with case((stored.codec, hex(code), num_tokens)):
-                layout, rows = random_rows(stored, 33, 192)
-                x = random_tokens(num_tokens, 192)
-                whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-                rows[20, 130] = code
-                found = kernels.product(x, row_numbers(layout, "weight"), rows)
-                is_number = bool(decoded(stored, layout, rows)[20, 130].isfinite())
-                assert is_number == (stored == FP8 and code not in (0x7F, 0xFF))
-                assert torch.equal(found[:, 20].isfinite(), torch.full((num_tokens,), is_number))
-                assert torch.equal(found[:, others], whole[:, others])
+    for stored, code, num_tokens in product((FP8, E5M2), (0x7F, 0xFF, 0x7C, 0xFC, 0x7E), (1, 3, 4)):
+        with case((stored.codec, hex(code), num_tokens)):
+            layout, rows = random_rows(stored, 33, 192)
+            x = random_tokens(num_tokens, 192)
+            whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+            rows[20, 130] = code
+            found = kernels.product(x, row_numbers(layout, "weight"), rows)
+            is_number = bool(decoded(stored, layout, rows)[20, 130].isfinite())
+            assert is_number == (stored == FP8 and code not in (0x7F, 0xFF))
+            assert torch.equal(found[:, 20].isfinite(), torch.full((num_tokens,), is_number))
+            assert torch.equal(found[:, others], whole[:, others])
 
 
 def test_a_scale_that_is_no_number_is_seen_in_its_row_alone(kernels: Kernels) -> None:
     others = [r for r in range(33) if r != 20]
-    with sweep() as case:
-        for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
-            with case((stored.codec, num_tokens)):
-                layout, rows = random_rows(stored, 33, 192)
-                x = random_tokens(num_tokens, 192)
-                whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-                rows[20, stored.code_bytes(192)] = 255
-                found = kernels.product(x, row_numbers(layout, "weight"), rows)
-                assert found[:, 20].isnan().all()
-                assert torch.equal(found[:, others], whole[:, others])
+    for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
+        with case((stored.codec, num_tokens)):
+            layout, rows = random_rows(stored, 33, 192)
+            x = random_tokens(num_tokens, 192)
+            whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+            rows[20, stored.code_bytes(192)] = 255
+            found = kernels.product(x, row_numbers(layout, "weight"), rows)
+            assert found[:, 20].isnan().all()
+            assert torch.equal(found[:, others], whole[:, others])
 
 
 def test_sums_of_down_rows_see_a_code_that_is_no_number_in_its_column(kernels: Kernels) -> None:
-    with sweep() as case:
-        for stored, num_tokens in product((FP8, E5M2), (1, 3, 4)):
-            with case((stored.codec, num_tokens)):
-                expert, down = with_down(stored)
-                whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
-                down[7, 200] = NO_NUMBER[stored.codec]
-                found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
-                assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
-                assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
+    for stored, num_tokens in product((FP8, E5M2), (1, 3, 4)):
+        with case((stored.codec, num_tokens)):
+            expert, down = with_down(stored)
+            whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            down[7, 200] = NO_NUMBER[stored.codec]
+            found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
+            assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
 
 
 def test_sums_of_down_rows_see_a_scale_that_is_no_number_in_its_group(kernels: Kernels) -> None:
@@ -175,29 +169,27 @@ def test_sums_of_down_rows_see_a_scale_that_is_no_number_in_its_group(kernels: K
     byte_nan = np.array([255], np.uint8)
     faults = [(FP8, float_nan, 8, 256), (MXFP4, byte_nan, 9, 288), (E5M2, byte_nan, 0, 0)]
     faults += [(stored, half_nan, 0 if stored.group == 0 else 8, 4 * stored.group) for stored in TRELLISES]
-    with sweep() as case:
-        for (stored, scale, place, first), num_tokens in product(faults, (1, 3, 4)):
-            with case((format_text(stored), num_tokens)):
-                expert, down = with_down(stored)
-                whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
-                at = stored.code_bytes(320) + place
-                down[7, at : at + len(scale)] = scale
-                found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
-                assert found[:, first:].isnan().all()
-                assert torch.equal(found[:, :first], whole[:, :first])
+    for (stored, scale, place, first), num_tokens in product(faults, (1, 3, 4)):
+        with case((format_text(stored), num_tokens)):
+            expert, down = with_down(stored)
+            whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            at = stored.code_bytes(320) + place
+            down[7, at : at + len(scale)] = scale
+            found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            assert found[:, first:].isnan().all()
+            assert torch.equal(found[:, :first], whole[:, :first])
 
 
 def test_sums_of_down_rows_bear_scales_from_tiny_to_large(kernels: Kernels) -> None:
-    with sweep() as case:
-        for stored, num_tokens, power in product(SOURCES, (1, 4), (-126, -100, -60, 60)):
-            with case((stored.codec, num_tokens, power)):
-                expert, rows = with_down(stored)
-                scale = np.array([2.0**power], "<f4").view(np.uint8) if stored == FP8 else np.uint8(127 + power)
-                rows[:, stored.code_bytes(320) :] = np.resize(scale, stored.scale_bytes(320))
-                h, down = random_h(num_tokens) * 2.0**20, expert.block().down
-                errors = h.double().abs() @ expert.weight_magnitudes("down")
-                found = kernels.accumulate(h, expert.rows(), ALL_40)
-                assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
+    for stored, num_tokens, power in product(SOURCES, (1, 4), (-126, -100, -60, 60)):
+        with case((stored.codec, num_tokens, power)):
+            expert, rows = with_down(stored)
+            scale = np.array([2.0**power], "<f4").view(np.uint8) if stored == FP8 else np.uint8(127 + power)
+            rows[:, stored.code_bytes(320) :] = np.resize(scale, stored.scale_bytes(320))
+            h, down = random_h(num_tokens) * 2.0**20, expert.block().down
+            errors = h.double().abs() @ expert.weight_magnitudes("down")
+            found = kernels.accumulate(h, expert.rows(), ALL_40)
+            assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
 
 
 TRELLISES = [trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (0, 64)]
@@ -215,35 +207,33 @@ def test_all_windows_in_every_column_have_the_bits_of_the_codec(kernels: Kernels
 def check_windows(trellises: Iterable[PartFormat], kernels: Kernels, step: int) -> None:
     """Streams of two bytes, over and over, so that each window ends at each bit: all of them, or each so many."""
     streams = np.arange(0, 1 << 16, step, dtype="<u2").view(np.uint8).reshape(-1, 2)
-    with sweep() as case:
-        for stored in trellises:
-            with case(format_text(stored)):
-                layout, rows = random_rows(stored, len(streams), 64)
-                codes = stored.code_bytes(64)
-                rows[:, :codes] = np.tile(streams, codes // 2)
-                found = kernels.decode(row_numbers(layout, "weight"), rows)
-                assert torch.equal(found.view(torch.int32), decoded(stored, layout, rows).view(torch.int32))
+    for stored in trellises:
+        with case(format_text(stored)):
+            layout, rows = random_rows(stored, len(streams), 64)
+            codes = stored.code_bytes(64)
+            rows[:, :codes] = np.tile(streams, codes // 2)
+            found = kernels.decode(row_numbers(layout, "weight"), rows)
+            assert torch.equal(found.view(torch.int32), decoded(stored, layout, rows).view(torch.int32))
 
 
 def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(kernels: Kernels) -> None:
     others = [r for r in range(33) if r != 20]
     scales = (float("nan"), float("inf"), -1.0, 2.0**-24, 65504.0)
-    with sweep() as case:
-        for stored, num_tokens, scale in product(TRELLISES, (1, 4), scales):
-            with case((format_text(stored), num_tokens, scale)):
-                layout, rows = random_rows(stored, 33, 192)
-                x, codes, numbers = (
-                    random_tokens(num_tokens, 192),
-                    stored.code_bytes(192),
-                    row_numbers(layout, "weight"),
-                )
-                whole = kernels.product(x, numbers, rows)
-                of_all_groups = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
-                rows[20, codes : codes + stored.scale_bytes(192)] = of_all_groups
-                found = kernels.product(x, numbers, rows)
-                assert torch.equal(found[:, others], whole[:, others])
-                if np.isfinite(scale):
-                    values = decoded(stored, layout, rows[20:21])
-                    assert_near(found[:, 20:21], x @ values.T, product_magnitudes(x, values.double().abs()))
-                else:
-                    assert not found[:, 20].isfinite().any()
+    for stored, num_tokens, scale in product(TRELLISES, (1, 4), scales):
+        with case((format_text(stored), num_tokens, scale)):
+            layout, rows = random_rows(stored, 33, 192)
+            x, codes, numbers = (
+                random_tokens(num_tokens, 192),
+                stored.code_bytes(192),
+                row_numbers(layout, "weight"),
+            )
+            whole = kernels.product(x, numbers, rows)
+            of_all_groups = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
+            rows[20, codes : codes + stored.scale_bytes(192)] = of_all_groups
+            found = kernels.product(x, numbers, rows)
+            assert torch.equal(found[:, others], whole[:, others])
+            if np.isfinite(scale):
+                values = decoded(stored, layout, rows[20:21])
+                assert_near(found[:, 20:21], x @ values.T, product_magnitudes(x, values.double().abs()))
+            else:
+                assert not found[:, 20].isfinite().any()

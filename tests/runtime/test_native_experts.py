@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from cases import case, random_seed
 from combinations import Combination, name_of, sample
 from native import INSTRUCTION_SETS, kernels_limited_to, work
 from random_experts import (
@@ -19,7 +20,6 @@ from random_experts import (
     running,
     threshold_at,
 )
-from sweep import random_seed, sweep
 from torch import Tensor
 
 from moe_pack.formats import BF16, ExpertFormat, PartFormat, Selector, part_format, trellis_format
@@ -159,13 +159,12 @@ def check_sums(held: Case, kernels: Kernels, slack: float) -> None:
 
 def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int, slack: float = 1.0) -> None:
     """That experts at once, selection, neurons and sums of down rows are the reference's in every combination."""
-    with sweep() as case:
-        for number, combination in enumerate(combinations):
-            with case(name_of(combination)):
-                held = drawn(combination, seed + number)
-                check_at_once(held, kernels, slack)
-                check_neurons(held, kernels, check_selection(held, kernels, slack), slack)
-                check_sums(held, kernels, slack)
+    for number, combination in enumerate(combinations):
+        with case(name_of(combination)):
+            held = drawn(combination, seed + number)
+            check_at_once(held, kernels, slack)
+            check_neurons(held, kernels, check_selection(held, kernels, slack), slack)
+            check_sums(held, kernels, slack)
 
 
 def test_experts_give_the_reference_at_once_and_step_by_step(kernels: Kernels) -> None:
@@ -217,14 +216,13 @@ def test_several_experts_add_up_by_their_router_weights(kernels: Kernels) -> Non
 
 
 def test_all_tokens_may_go_to_one_expert_among_several(kernels: Kernels) -> None:
-    with sweep() as case:
-        for num_tokens in (1, 3, 64, 150):
-            with case(num_tokens):
-                x, none = random_tokens(num_tokens, 192), torch.empty(0)
-                everyone = torch.arange(num_tokens), torch.linspace(-1, 2, num_tokens)
-                works = [(mixed(1, 70), 0.0, *everyone), *((mixed(i, 9), 0.0, none.long(), none) for i in (2, 3))]
-                y, errors = weighted_sum(x, works)
-                assert_near(kernels.experts(x, [work(e.rows(t), *rest) for e, t, *rest in works]), y, errors)
+    for num_tokens in (1, 3, 64, 150):
+        with case(num_tokens):
+            x, none = random_tokens(num_tokens, 192), torch.empty(0)
+            everyone = torch.arange(num_tokens), torch.linspace(-1, 2, num_tokens)
+            works = [(mixed(1, 70), 0.0, *everyone), *((mixed(i, 9), 0.0, none.long(), none) for i in (2, 3))]
+            y, errors = weighted_sum(x, works)
+            assert_near(kernels.experts(x, [work(e.rows(t), *rest) for e, t, *rest in works]), y, errors)
 
 
 def test_without_experts_or_tokens_outputs_are_zero(kernels: Kernels) -> None:
@@ -258,91 +256,84 @@ def test_more_experts_than_fit_side_by_side_add_up_one_after_the_other(
 
 def test_records_may_lie_anywhere(kernels: Kernels) -> None:
     """Gathered side by side, backwards, they give the same bits as in their own places."""
-    with sweep() as case:
-        for selector, num_tokens in product(SELECTORS, (1, 2, 40)):
-            with case((selector, num_tokens)):
-                expert, x = mixed(5, 129, selector), random_tokens(num_tokens, 192)
-                rows = expert.rows(threshold_at(activations(x, expert.block(), "silu").of(selector), 0.8))
-                selected = kernels.select(x, rows)
-                h = kernels.neurons(x, rows, selected)
-                elsewhere = replace(rows, records=kernels.gather(rows.records, selected.neurons.flip(0).numpy()))
-                places = torch.arange(len(selected.neurons), dtype=torch.int32).flip(0)
-                assert torch.equal(kernels.neurons(x, elsewhere, selected, places), h)
-                in_place = kernels.accumulate(h, rows, selected.neurons)
-                assert torch.equal(kernels.accumulate(h, elsewhere, selected.neurons, places), in_place)
+    for selector, num_tokens in product(SELECTORS, (1, 2, 40)):
+        with case((selector, num_tokens)):
+            expert, x = mixed(5, 129, selector), random_tokens(num_tokens, 192)
+            rows = expert.rows(threshold_at(activations(x, expert.block(), "silu").of(selector), 0.8))
+            selected = kernels.select(x, rows)
+            h = kernels.neurons(x, rows, selected)
+            elsewhere = replace(rows, records=kernels.gather(rows.records, selected.neurons.flip(0).numpy()))
+            places = torch.arange(len(selected.neurons), dtype=torch.int32).flip(0)
+            assert torch.equal(kernels.neurons(x, elsewhere, selected, places), h)
+            in_place = kernels.accumulate(h, rows, selected.neurons)
+            assert torch.equal(kernels.accumulate(h, elsewhere, selected.neurons, places), in_place)
 
 
 def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
     """Thresholds that are an activation of the reference, to the last bit."""
-    with sweep() as case:
-        for selector, num_tokens in product(HAVE_SELECTORS, (1, 3, 20)):
-            expert, x = mixed(6, 257, selector), random_tokens(num_tokens, 192)
-            a = activations(x, expert.block(), "silu").of(selector)
-            for threshold in a.abs().flatten().sort().values[:: a.numel() // 40].tolist():
-                with case((selector, num_tokens, threshold)):
-                    found = kernels.select(x, expert.rows(threshold))
-                    differ = found.runs != ((a != 0) & ~(a.abs() < threshold))
-                    assert ((a.abs() - threshold).abs()[differ] <= 1e-4 * threshold).all()
+    for selector, num_tokens in product(HAVE_SELECTORS, (1, 3, 20)):
+        expert, x = mixed(6, 257, selector), random_tokens(num_tokens, 192)
+        a = activations(x, expert.block(), "silu").of(selector)
+        for threshold in a.abs().flatten().sort().values[:: a.numel() // 40].tolist():
+            with case((selector, num_tokens, threshold)):
+                found = kernels.select(x, expert.rows(threshold))
+                differ = found.runs != ((a != 0) & ~(a.abs() < threshold))
+                assert ((a.abs() - threshold).abs()[differ] <= 1e-4 * threshold).all()
 
 
 def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None:
     """Of the kernels' own activations: at one exactly a neuron runs, and at the next float it does not."""
-    with sweep() as case:
-        for selector, num_tokens in product(SELECTORS, (1, 8)):
-            expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
-            all_run = torch.ones(num_tokens, 65, dtype=torch.bool)
-            everything = SelectedNeurons(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
-            rows = expert.rows()
-            a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
-            exact = a.abs()[0, 30]
-            for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
-                with case((selector, num_tokens, runs)):
-                    above = expert.rows(float(threshold))
-                    selected = kernels.select(x, above)
-                    assert bool(kernels.neurons(x, above, selected)[0, selected.neurons == 30].any()) is runs
+    for selector, num_tokens in product(SELECTORS, (1, 8)):
+        expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
+        all_run = torch.ones(num_tokens, 65, dtype=torch.bool)
+        everything = SelectedNeurons(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
+        rows = expert.rows()
+        a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
+        exact = a.abs()[0, 30]
+        for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
+            with case((selector, num_tokens, runs)):
+                above = expert.rows(float(threshold))
+                selected = kernels.select(x, above)
+                assert bool(kernels.neurons(x, above, selected)[0, selected.neurons == 30].any()) is runs
 
 
 def test_an_input_that_is_not_finite_runs_and_is_seen(kernels: Kernels) -> None:
     """In its own token, whatever the threshold; others are as without it."""
-    with sweep() as case:
-        for selector, num_tokens in product(SELECTORS, (1, 3, 4, 66)):
-            expert, x = mixed(8, 65, selector), random_tokens(num_tokens, 192)
-            everyone = work(expert.rows(1e30), torch.arange(num_tokens), torch.ones(num_tokens))
-            with case((selector, num_tokens, "finite")):
-                assert not kernels.experts(x, [everyone]).any()
-            for bad in (float("nan"), float("inf"), float("-inf")):
-                with case((selector, num_tokens, bad)):
-                    x[-1, 77] = bad
-                    found = kernels.experts(x, [everyone])
-                    assert not found[-1].isfinite().any()
-                    assert not found[:-1].any()
+    for selector, num_tokens in product(SELECTORS, (1, 3, 4, 66)):
+        expert, x = mixed(8, 65, selector), random_tokens(num_tokens, 192)
+        everyone = work(expert.rows(1e30), torch.arange(num_tokens), torch.ones(num_tokens))
+        with case((selector, num_tokens, "finite")):
+            assert not kernels.experts(x, [everyone]).any()
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            with case((selector, num_tokens, bad)):
+                x[-1, 77] = bad
+                found = kernels.experts(x, [everyone])
+                assert not found[-1].isfinite().any()
+                assert not found[:-1].any()
 
 
 def test_neurons_of_inputs_that_are_zero_do_not_run(kernels: Kernels) -> None:
-    with sweep() as case:
-        for selector, num_tokens in product(SELECTORS, (1, 4)):
-            with case((selector, num_tokens)):
-                rows, x = mixed(9, 65, selector).rows(), torch.zeros(num_tokens, 192)
-                assert len(kernels.select(x, rows).neurons) == (65 if selector == "none" else 0)
-                assert not kernels.experts(x, [work(rows, torch.arange(num_tokens), torch.ones(num_tokens))]).any()
+    for selector, num_tokens in product(SELECTORS, (1, 4)):
+        with case((selector, num_tokens)):
+            rows, x = mixed(9, 65, selector).rows(), torch.zeros(num_tokens, 192)
+            assert len(kernels.select(x, rows).neurons) == (65 if selector == "none" else 0)
+            assert not kernels.experts(x, [work(rows, torch.arange(num_tokens), torch.ones(num_tokens))]).any()
 
 
 def test_experts_bear_inputs_of_any_size(kernels: Kernels) -> None:
     """Up to where the reference itself overflows; its products of tiny activations are zero."""
-    with sweep() as case:
-        for selector, num_tokens, size in product(SELECTORS, (1, 4), (1e-38, 1e-25, 1e-10, 1e10, 1e15)):
-            with case((selector, num_tokens, size)):
-                held = case_of(mixed(10, 65, selector), random_tokens(num_tokens, 192) * size, 0.0)
-                everyone = work(held.expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
-                assert held.y.isfinite().all()
-                assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y.clamp(min=1e-38))
+    for selector, num_tokens, size in product(SELECTORS, (1, 4), (1e-38, 1e-25, 1e-10, 1e10, 1e15)):
+        with case((selector, num_tokens, size)):
+            held = case_of(mixed(10, 65, selector), random_tokens(num_tokens, 192) * size, 0.0)
+            everyone = work(held.expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
+            assert held.y.isfinite().all()
+            assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y.clamp(min=1e-38))
 
 
 def test_experts_overflow_where_the_reference_does(kernels: Kernels) -> None:
-    with sweep() as case:
-        for num_tokens in (1, 4):
-            with case(num_tokens):
-                expert, x = mixed(11, 65), random_tokens(num_tokens, 192) * 1e30
-                everyone = work(expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
-                assert not run_expert(x, expert.packed(), "silu", "up", 0.0).isfinite().any()
-                assert not kernels.experts(x, [everyone]).isfinite().any()
+    for num_tokens in (1, 4):
+        with case(num_tokens):
+            expert, x = mixed(11, 65), random_tokens(num_tokens, 192) * 1e30
+            everyone = work(expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
+            assert not run_expert(x, expert.packed(), "silu", "up", 0.0).isfinite().any()
+            assert not kernels.experts(x, [everyone]).isfinite().any()

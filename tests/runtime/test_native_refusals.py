@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from cases import case
 from native import kernels_limited_to
 from numpy.typing import NDArray
 from random_experts import FOUR_BIT, Shape, random_expert, random_rows
-from sweep import sweep
 
 from moe_pack.formats import BF16, RunError
 from moe_pack.runtime.cpu import Kernels, row_numbers
@@ -175,10 +175,9 @@ BUFFERS = [
 
 
 def test_arguments_that_fit_pass() -> None:
-    with sweep() as case:
-        for name in (*OPERATIONS, "checksum", "read"):
-            with case(name):
-                call(name, legal(name))
+    for name in (*OPERATIONS, "checksum", "read"):
+        with case(name):
+            call(name, legal(name))
 
 
 def changed(value: NDArray[Any], fault: str) -> object:
@@ -209,39 +208,36 @@ NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing")}
 
 
 def test_a_buffer_of_another_size_or_kind_is_refused() -> None:
-    with sweep() as case:
-        for (name, buffer), fault in product(BUFFERS, FAULTS):
-            with case((name, buffer, fault)):
-                arguments = legal(name)
-                arguments[buffer] = changed(arguments[buffer], fault)
-                if ((name, buffer) in ANY_ROWS and fault.startswith("twice")) or (name, buffer, fault) in NOT_NEEDED:
-                    call(name, arguments)
-                    continue
-                with pytest.raises(REFUSED) as refused:
-                    call(name, arguments)
-                assert str(refused.value)
+    for (name, buffer), fault in product(BUFFERS, FAULTS):
+        with case((name, buffer, fault)):
+            arguments = legal(name)
+            arguments[buffer] = changed(arguments[buffer], fault)
+            if ((name, buffer) in ANY_ROWS and fault.startswith("twice")) or (name, buffer, fault) in NOT_NEEDED:
+                call(name, arguments)
+                continue
+            with pytest.raises(REFUSED) as refused:
+                call(name, arguments)
+            assert str(refused.value)
 
 
 def test_an_output_that_may_only_be_read_is_refused() -> None:
-    with sweep() as case:
-        for name, outputs in OUTPUTS.items():
-            for buffer in outputs:
-                with case((name, buffer)):
-                    arguments = legal(name)
-                    arguments[buffer].flags.writeable = False
-                    with pytest.raises(REFUSED, match="read-only"):
-                        call(name, arguments)
+    for name, outputs in OUTPUTS.items():
+        for buffer in outputs:
+            with case((name, buffer)):
+                arguments = legal(name)
+                arguments[buffer].flags.writeable = False
+                with pytest.raises(REFUSED, match="read-only"):
+                    call(name, arguments)
 
 
 def test_an_input_may_be_read_only() -> None:
-    with sweep() as case:
-        for name, buffer in BUFFERS:
-            if buffer not in OUTPUTS[name]:
-                with case((name, buffer)):
-                    arguments = legal(name)
-                    arguments[buffer] = arguments[buffer].copy()
-                    arguments[buffer].flags.writeable = False
-                    call(name, arguments)
+    for name, buffer in BUFFERS:
+        if buffer not in OUTPUTS[name]:
+            with case((name, buffer)):
+                arguments = legal(name)
+                arguments[buffer] = arguments[buffer].copy()
+                arguments[buffer].flags.writeable = False
+                call(name, arguments)
 
 
 SIZES = [
@@ -291,12 +287,11 @@ def assert_refused(name: str, arguments: Arguments, message: str) -> None:
 
 
 def test_a_wrong_size_is_named_with_the_one_expected() -> None:
-    with sweep() as case:
-        for name, buffer, message in SIZES:
-            with case((name, buffer)):
-                arguments = legal(name)
-                arguments[buffer] = changed(arguments[buffer], "one too few")
-                assert_refused(name, arguments, message)
+    for name, buffer, message in SIZES:
+        with case((name, buffer)):
+            arguments = legal(name)
+            arguments[buffer] = changed(arguments[buffer], "one too few")
+            assert_refused(name, arguments, message)
 
 
 def put(key: str, value: object) -> Change:
@@ -363,12 +358,11 @@ VALUES: dict[str, tuple[str, Change, str]] = {
 
 
 def test_what_lies_outside_is_refused() -> None:
-    with sweep() as case:
-        for name, (operation, change, message) in VALUES.items():
-            with case(name):
-                arguments = legal(operation)
-                change(arguments)
-                assert_refused(operation, arguments, message)
+    for name, (operation, change, message) in VALUES.items():
+        with case(name):
+            arguments = legal(operation)
+            change(arguments)
+            assert_refused(operation, arguments, message)
 
 
 def test_the_first_and_last_of_everything_pass() -> None:
@@ -384,10 +378,9 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("attend", {"cosines": floats(T, 10), "sines": floats(T, 10)}),
         ("attend", {"q_norm": None, "k_norm": None, "window": 0}),
     )
-    with sweep() as case:
-        for name, changes in passing:
-            with case((name, *changes)):
-                call(name, legal(name) | changes)
+    for name, changes in passing:
+        with case((name, *changes)):
+            call(name, legal(name) | changes)
 
 
 # Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
@@ -447,10 +440,9 @@ def assert_layout_refused(operation: str, changes: dict[int, int], message: str)
 
 
 def test_a_layout_that_makes_no_sense_is_refused() -> None:
-    with sweep() as case:
-        for operation, name in product(("experts", "select", "neurons", "accumulate"), EXPERT_LAYOUTS):
-            with case((operation, name)):
-                assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
+    for operation, name in product(("experts", "select", "neurons", "accumulate"), EXPERT_LAYOUTS):
+        with case((operation, name)):
+            assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
 
 
 ROW_LAYOUTS = {
@@ -469,10 +461,9 @@ ROW_LAYOUTS = {
 
 
 def test_a_layout_of_rows_that_makes_no_sense_is_refused() -> None:
-    with sweep() as case:
-        for operation, name in product(("dense", "decode"), ROW_LAYOUTS):
-            with case((operation, name)):
-                assert_layout_refused(operation, *ROW_LAYOUTS[name])
+    for operation, name in product(("dense", "decode"), ROW_LAYOUTS):
+        with case((operation, name)):
+            assert_layout_refused(operation, *ROW_LAYOUTS[name])
 
 
 # Codec, width, group and scale_bits in the extension's numbers.
@@ -481,26 +472,24 @@ OTHERS = {WIDTH: ("width", 2), GROUP: ("group", 64), SCALE_BITS: ("scale_bits", 
 
 
 def test_a_codec_of_a_source_in_another_format_is_refused() -> None:
-    with sweep() as case:
-        for operation, codec, place in product(("dense", "decode"), SOURCES, OTHERS):
-            fact, value = OTHERS[place]
-            with case((operation, codec, fact)):
-                changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True)) | {2 + place: value}
-                assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
+    for operation, codec, place in product(("dense", "decode"), SOURCES, OTHERS):
+        fact, value = OTHERS[place]
+        with case((operation, codec, fact)):
+            changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True)) | {2 + place: value}
+            assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
 
 
 def test_a_codec_of_a_source_takes_its_bytes_and_no_more() -> None:
-    with sweep() as case:
-        for codec, row_bytes in (("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)):
-            with case(codec):
-                arguments = legal("decode")
-                layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
-                call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
-                layout[1] -= 1
-                short = arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)}
-                assert_refused("decode", short, UNFIT)
-                layout[0] = 96
-                assert_refused("decode", arguments | {"layout": layout}, "layout: rows of codes are multiples of 64")
+    for codec, row_bytes in (("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)):
+        with case(codec):
+            arguments = legal("decode")
+            layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
+            call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
+            layout[1] -= 1
+            short = arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)}
+            assert_refused("decode", short, UNFIT)
+            layout[0] = 96
+            assert_refused("decode", arguments | {"layout": layout}, "layout: rows of codes are multiples of 64")
 
 
 def test_a_layout_that_just_fits_passes() -> None:

@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases import case
 from native import INSTRUCTION_SETS, kernels_limited_to, work
 from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
-from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import BF16, GroupedQuerySpec, RunError, Selector, part_format
@@ -129,19 +129,17 @@ def kernels() -> Iterator[Kernels]:
 
 
 def test_any_number_of_threads_gives_the_same_bits(teams: dict[int, Kernels]) -> None:
-    with sweep() as case:
-        for name, operation in OPERATIONS.items():
-            with case(name):
-                alone, *others = (operation(kernels) for kernels in teams.values())
-                assert all(torch.equal(other, alone) for other in others)
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            alone, *others = (operation(kernels) for kernels in teams.values())
+            assert all(torch.equal(other, alone) for other in others)
 
 
 def test_the_same_operation_gives_the_same_bits_again(kernels: Kernels) -> None:
-    with sweep() as case:
-        for name in ("experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"):
-            with case(name):
-                first = OPERATIONS[name](kernels)
-                assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
+    for name in ("experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"):
+        with case(name):
+            first = OPERATIONS[name](kernels)
+            assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
 
 
 def test_callers_at_once_get_what_they_get_alone(kernels: Kernels) -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cases import case
 from kernel_twins import gemv_twin
 from random_codes import NUMBERS
 from random_experts import assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
-from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import PartFormat, part_format, trellis_format
@@ -47,13 +47,12 @@ def gathered(rows: Tensor, part: RowPart, row: int, num_cols: int, device: torch
 
 
 def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for stored in FORMATS:
-            with case(format_text(stored)):
-                rows, part, values, magnitude = quantized(stored, 6, 384)
-                x = random_tokens(1, 384)
-                found = product(x[0], rows, part, kernel_device)
-                assert_near(found[None], x @ values.T, product_magnitudes(x, magnitude))
+    for stored in FORMATS:
+        with case(format_text(stored)):
+            rows, part, values, magnitude = quantized(stored, 6, 384)
+            x = random_tokens(1, 384)
+            found = product(x[0], rows, part, kernel_device)
+            assert_near(found[None], x @ values.T, product_magnitudes(x, magnitude))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,12 +91,11 @@ def test_a_nan_in_x_is_seen_in_every_product(kernel_device: torch.device) -> Non
 
 
 def test_a_gathered_row_is_the_matrix_row_of_that_number(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for stored in FORMATS:
-            with case(format_text(stored)):
-                rows, part, values, magnitude = quantized(stored, 4, 384)
-                found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
-                assert_near(found, 2 * values[2], 2 * magnitude[2])
+    for stored in FORMATS:
+        with case(format_text(stored)):
+            rows, part, values, magnitude = quantized(stored, 4, 384)
+            found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
+            assert_near(found, 2 * values[2], 2 * magnitude[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sweep import sweep
+from cases import case
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
@@ -58,43 +58,39 @@ def assert_same(logits: Tensor, spec: RouterSpec, device: torch.device) -> None:
 
 
 def test_experts_and_weights_are_torchs(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for spec in SPECS:
-            with case(name_of(spec)):
-                logits = 3 * torch.randn((4, spec.num_experts), generator=torch.Generator().manual_seed(0))
-                assert_same(logits, spec, kernel_device)
+    for spec in SPECS:
+        with case(name_of(spec)):
+            logits = 3 * torch.randn((4, spec.num_experts), generator=torch.Generator().manual_seed(0))
+            assert_same(logits, spec, kernel_device)
 
 
 def test_of_equal_logits_the_lowest_index_comes_first(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for spec in SPECS:
-            with case(name_of(spec)):
-                draw = torch.Generator().manual_seed(0)
-                logits = torch.randint(-1, 2, (4, spec.num_experts), generator=draw).float()
-                logits[0] = 0.0
-                logits[1] *= -0.0  # zeros of both signs are equal
-                assert_same(logits, spec, kernel_device)
+    for spec in SPECS:
+        with case(name_of(spec)):
+            draw = torch.Generator().manual_seed(0)
+            logits = torch.randint(-1, 2, (4, spec.num_experts), generator=draw).float()
+            logits[0] = 0.0
+            logits[1] *= -0.0  # zeros of both signs are equal
+            assert_same(logits, spec, kernel_device)
 
 
 # Numpy, in which the interpreter computes, tells of overflow and NaN.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_scores_that_vanish_are_equal(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for spec in SPECS:
-            with case(name_of(spec)):
-                logits = torch.full((2, spec.num_experts), -200.0)
-                logits[:, -1] = 1.0
-                logits[1, spec.num_experts // 2] = -150.0
-                assert_same(logits, spec, kernel_device)
+    for spec in SPECS:
+        with case(name_of(spec)):
+            logits = torch.full((2, spec.num_experts), -200.0)
+            logits[:, -1] = 1.0
+            logits[1, spec.num_experts // 2] = -150.0
+            assert_same(logits, spec, kernel_device)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_logits_that_are_no_numbers_still_give_experts(kernel_device: torch.device) -> None:
-    with sweep() as case:
-        for spec in SPECS:
-            with case(name_of(spec)):
-                bias = torch.zeros(spec.num_experts) if spec.bias else None
-                experts, weights = found(torch.full((1, spec.num_experts), torch.nan), spec, bias, kernel_device)
-                assert experts.unique().numel() == spec.num_experts_per_tok
-                assert experts.min() >= 0 and experts.max() < spec.num_experts
-                assert weights.isnan().all(), "what is wrong is seen"
+    for spec in SPECS:
+        with case(name_of(spec)):
+            bias = torch.zeros(spec.num_experts) if spec.bias else None
+            experts, weights = found(torch.full((1, spec.num_experts), torch.nan), spec, bias, kernel_device)
+            assert experts.unique().numel() == spec.num_experts_per_tok
+            assert experts.min() >= 0 and experts.max() < spec.num_experts
+            assert weights.isnan().all(), "what is wrong is seen"
