@@ -94,7 +94,7 @@ def assert_one_clear_line(message: str, *parts: str) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(3, id="every third"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    scope="module", params=[pytest.param(9, id="every ninth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 def scenarios(request: pytest.FixtureRequest) -> dict[str, list[Trial]]:
     names = ("each_step", "torn_writes", "resumed_runs", "many_deaths", "power_cuts", "two_at_once")

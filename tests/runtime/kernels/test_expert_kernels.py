@@ -144,8 +144,7 @@ def test_biases_are_added_before_the_activation(
     check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
 
 
-@pytest.mark.parametrize("function", ["silu", "relu"])
-@pytest.mark.parametrize("selector", ["up", "none"])
+@pytest.mark.parametrize(("selector", "function"), [("up", "relu"), ("none", "silu")])
 def test_experts_without_a_gate_give_the_reference(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:
@@ -154,8 +153,7 @@ def test_experts_without_a_gate_give_the_reference(
     check(with_thresholds(layer, x, 0.2), x, [1, 0], kernel_device)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
+@in_turn("function", ["relu", "clamped_swiglu"])
 def test_every_neuron_function_gives_the_reference(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:
