@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from cards import IDS, TOLERANCE, graph_logits, reference_logits
 from cases import case
+from gpu_runs import IDS, TOLERANCE, graph_logits, reference_logits
 from models import pack
 
 
@@ -40,6 +40,6 @@ def test_every_family_runs_as_in_plain_torch(tmp_path: Path) -> None:
 
     usual = {"mixtral: window of 7", "deepseek_v2: groups, query latent, yarn"}
     names = [str(tiny) for tiny in TINY if tiny.name == "as it comes" and tiny.family not in WITH_ENCODER]
-    for number, name in enumerate([*names, *usual]):  # no card runs an encoder
+    for number, name in enumerate([*names, *usual]):  # the GPU's engines run no encoder
         with case(name):
             check(name, {}, tmp_path / str(number), IDS)
