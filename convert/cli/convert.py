@@ -345,7 +345,7 @@ def _resolved(target: Target, options: ConvertOptions) -> Target:
 def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
     """Makes the pack for a target, or continues an earlier run, and prints its loss."""
     dtypes = dense_dtypes(checkpoint)
-    check_room(target, checkpoint.spec, dtypes)
+    check_budget(target, checkpoint.spec, dtypes)
     text = Text(FolderFiles(checkpoint.folder))
     tokens = _eval_tokens(checkpoint, text, options)
     with ExitStack() as stack:

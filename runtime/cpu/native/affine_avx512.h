@@ -163,7 +163,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 
 // Codes of a chunk's planes from FIRST on times inputs; each of 16 floats sums four columns of each plane.
 //
-// Digits' sums are made beside each other, but where few planes make short chains of them, the lowest digit's products
+// Digits' sums are computed in parallel, but where few planes make short chains of them, the lowest digit's products
 // are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
 // `fours`: of E2M1's inputs, by plane; of a trellis's, its set's starts.
 template <int WIDTH, int FIRST, int COUNT>

@@ -21,7 +21,7 @@ void* Arena::take_bytes(size_t num_bytes) {
     num_bytes = (num_bytes + kReadPastBytes + 63) / 64 * 64;
     if (blocks_.empty() || used_ + num_bytes > sizes_.back()) {
         size_t size = num_bytes > kBlockBytes ? num_bytes : kBlockBytes;
-        try {  // where both have room, neither throws below
+        try {  // if both have space, neither throws below
             blocks_.reserve(blocks_.size() + 1);
             sizes_.reserve(sizes_.size() + 1);
         } catch (const std::bad_alloc&) {
@@ -48,7 +48,7 @@ void Arena::reset() {
     blocks_.clear();
     sizes_.clear();
     if (void* block = std::aligned_alloc(64, all)) {
-        blocks_.push_back(block);  // within what both have room for
+        blocks_.push_back(block);  // both have space for it
         sizes_.push_back(all);
     }
 }

@@ -14,7 +14,7 @@ class Arena {
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // Room for `count` values; valid until `reset`. Null if there is no memory.
+    // Space for `count` values; valid until `reset`. Null if there is no memory.
     template <class T>
     T* take(size_t count) {
         return static_cast<T*>(take_bytes(count * sizeof(T)));

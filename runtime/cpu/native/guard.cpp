@@ -19,7 +19,7 @@ void on_fault(int number, siginfo_t* details, void* machine) {
     if (way_out != nullptr) siglongjmp(*way_out, 1);
     bool is_function = before.sa_flags & SA_SIGINFO || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);
     if (!is_function || passing_on) {
-        // Who had the signal before may have it from us, and hand it on: it came round, and nobody took it.
+        // The earlier handler may call ours again: then the signal came back, and no handler took it.
         signal(number, SIG_DFL);
         if (details->si_code <= 0) raise(number);  // else the instruction runs again
         return;

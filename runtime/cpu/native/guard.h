@@ -3,7 +3,7 @@
 
 namespace moe_pack {
 
-// Takes over SIGBUS; faults outside `guarded` go to whoever had the signal before. May be called again.
+// Takes over SIGBUS; faults outside `guarded` go to the handler that was there before. May be called again.
 void install_guard();
 
 // Runs work(context); false if it read a page that its file no longer has. The work must own nothing: it is left as

@@ -82,7 +82,7 @@ void list_running(Call& call);
 // `a`, `runs` and `neurons` of every call. False if a map was cut.
 bool select(Job& job);
 
-// Shares of the neurons listed, and room for their sums.
+// Shares of the neurons listed, and space for their sums.
 void share_records(Job& job);
 
 // Some records' rows, and those of the records that come after them.

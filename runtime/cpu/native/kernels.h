@@ -99,7 +99,7 @@ struct TrellisKernels {
     decltype(Kernels::decode) decode;
 };
 extern const TrellisKernels avx2_trellis_kernels, avx512_trellis_kernels;
-extern const TrellisKernels vbmi_trellis_kernels;  // AVX-512 VBMI besides
+extern const TrellisKernels vbmi_trellis_kernels;  // and AVX-512 VBMI
 #endif
 
 // The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512", "avx512vbmi"; null: no

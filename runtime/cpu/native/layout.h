@@ -42,7 +42,7 @@ struct ExpertLayout {
 // Rows of one length: in one piece, or in the pages of an extent.
 //
 // A page holds `page_bytes` of the extent, from `pages[p]` on. A row that begins in one and ends in the next lies whole
-// in room that the next has before it (extent.h, `stitch`).
+// in the space before the next (extent.h, `stitch`).
 struct Rows {
     const uint8_t* first = nullptr;
     const uint8_t* const* pages = nullptr;
@@ -70,7 +70,7 @@ struct RowsLayout {
     PlacedPart part;
 };
 
-// Null if the numbers make sense, else what is wrong with them.
+// Returns null if the numbers make sense, else what is wrong with them.
 const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayout* layout);
 const char* read_rows_layout(const int32_t* numbers, size_t count, RowsLayout* layout);
 

@@ -36,7 +36,7 @@ class Pool {
     const Kernels& kernels() const { return kernels_; }
 
     // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
-    // use the pool in the child, where nobody would let go of it.
+    // use the pool in the child, where nothing would release it.
     std::mutex& one_job() { return one_job_; }
     Arena& arena() { return arena_; }
 

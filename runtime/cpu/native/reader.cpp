@@ -48,7 +48,7 @@ struct Reader::Request {
     int64_t ticket = 0;
     int32_t file = 0;
     File from = {};
-    std::vector<iovec> targets;  // those of a block belong to who took it
+    std::vector<iovec> targets;  // those of a block belong to the thread that took it
     std::vector<Block> blocks;
     bool urgent = false;
     size_t next = 0;  // block
@@ -64,7 +64,7 @@ struct Reader::Request {
         return dropped ? ReadState::dropped : ReadState::done;
     }
 
-    // Adds a piece: to the last block where it goes on there, as far as there is room, else to new ones.
+    // Adds a piece: to the last block where it goes on there, as far as there is space, else to new ones.
     void add(uint8_t* to, int64_t offset, int64_t size, int64_t max_read_bytes) {
         while (size > 0) {
             Block* last = blocks.empty() ? nullptr : &blocks.back();
@@ -316,7 +316,7 @@ void Reader::serve() {
         bool whole = request->read(block, direct_, &fault, &num_reads);
         std::lock_guard<std::mutex> lock(state_.mutex);
         finish(*request, block_idx, whole ? nullptr : &fault);
-        if (!whole) drop(request);  // nobody wants the rest
+        if (!whole) drop(request);  // the rest is not needed
         state_.stats.num_reads += num_reads;
         // A block may lie beyond the end of the file as a whole.
         const int64_t of_file = std::max<int64_t>(request->from.num_bytes - block.offset, 0);

@@ -1,4 +1,4 @@
-// Reads of files into memory that stays the caller's, several in flight: threads of our own that wait for the drive.
+// Reads of files into memory that stays the caller's, several in flight: threads of our own that wait for the disk.
 //
 // What is asked for at once is a request, cut into blocks; a thread takes a block at a time. Urgent requests go before
 // all others, and of a kind the first before the next.
