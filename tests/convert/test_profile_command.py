@@ -282,8 +282,8 @@ def test_a_report_draws_what_was_measured_of_a_pack(source: Path, profile: Path,
     command = ["report", str(profile), "--pack", str(packed), "-o", str(tmp_path / "report.html")]
     refused = run(*command)
     assert refused.exit_code == 1 and refused.stderr == (
-        f"moe-pack: --pack {packed}: has no quality.json for what it holds now; "
-        f"measure it: moe-pack eval {packed} --against MODEL --prices\n"
+        f"moe-pack: --pack {packed}: has no quality.json for its present content; "
+        f"measure it with moe-pack eval {packed} --against MODEL --prices\n"
     )
     assert not (tmp_path / "report.html").exists()
     found = run("eval", str(packed), "--against", str(source), "--tokens", "256", "--json")
