@@ -177,12 +177,12 @@ def main(tokens: int, rounds: int, large_tokens: int, large_rounds: int, levels:
         (s.model, s.num_tokens, *(f"{x:.2f}" for x in (s.our_s, s.float32_s, s.headless_s, s.bfloat16_s, s.ratio)))
         for s in speeds
     ]
-    stage = table(
+    announced_table = table(
         ("sensitivity", "announced, s", "taken, s", "taken / announced"),
         [(one[0], *(f"{x:.2f}" for x in one[1:])) for one in announced],
     )
     facts = {"threads": torch.get_num_threads(), "speeds": [asdict(s) for s in speeds], "sensitivity": announced}
-    finish(facts, table(header, rows) + (f"\n\n{stage}" if announced else ""), as_json, faults)
+    finish(facts, table(header, rows) + (f"\n\n{announced_table}" if announced else ""), as_json, faults)
 
 
 if __name__ == "__main__":

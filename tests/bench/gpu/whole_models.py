@@ -190,7 +190,7 @@ def _use(folder: Path, engine: EngineName, kv_dtype: KvDtype | None) -> tuple[in
     """Bytes of the GPU's memory that experts take where no budget is set, and all else."""
     wanted = EngineRequest(engine, kv_dtype=kv_dtype)
     with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
-        use = opened.use
+        use = opened.gpu_use
     assert use is not None, "it is on a GPU"
     return use.experts, use.spent - use.experts
 
