@@ -3,6 +3,16 @@
 `calib/quantize/plain.py` chooses scales, zeros and codes; docs/format.md specifies the bytes. Tensors may be on any
 device.
 
+To add a codec:
+
+1. plan.py: `Codec`, `PartFormat`, `format_fault`, `quantizer_fault`, `format_text`. manifest.py: number and feature.
+2. Here: a class with encode and decode, and a line in `_CODECS`. docs/format.md: its number and its bytes.
+3. The CPU: native/kernels.h, layout.cpp, codes.h, row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
+   runtime/gpu/kernels/rows.py and products.py. Each numbers codecs in its own way.
+4. Codes: calib/quantize/, or convert/matrix_bytes.py if a source has them; then convert/cli/options.py,
+   convert/synthetic.py and convert/plan/machines.py (rates).
+5. Tests: tests/support/second_reader.py and named_formats.py; tests/native/layouts.cpp and plain.cpp.
+
 `TRELLIS_TABLES` has the tables of the codec `trellis`: 128 signed bytes a table, in hexadecimal, by width (bits of two
 weights). Odd widths have two tables: one for even columns, one for odd columns. Lloyd's algorithm made them from the
 best paths of random rows (benchmarks/trellis_tables.py at commit f1fe26a). They are part of the format

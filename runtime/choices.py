@@ -93,7 +93,7 @@ class OffloadChoices:
 
     def needs_scores(self, preset: Preset) -> bool:
         """Whether the policy or the recording uses the routers' scores of all experts."""
-        return preset.eviction == "importance" or self._options.record is not None
+        return preset.needs_scores or self._options.record is not None
 
     def prefetcher(self, preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
         """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""

@@ -387,7 +387,7 @@ class StagedEngine:
                 chunk_tokens,
                 cpu=_cpu_share(inputs, policy.preset),
                 num_partials=partials,
-                scores_matter=policy.preset.eviction == "importance" or policy.recorder is not None,
+                scores_matter=policy.preset.needs_scores or policy.recorder is not None,
                 reuses_selector=policy.preset.reuse_selector,
                 approximations=inputs.approximations,
                 recorder=policy.recorder,

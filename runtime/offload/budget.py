@@ -3,9 +3,10 @@
     budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
-the bytes that experts get. On the CPU all of them are pages (`divide_budget`). On a GPU the graph engine keeps the most
-read rows resident and has pages for the rest, as `best_gpu_plan` estimates and placement.py decides, and the staged
-engine has pages only (staged_engine.py). `best_page_bytes` is the one search for a page size.
+the bytes that experts get. On the CPU all of them are pages (`divide_budget`). On a GPU runtime/gpu/fit.py
+measures the fixed parts and gives experts the rest. The graph engine keeps the most read rows of it resident and has
+pages for the others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. The staged engine has pages
+only (runtime/gpu/staged_engine.py). `best_page_bytes` is the one search for a page size.
 """
 
 from collections.abc import Callable

@@ -5,11 +5,13 @@ To add an eviction policy, change two files:
 1. eviction.py (this file): write a class with the five methods of `Eviction` (cache.py); `worth` returns the decision,
    and the other four observe. Derive from `EvictionBase`, which ignores the four, and override what the policy needs.
 2. presets.py: give it a name in `EvictionName` and `_EVICTIONS`, and use it in a `Preset`. A preset of its own also has
-   a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it.
+   a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it. If the policy
+   uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
 
 A policy knows no time and moves no bytes, so that replay makes the decisions of the run. It gets the number of pages of
 each expert and a profile's popularity (`CacheFacts`). tests/runtime/test_residency.py checks the cache with every
-policy that has a name, and tests/runtime/test_policies.py has hand-made cases for each.
+policy that has a name, and tests/runtime/test_policies.py has hand-made cases for each. The tables of docs/streaming.md
+and docs/moe-run.md list the presets.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Presets: the system of each paper as a combination of policies, by name.
+"""Presets: the system of each paper as a combination of policies, by the names of `--policy`.
 
 A preset has the settings of its paper, read for one fast level above one slow level: host memory above the disk, or GPU
 memory above host memory. Comments mark our own readings; docs/papers.md says what they change.
+convert/plan/papers.py has what each paper stores (`--preset`).
 
 A new preset is a name in `PolicyName`, a `Preset` in `PRESETS` and a place in `SIMPLEST_FIRST`. A new eviction policy
 is a class in eviction.py, a name in `EvictionName` and a line in `_EVICTIONS`.
@@ -27,7 +28,7 @@ class Preset:
     whether other experts stay after they have run.   `max_predicted`: experts predicted for a layer; None: as many as
     a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
     only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
-    this hidden state (FloE §3.3.2, CORM §4.2).
+    this hidden state (FloE §3.3.2, CORM §4.2).   `needs_scores`: the eviction uses the routers' scores of all experts.
     """
 
     name: PolicyName
@@ -38,6 +39,7 @@ class Preset:
     max_predicted: int | None = None
     rows_below: float = 0.0
     reuse_selector: bool = False
+    needs_scores: bool = False
 
     def without_prediction(self) -> "Preset":
         """Returns the same preset without prediction of experts and neurons."""
@@ -63,7 +65,7 @@ _FIDDLER = Preset("fiddler", "none", placed_share=1.0, keeps=False)
 _EDGEMOE = Preset("edgemoe", "edgemoe", prediction="paths", max_predicted=3)
 # Importance §5.2 (the best k by predicted score), §5.3. Substitution (§5.1) changes answers and has an option of its
 # own.
-_IMPORTANCE = Preset("importance", "importance", prediction="partial")
+_IMPORTANCE = Preset("importance", "importance", prediction="partial", needs_scores=True)
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (_LRU, _FLOE, _CORM, _FIDDLER, _EDGEMOE, _IMPORTANCE)}
 # The fewer things a policy does, the earlier: among policies that hit equally often, `auto` takes the first of these.

@@ -111,9 +111,9 @@ def auto_policy(
     """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
     Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes.
-    `importance` is left out where scores are not known.
+    A policy that needs scores is left out where they are not known.
     """
-    names = [name for name in SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
+    names = [name for name in SIMPLEST_FIRST if not PRESETS[name].needs_scores or passes.scores is not None]
     table = {name: replay(passes, facts, extent_bytes, PRESETS[name].without_prediction()) for name in names}
     return best_of(table), table
 

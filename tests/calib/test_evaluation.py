@@ -180,7 +180,7 @@ def test_stopped_it_does_not_do_again_what_is_done(packed: Path, tmp_path: Path)
 def test_a_pack_being_evaluated_is_left_alone(packed: Path, tmp_path: Path) -> None:
     class Meddler(Recorder):
         def begin(self, stage: Stage) -> None:
-            with pytest.raises(ConversionError, match="being written here"):
+            with pytest.raises(ConversionError, match="another process is writing"):
                 evaluate(held, TOKENS, Recorder())
             raise StoppedError
 

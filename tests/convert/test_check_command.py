@@ -153,7 +153,7 @@ def test_what_is_no_pack_fails_and_nothing_else_is_looked_at(tmp_path: Path) -> 
 def test_another_checkpoint_fails_the_account_of_tensors(made: Path, tmp_path: Path) -> None:
     other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
     found = checked(made, "--against", other, "--max-kl", "1", *SHORT, exit_code=1)
-    assert statuses(found) == "ppfssss" and "is another checkpoint" in found["tensors"]["found"]
+    assert statuses(found) == "ppfssss" and "was made from another checkpoint" in found["tensors"]["found"]
     fewer = TinyMixtral(num_layers=1, num_experts=4, vocab_size=4096).write(tmp_path / "fewer")
     assert "is missing there" in checked(made, "--against", fewer, exit_code=1)["tensors"]["found"]
 

@@ -158,7 +158,7 @@ def test_inspect_counts_it_apart_and_verify_compares_it(
         refused = run("verify", packed, "--against", other)
         assert refused.exit_code == 1
         assert refused.stderr.splitlines()[-1] == (
-            "moe-pack: unused-000.safetensors: 'model.layers.3.eh_proj.weight' is not the checkpoint's"
+            "moe-pack: unused-000.safetensors: 'model.layers.3.eh_proj.weight' does not match the checkpoint's"
         )
     with safe_open(packed / "dense.safetensors", "pt") as dense:
         assert not any("layers.3" in name for name in dense.keys())  # noqa: SIM118  # no mapping

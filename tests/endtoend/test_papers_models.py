@@ -75,7 +75,7 @@ def small_budget(packed: Path) -> int:
 
 
 def hits(result: Result) -> float:
-    found = re.search(r"^decode +([\d.]+)% of \d+ experts were there", result.stderr, re.MULTILINE)
+    found = re.search(r"^decode +([\d.]+)% of \d+ experts were resident", result.stderr, re.MULTILINE)
     assert found is not None, result.stderr
     return float(found[1])
 

@@ -150,7 +150,7 @@ def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pyte
 
     pack(MODEL.write(tmp_path / "source", change), tmp_path / "packed", width=16)
     checkpoint, packed = Checkpoint(MODEL.write(tmp_path / "other", another)), Pack(tmp_path / "packed")
-    with pytest.raises(PackError, match=r"^layer 1 expert 2: the bias of up is not the checkpoint's$"):
+    with pytest.raises(PackError, match=r"^layer 1 expert 2: the bias of up does not match the checkpoint's$"):
         compare_weights(packed, checkpoint)
     checkpoint.close()
     packed.close()

@@ -48,7 +48,6 @@ import torch
 from click.testing import CliRunner
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import is_available, open_kernels
-from moe_pack.runtime.cpu.kernels import is_available, open_kernels
 
 torch.set_num_threads(1)
 found = {"available": is_available(), "opened": repr(open_kernels())}

@@ -42,11 +42,9 @@ USED = """
     from pathlib import Path
     import torch
     from moe_pack.formats import Pack, PackError
-from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.cpu.kernels import Kernels
-from moe_pack.runtime.model import NativeOperations
-from moe_pack.runtime.model.operations import NativeOperations
-from moe_pack.runtime.model.pack_weights import MappedPackWeights
+    from moe_pack.runtime.cpu import Kernels
+    from moe_pack.runtime.model import NativeOperations
+    from moe_pack.runtime.model.pack_weights import MappedPackWeights
 
     folder, before, then = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)

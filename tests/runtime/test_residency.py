@@ -4,6 +4,8 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from typing import get_args
+
 import pytest
 from cases import case
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from moe_pack.runtime.offload.cache import ComputeEvent, Event, EvictEvent, Fetc
 from moe_pack.runtime.offload.eviction import LRU
 from moe_pack.runtime.offload.presets import EvictionName
 
-EVICTIONS: tuple[EvictionName, ...] = ("lru", "layer_lru", "lfu", "edgemoe", "importance", "none")
+EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 SHAPE = (3, 4)
 
 
