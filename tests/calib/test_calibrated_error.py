@@ -172,6 +172,7 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return profiled(source, tmp_path_factory.mktemp("profiled") / "profile", TOKENS, ProfileOptions("fast"))
 
 
+@pytest.mark.slow
 def test_a_profile_with_inputs_foretells_calibrated_formats_and_one_without_what_it_did(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:

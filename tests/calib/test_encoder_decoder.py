@@ -349,6 +349,7 @@ def ran(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Ran
     return run_pass(checkpoint, tmp_path_factory.mktemp("pass") / "pass")
 
 
+@pytest.mark.slow
 def test_copies_of_an_embedding_or_of_dense_matrices_diverge_as_the_whole_model_does(
     checkpoint: Checkpoint, ran: Ran
 ) -> None:
@@ -398,6 +399,7 @@ def test_an_experts_errors_are_what_rounding_it_alone_changes_in_its_layer(
             assert not found[0].any(), "it has no gate"
 
 
+@pytest.mark.slow
 def test_begun_anew_before_every_layer_sensitivity_is_the_same_bits(
     checkpoint: Checkpoint, ran: Ran, tmp_path: Path
 ) -> None:
@@ -467,6 +469,7 @@ def test_thresholds_stopped_and_begun_again_are_the_same(source: Path, tmp_path:
     assert folder_bytes(tmp_path / "whole") == folder_bytes(tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_losses_are_of_all_that_routers_choose_within_capacity_or_not(source: Path, tmp_path: Path) -> None:
     profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact", keeps_inputs=False))
     assert profile.exact()["losses"].shape == (4, E)

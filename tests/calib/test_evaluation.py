@@ -218,6 +218,7 @@ def test_a_text_of_two_tokens_is_one_prediction_without_a_half_width(packed: Pat
     assert found.num_tokens == 1 and found.perplexity.half_width is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_the_demo_model_the_compact_kl_is_within_two_percent_of_the_exact(
     width: int, demo_pack: PackMaker, tmp_path: Path

@@ -255,6 +255,7 @@ def test_smaller_groups_err_less() -> None:
         assert (by_group[0] < by_group[1]).all() and (by_group[1] < by_group[2]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [100, pytest.param(256, marks=pytest.mark.slow), 1000])
 def test_ratios_are_those_of_mean_squares_on_the_first_256_neurons(step: int) -> None:
     expert = replace(an_expert(f=300, d=128), step=step)

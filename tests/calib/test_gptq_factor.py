@@ -131,6 +131,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tensor, Ten
     checkpoint.close()
 
 
+@pytest.mark.slow
 def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(demo: tuple[Tensor, Tensor]) -> None:
     for num_tokens, which in [(32, 0), (128, 1), (512, 0)]:
         with case(num_tokens, which):

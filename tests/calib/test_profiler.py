@@ -108,6 +108,7 @@ def test_killed_between_any_two_steps_it_ends_in_the_same_bytes(source: Path, tm
     assert half_done
 
 
+@pytest.mark.slow
 def test_killed_while_it_measures_sensitivity_it_ends_in_the_same_bytes(smallest: Path, tmp_path: Path) -> None:
     options = ProfileOptions("fast", keeps_inputs=False)
     taken, expected = snapshots(smallest, tmp_path / "whole", tmp_path / "killed", options, ("rename",))

@@ -234,6 +234,7 @@ Passes = dict[tuple[str, Level], Ran]
 References = dict[str, Reference]
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_an_embedding_copys_divergence_is_that_of_a_model_with_it_rounded(
     name: str, passes: Passes, references: References

@@ -82,6 +82,7 @@ class HiddenFiles(Recorder):
         self.last = found or self.last
 
 
+@pytest.mark.slow
 def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ def test_any_workers_stops_and_order_give_the_same_experts(
             assert torch.equal(found.down, kept.down[rows[0]]) and torch.equal(found.up, kept.up[rows[0]])
 
 
+@pytest.mark.slow
 def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
     checkpoint: Checkpoint, profile: Profile, new_folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_quick_foretellings_are_near_exact_ones(selector: Selector) -> None:
     assert 0.85 < rough / exact < 1.5
 
 
+@pytest.mark.slow
 def test_what_is_always_there_is_never_missed() -> None:
     made, sparsity = layout(), np.full(SHAPE, 0.5)
     found: list[Any] = [tier(budget * MIB).estimate(made, sparsity) for budget in (1100, 1200, 1300, 4000)]

@@ -22,6 +22,7 @@ def run(cache: Path, *arguments: str) -> Result:
     return CliRunner().invoke(main, command, prog_name="moe-pack", env=environment)
 
 
+@pytest.mark.slow
 def test_a_table_says_what_was_measured_and_where_it_is_kept(tiny_pack: Path, cache: Path) -> None:
     result = run(cache, "--path", str(tiny_pack))
     assert result.exit_code == 0, result.output

@@ -185,6 +185,7 @@ def tasks_file(folder: Path, answer: int = 0) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_tasks_are_answered_by_the_pack_and_by_its_source(source: Path, packed: Path, tmp_path: Path) -> None:
     path = tasks_file(tmp_path)
     alone = json.loads(run("eval", packed, "--tasks", path, *SHORT, "--json").stdout)["tasks"]

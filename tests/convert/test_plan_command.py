@@ -182,6 +182,7 @@ def test_the_model_of_edgemoes_phone_is_planned_in_edgemoes_widths() -> None:
     assert plan["kl"] is not None and 2 <= plan["bits_per_weight"] <= 8.1
 
 
+@pytest.mark.slow
 def test_the_memory_a_plan_names_is_what_moe_run_allocates(source: Path, profile: Path, tmp_path: Path) -> None:
     """A budget in which experts take turns: part by part to the byte, and as --stats prints them."""
     plan, packed, budget = tmp_path / "plan.json", tmp_path / "packed", BUDGET

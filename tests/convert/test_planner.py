@@ -125,6 +125,7 @@ def test_of_many_decisions_within_loss_and_budget_none_is_much_faster() -> None:
             assert tried > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 def test_more_memory_is_never_slower_by_more_than_a_turn_of_prices_misses(search: SearchName) -> None:
     for max_loss in LIMITS:

@@ -55,6 +55,7 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     assert not list((tmp_path / "p").glob("*.tmp")) and not (tmp_path / "p" / "work").exists()
 
 
+@pytest.mark.slow
 def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> None:
     before = (profile / "profile.json").stat().st_mtime_ns
     result = run("profile", str(source), "-o", str(profile), *SMALL)

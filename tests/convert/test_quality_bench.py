@@ -40,6 +40,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 # --- the bootstrap
 
 
+@pytest.mark.slow
 def test_the_bootstrap_gives_the_interval_of_the_normal_law_for_many_blocks() -> None:
     noise = np.random.default_rng(3).normal(size=2000)
     found = paired_difference(noise - 0.1, np.zeros(2000))
@@ -87,6 +88,7 @@ def curve(judge: Judge, profile: Profile) -> Curve:
     return Curve(judge, profile)
 
 
+@pytest.mark.slow
 def test_the_source_has_no_divergence_from_itself(judge: Judge, checkpoint: Checkpoint) -> None:
     found = judge.blocks(Decoder(CheckpointWeights(checkpoint), 512))
     assert found.shape == (TEXT.sequences.size // BLOCK_TOKENS,)

@@ -116,6 +116,7 @@ def test_a_machine_that_is_not_fit_is_asked_for_nothing_more(tmp_path: Path, mon
     assert [part.name for part in run_call(["twins", "demo"], tmp_path / "gpu", 540, "", False)] == ["twins", "demo"]
 
 
+@pytest.mark.slow
 def test_results_go_to_the_folder_that_out_names_as_one_file_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def greedy(original: MixtralForCausalLM, ids: list[int]) -> list[int]:
     return made
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_for_128_tokens(
     demo_pack: PackMaker, ids: list[int], greedy: list[int]
 ) -> None:

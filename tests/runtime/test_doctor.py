@@ -55,6 +55,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineFacts, Wa
     return measure_machine(watched.folder, watched, INSTANT, FOUR_MIB), watched
 
 
+@pytest.mark.slow
 def test_every_size_that_the_file_has_room_for_is_measured_in_every_mode(
     measured: tuple[MachineFacts, Watched],
 ) -> None:

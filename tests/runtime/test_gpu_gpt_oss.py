@@ -20,6 +20,7 @@ def reference(folder: Path) -> torch.Tensor:
         return Decoder(PackWeights(held, CPU), 64, chunk_tokens=CHUNK).logits(IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["both", pytest.param("up", marks=pytest.mark.slow)])
 def test_the_graph_engine_runs_it_as_plain_torch_does(selector: Selector, tmp_path: Path) -> None:
     folder = packed_gpt_oss(tmp_path, selector)

@@ -21,6 +21,7 @@ def packed(folder: Path, selector: Selector) -> Path:
     return made(spec, folder, plan=replace(plan, experts=experts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["up", pytest.param("both", marks=pytest.mark.slow)])
 def test_the_graph_engine_runs_them_as_plain_torch_does(selector: Selector, tmp_path: Path) -> None:
     folder = packed(tmp_path / "pack", selector)

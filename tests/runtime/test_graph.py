@@ -61,6 +61,7 @@ def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
     assert (graph_logits(folder, 0.3) - reference_logits(folder)).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Path) -> None:
     from families import LONGROPE, Tiny, write  # which imports transformers
 
@@ -78,6 +79,7 @@ def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Pa
     assert (got - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: Path) -> None:
     folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
     with ExitStack() as stack:

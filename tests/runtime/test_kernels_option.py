@@ -82,6 +82,7 @@ def test_kernels_write_the_text_that_torch_writes(kernels: str, demo: Path) -> N
     assert (result.exit_code, result.stdout, result.stderr) == (0, torch_text(demo), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_any_number_of_threads_writes_the_same_text(kernels: str, demo: Path) -> None:
     one, two = (run(demo, *PROMPT, "--max-tokens", 4, "--kernels", kernels, "--threads", n) for n in (1, 2))

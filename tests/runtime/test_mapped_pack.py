@@ -126,6 +126,7 @@ def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: N
                 assert distance(logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_logits_of_other_families_are_those_without_kernels(tmp_path: Path, native: NativeOperations) -> None:
     for number, family in enumerate(FAMILIES):
         case_folder = tmp_path / str(number)

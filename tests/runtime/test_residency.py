@@ -2,10 +2,9 @@
 
 import random
 from collections.abc import Sequence
-
-import numpy as np
 from typing import get_args
 
+import numpy as np
 import pytest
 from cases import case
 from hypothesis import given, settings

@@ -313,6 +313,7 @@ def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path
     assert names(tmp_path) == ["out.json", "out.record"]
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_pack_answer_the_same(shared_demo: Path) -> None:
     wished = options(shared_demo, 40)
     other = started(*wished)
