@@ -187,6 +187,7 @@ def test_a_profile_with_inputs_foretells_calibrated_formats_and_one_without_what
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source: Path, profile: Profile) -> None:
     """All of 8 sequences of 24 tokens are kept: the first 96 tokens are judged on, the others calibrated on."""
     experts = profile.statistics(0).routes

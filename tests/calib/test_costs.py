@@ -92,6 +92,7 @@ def test_costs_add_and_scale() -> None:
     assert sum([Cost(1, 1.0)] * 3, start=Cost()) == Cost(3, 3.0)
 
 
+@pytest.mark.slow
 def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -> None:
     plain = Rounding("nearest")
     # Once the expert's outputs, then of each matrix at 4 widths what it changes, then 12 times without some neurons.

@@ -269,6 +269,7 @@ def test_what_a_profile_knows_is_put_beside_a_pack_and_drawn(
     assert "<html" in report_html(profile)
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile_folder: Path, tmp_path: Path) -> None:
     for number, stop_at in enumerate(range(2, 30, 10)):
         case_folder = tmp_path / str(number)
@@ -367,6 +368,7 @@ def test_copies_of_an_embedding_or_of_dense_matrices_diverge_as_the_whole_model_
     assert num_compared == 2 + 8
 
 
+@pytest.mark.slow
 def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoint, ran: Ran) -> None:
     """One matrix of all of a layer's experts, in either stack."""
     expected = log_probs(CheckpointWeights(checkpoint))
@@ -410,6 +412,7 @@ def test_begun_anew_before_every_layer_sensitivity_is_the_same_bits(
             np.testing.assert_array_equal(array, other.arrays()[name])
 
 
+@pytest.mark.slow
 def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Measured by a new process for each layer."""
     ids, rounding = torch.from_numpy(TOKENS.sequences.astype(np.int64)), Rounding("absmax", ROW_GROUP)

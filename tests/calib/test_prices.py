@@ -122,6 +122,7 @@ def test_where_every_expert_is_chosen_none_can_be_replaced(tmp_path: Path) -> No
     assert [(price.replaced, price.kl.value) for price in found.prices] == [(0.0, 0.0)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["thresholds", "predictions at 70% sparsity", "decoding with --substitute 0.3"])
 def test_stopped_it_goes_on_to_the_same_figures(stage: str, packed: Path, prices: Prices, tmp_path: Path) -> None:
     class StopsWithin(Recorder):

@@ -251,6 +251,7 @@ def test_an_embedding_copys_divergence_is_that_of_a_model_with_it_rounded(
         assert kl == pytest.approx(expected, **KL_TOLERANCE)
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_a_dense_copys_divergence_is_that_of_a_model_with_the_layers_matrices_rounded(
     name: str, passes: Passes, references: References
@@ -574,6 +575,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return run_pass(source, "fast", tmp_path_factory.mktemp("many") / "work", MANY_IDS)
 
 
+@pytest.mark.slow
 def test_what_follows_the_copied_sequences_does_not_reach_the_copies(many: Ran, tmp_path: Path) -> None:
     alone = run_pass(many.source, "fast", tmp_path / "work", MANY_IDS[:9])
     for found, expected, copy in zip(many.measured.kls, alone.measured.kls, all_copies(many.spec, "fast"), strict=True):

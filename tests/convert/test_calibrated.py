@@ -185,6 +185,7 @@ def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
     assert memory_line(checkpoint, plan, layout_for(checkpoint, plan), 5, 1 << 30) is None
 
 
+@pytest.mark.slow
 def test_inputs_of_another_text_are_another_conversion(
     checkpoint: Checkpoint, profile: Profile, source: Path, tmp_path: Path
 ) -> None:

@@ -387,6 +387,7 @@ def test_a_journal_line_of_nothing_but_a_matching_check_is_dropped(source: Path,
 
 
 # Importing hqq makes torch load modules of its own that use what it now calls deprecated.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("quantizer", ["nearest", "absmax", "hqq"])
 def test_any_number_of_workers_writes_the_same_bytes(quantizer: Quantizer, tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_the_memory_a_plan_names_is_what_moe_run_allocates(source: Path, profile
         assert re.search(rf"^{line} +{re.escape(size_text(memory[part]))}", done.output, re.MULTILINE), done.output
 
 
+@pytest.mark.slow
 def test_a_profile_with_inputs_gives_plans_of_calibrated_formats(source: Path, profile: Path) -> None:
     asked = ("--target-vram", BUDGET, "--context", 64, "--device", "cpu", "--max-loss", "0.5", "--profile", profile)
     plans = planned(source, *asked)["plans"]

@@ -103,6 +103,7 @@ def drawn(selector: Selector, rng: np.random.Generator, number: int) -> list[Dec
     return found
 
 
+@pytest.mark.slow
 def test_of_many_decisions_within_loss_and_budget_none_is_much_faster() -> None:
     """Drawn at random, and the plan itself with pieces of those. Much: the knapsack decides at prices of one turn, and
     of hundreds of choices an expert; both cost a little."""
@@ -136,6 +137,7 @@ def test_more_memory_is_never_slower_by_more_than_a_turn_of_prices_misses(search
                 assert more.speed.seconds <= 1.01 * less.speed.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
 def test_more_loss_is_never_slower(search: SearchName) -> None:
     for budget in BUDGETS:

@@ -63,6 +63,7 @@ def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> No
     assert (profile / "profile.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path, profile: Path) -> None:
     result = run("profile", str(source), "-o", str(profile), *SMALL, "--sensitivity", "none")
     assert result.exit_code == 1

@@ -95,6 +95,7 @@ def test_the_source_has_no_divergence_from_itself(judge: Judge, checkpoint: Chec
     assert found == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_plan_are_those_of_the_packs_experts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     plan = uniform(checkpoint.spec, part_format(3, 64), "hqq")
     convert(checkpoint, plan, tmp_path / "pack", 1)

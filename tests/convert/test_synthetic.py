@@ -165,6 +165,7 @@ def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable
                 assert found.overall == pytest.approx(sparsity, abs=0.02)
 
 
+@pytest.mark.slow
 def test_experts_are_as_popular_as_was_asked_for(new_folder: Callable[[], Path]) -> None:
     cases = [("", 0.0), ("phi-3.5-moe", 0.8)]
     for name, skew in cases:
@@ -197,6 +198,7 @@ def test_an_expert_s_share_can_be_found_where_groups_compete_first() -> None:
     assert np.abs(shares(chosen, 32) - asked).sum() / 2 / 4 < 0.03
 
 
+@pytest.mark.slow
 def test_a_token_s_experts_say_the_more_of_the_next_layer_s_the_higher_the_correlation(tmp_path: Path) -> None:
     spec, found = small(num_layers=3), []
     for path in (0.0, 0.5, 0.9, 1.0):

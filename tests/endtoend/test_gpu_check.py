@@ -81,6 +81,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_leaves_whol
     )
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_is_told_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path, monkeypatch, 0)
     ended = run_part("made", tmp_path / "made.json", 100, "", is_rehearsal=True)

@@ -80,6 +80,7 @@ def hits(result: Result) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_the_pack_is_corms(packed: Path) -> None:
     """Gates decide at one threshold; the popular half in INT4, groups of 64, the rest in INT2, groups of 16."""
     with Pack(packed) as pack:

@@ -69,6 +69,7 @@ def test_every_size_that_the_file_has_room_for_is_measured_in_every_mode(
     assert drive.mode in modes and 1 <= drive.threads <= 16
 
 
+@pytest.mark.slow
 def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFacts, Watched]) -> None:
     cpu = measured[0].cpu
     assert cpu.cores == num_cpus()
@@ -93,6 +94,7 @@ def test_the_file_that_is_written_has_no_name(measured: tuple[MachineFacts, Watc
     assert measured[1].seen == set() and not list(measured[1].folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_pack_is_measured_on_its_own_files_and_not_written(tiny_pack: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_pack, tmp_path / "packed")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}

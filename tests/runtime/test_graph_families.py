@@ -27,7 +27,7 @@ def check(name: str, changes: dict[str, object], folder: Path, ids: list[int]) -
     [
         ("mixtral: window of 7", {"sliding_window": 2}),
         ("deepseek_v2: groups, query latent, yarn", {}),
-        ("qwen2_moe: as it comes", {}),
+        pytest.param("qwen2_moe: as it comes", {}, marks=pytest.mark.slow),
     ],
 )
 def test_families_of_every_kind_run_as_in_plain_torch(name: str, changes: dict[str, object], tmp_path: Path) -> None:

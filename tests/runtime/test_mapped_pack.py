@@ -113,6 +113,7 @@ def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperation
         assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: NativeOperations) -> None:
     """Dense matrices at 8 bit, or as they are; more tokens than are taken at once."""
     for number, width in enumerate([1, 3, 8, 16]):

@@ -82,6 +82,7 @@ def test_blocks_of_a_cut_file_end_in_an_error_that_names_it(copied: Path) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{CUT}\n" * 3, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_run_whose_pack_is_cut_ends_in_one_line(kernels: str, copied: Path) -> None:
     options = ["--prompt", "It was", "--max-tokens", "2000", "--seed", "1", "--threads", "2", "--kernels", kernels]

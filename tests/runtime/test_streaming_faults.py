@@ -227,6 +227,7 @@ def test_a_trace_on_a_device_that_is_full_is_refused_before_the_model_runs(share
     assert Path("/dev/full").is_char_device()
 
 
+@pytest.mark.slow
 def test_a_continuation_that_finds_no_room_ends_in_a_line(shared_demo: Path) -> None:
     if not Path("/dev/full").is_char_device():
         pytest.skip("this system has no /dev/full")

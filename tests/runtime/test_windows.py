@@ -101,6 +101,7 @@ def test_a_ring_too_small_for_what_is_seen_is_refused() -> None:
             attended(tokens(30), 3, 8, 7, None, operations_of(instruction_set))
 
 
+@pytest.mark.slow
 def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
     for number, (has_kernels, tiny) in enumerate(product([True, False], [MIXED, ALL])):
         case_folder = tmp_path / str(number)
