@@ -41,6 +41,7 @@ def losses(profile: Profile) -> Losses:
     return losses_of(profile)
 
 
+@pytest.mark.slow
 def test_a_reached_experts_loss_is_its_error_times_ratio_times_effect(profile: Profile, losses: Losses) -> None:
     effects, formats = profile.effects(), quantized_formats(MODEL.hidden_size)
     for l, layer in enumerate(profile.spec.moe_layers):

@@ -137,6 +137,7 @@ def test_stopped_it_goes_on_to_the_same_figures(stage: str, packed: Path, prices
     assert not (folder / "prices.work").exists()
 
 
+@pytest.mark.slow
 def test_what_is_done_by_layers_is_not_done_again(packed: Path, tmp_path: Path) -> None:
     class StopsBeforeDecoding(Recorder):
         def begin(self, stage: Stage) -> None:

@@ -139,6 +139,7 @@ def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
     assert (found[-1].fetched_bytes, found[-1].seconds.waiting) == (0, 0)
 
 
+@pytest.mark.slow
 def test_what_memory_cannot_hold_costs_the_drive() -> None:
     """A pack twice as long as memory, a drive of 1 GB/s and a link of 16: half of each byte by each."""
     made = layout(model_spec("olmoe-1b-7b", 2))

@@ -97,6 +97,7 @@ def test_a_kept_reference_is_not_made_again(source: Path, packed: Path, tmp_path
     assert "predictions of the source" not in run(*arguments).stderr
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_run_left_of_other_text_is_in_nobodys_way(
     source: Path, packed: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_exactly_the_source_runs_beside_the_pack(source: Path, packed: Path) -> 
     assert exact["kl"]["value"] == pytest.approx(compact["kl"]["value"], rel=0.05)  # nearly all mass is in this tail
 
 
+@pytest.mark.slow
 def test_a_table_for_people_says_how_sure_it_is_and_that_the_tail_is_long(source: Path, packed: Path) -> None:
     said = run("eval", packed, "--against", source, *SHORT).stdout
     for words in ("± ", "of the source", "nats; at least", "noise floor ", "--exact runs"):

@@ -247,6 +247,7 @@ def test_the_knapsack_is_faster_than_what_papers_search() -> None:
         assert ours.speed.seconds < min(uniform.speed.seconds, edgemoe.speed.seconds)
 
 
+@pytest.mark.slow
 def test_the_cpus_tier_is_planned_for_within_its_budget_and_the_faster_the_larger_it_is() -> None:
     traffic, seconds = RoutingFacts(MODEL.losses.popularity), []
     bf16 = uniform_plan(SPEC, "none", BF16, BF16)

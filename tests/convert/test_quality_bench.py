@@ -29,6 +29,8 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import QUANTIZERS, format_text
 from moe_pack.runtime.model import CheckpointWeights, Decoder
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:  # they take seconds to import
     from matplotlib.axes import Axes
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -40,7 +42,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 # --- the bootstrap
 
 
-@pytest.mark.slow
 def test_the_bootstrap_gives_the_interval_of_the_normal_law_for_many_blocks() -> None:
     noise = np.random.default_rng(3).normal(size=2000)
     found = paired_difference(noise - 0.1, np.zeros(2000))
@@ -88,14 +89,12 @@ def curve(judge: Judge, profile: Profile) -> Curve:
     return Curve(judge, profile)
 
 
-@pytest.mark.slow
 def test_the_source_has_no_divergence_from_itself(judge: Judge, checkpoint: Checkpoint) -> None:
     found = judge.blocks(Decoder(CheckpointWeights(checkpoint), 512))
     assert found.shape == (TEXT.sequences.size // BLOCK_TOKENS,)
     assert found == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_the_bytes_of_a_plan_are_those_of_the_packs_experts(checkpoint: Checkpoint, tmp_path: Path) -> None:
     plan = uniform(checkpoint.spec, part_format(3, 64), "hqq")
     convert(checkpoint, plan, tmp_path / "pack", 1)

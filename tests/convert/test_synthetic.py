@@ -152,6 +152,7 @@ def test_codes_are_all_as_likely_and_weights_have_the_deviation_that_keeps_activ
         assert abs(weights.mean()) * 256**0.5 < 0.05
 
 
+@pytest.mark.slow
 def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable[[], Path]) -> None:
     for selector in ["up", "gate", "both", "none"]:
         for sparsity in [0.5, 0.9]:

@@ -166,6 +166,7 @@ print(facts.cpu.instruction_set, sorted({one.mode for one in facts.drive.best} -
 """
 
 
+@pytest.mark.slow
 def test_without_the_extension_reads_of_one_thread_are_measured_and_nothing_of_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_EXTENSION, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -39,6 +39,7 @@ def test_logits_are_the_references_to_the_bit_alike_whatever_has_room(tmp_path: 
     assert torch.equal(nothing, all_there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "selector", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gate", "both"))]
 )
@@ -107,6 +108,7 @@ def test_what_was_needed_and_pulled_is_counted(tmp_path: Path) -> None:
         assert counts.rows > 0 and counts.num_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
     folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
     expected = reference_logits(folder)[-1]

@@ -142,6 +142,7 @@ def test_the_same_operation_gives_the_same_bits_again(kernels: Kernels) -> None:
             assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
 
 
+@pytest.mark.slow
 def test_callers_at_once_get_what_they_get_alone(kernels: Kernels) -> None:
     """Each of six threads of Python asks for all operations, each in another order."""
     alone = {name: operation(kernels) for name, operation in OPERATIONS.items()}

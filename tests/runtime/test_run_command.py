@@ -147,6 +147,7 @@ def test_a_request_to_terminate_ends_it_cleanly(demo: Path) -> None:
     assert b"generated" in errors
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly(demo: Path) -> None:
     command = [sys.executable, "-m", "moe_pack.runtime.cli", str(demo), "--prompt", "It was", "-n", "2000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

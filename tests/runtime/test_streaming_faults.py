@@ -252,6 +252,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--trace", "--record"])
 def test_a_disk_that_fills_up_ends_it_in_a_line_and_leaves_no_file(
     option: str, shared_demo: Path, small_disk: Path

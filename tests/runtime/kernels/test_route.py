@@ -64,6 +64,7 @@ def test_experts_and_weights_are_torchs(kernel_device: torch.device) -> None:
             assert_same(logits, spec, kernel_device)
 
 
+@pytest.mark.slow
 def test_of_equal_logits_the_lowest_index_comes_first(kernel_device: torch.device) -> None:
     for spec in SPECS:
         with case(name_of(spec)):
