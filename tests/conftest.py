@@ -16,11 +16,14 @@ from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from moe_pack.formats import Selector
 
 
-def pytest_configure() -> None:
-    """Gives each worker a CPU of its own: kernels take as many threads as a process has CPUs, and threads that wait
-    for one another on a CPU that is busy take longer than one alone."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each worker of the fast suite a CPU of its own.
+
+    Kernels take as many threads as a process has CPUs, and threads that wait for one another on a busy CPU take longer
+    than one alone. Slow tests start long commands, which take all CPUs.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and hasattr(os, "sched_setaffinity"):
+    if worker and config.getoption("markexpr") == "not slow" and hasattr(os, "sched_setaffinity"):
         cpus = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpus[int(worker.removeprefix("gw")) % len(cpus)]})
 
