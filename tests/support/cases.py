@@ -25,7 +25,8 @@ def _shown(value: object) -> str:
 
 
 def random_seed() -> int:
-    """Returns another seed each time and prints it; MOE_PACK_SEED repeats one."""
-    seed = int(os.environ.get("MOE_PACK_SEED", random.randrange(1 << 31)))
+    """Returns MOE_PACK_SEED, else 0, and prints it; another seed each time if that is `random`."""
+    given = os.environ.get("MOE_PACK_SEED", "0")
+    seed = random.randrange(1 << 31) if given == "random" else int(given)
     sys.stdout.write(f"MOE_PACK_SEED={seed}\n")
     return seed
