@@ -81,4 +81,4 @@ def test_without_a_compiler_the_installation_works_and_says_what_it_lacks(
     command = (programs / "moe-run", demo_pack("up", 4), "--prompt", "It was", "--temperature", 0, "-n", 3, "--stats")
     run = call(*command, cwd=tmp_path)
     assert run.stdout.strip()
-    assert "native kernels were not built: install again where a C++ compiler is found" in run.stderr
+    assert "native kernels were not built; install a C++ compiler, then install moe-pack again" in run.stderr
