@@ -120,18 +120,18 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_limited_to(request.param)
 
 
-def check_at_once(held: Case, kernels: Kernels, slack: float) -> None:
+def check_at_once(held: Case, kernels: Kernels) -> None:
     num_tokens = len(held.x)
     everyone = work(held.expert.rows(held.threshold), torch.arange(num_tokens), torch.ones(num_tokens))
-    assert_near(kernels.experts(held.x, [everyone]), held.y, slack * held.errors.y)
+    assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y)
 
 
-def check_selection(held: Case, kernels: Kernels, slack: float) -> SelectedNeurons:
+def check_selection(held: Case, kernels: Kernels) -> SelectedNeurons:
     found = kernels.select(held.x, held.expert.rows(held.threshold))
     if held.expert.rows().selector is None:
         assert not found.a.any() and found.runs.all() and found.neurons.tolist() == list(range(held.runs.shape[1]))
         return found
-    assert_near(found.a, held.values.of(held.selector), slack * held.errors.a)
+    assert_near(found.a, held.values.of(held.selector), held.errors.a)
     # By the kernels' own activations: the reference's may be zero, or on the other side of zero, where sums round.
     runs = (found.a != 0) & ~(found.a.abs() < held.threshold)
     assert torch.equal(found.runs, runs), "the neurons that run"
@@ -139,14 +139,14 @@ def check_selection(held: Case, kernels: Kernels, slack: float) -> SelectedNeuro
     return found
 
 
-def check_neurons(held: Case, kernels: Kernels, selected: SelectedNeurons, slack: float) -> None:
+def check_neurons(held: Case, kernels: Kernels, selected: SelectedNeurons) -> None:
     found, chosen = kernels.neurons(held.x, held.expert.rows(held.threshold), selected), selected.neurons.long()
     runs = (held.runs if held.expert.rows().selector is None else selected.runs)[:, chosen]
     assert not found[~runs].any(), "only neurons that run"
-    assert_near(found, torch.where(runs, held.values.h[:, chosen], 0.0), slack * held.errors.h[:, chosen])
+    assert_near(found, torch.where(runs, held.values.h[:, chosen], 0.0), held.errors.h[:, chosen])
 
 
-def check_sums(held: Case, kernels: Kernels, slack: float) -> None:
+def check_sums(held: Case, kernels: Kernels) -> None:
     neurons = held.runs.any(dim=0).nonzero()[:, 0].to(torch.int32)
     h, down = torch.where(held.runs, held.values.h, 0.0)[:, neurons.long()], held.block.down[neurons.long()]
     found = kernels.accumulate(h, held.expert.rows(held.threshold), neurons)
@@ -154,17 +154,17 @@ def check_sums(held: Case, kernels: Kernels, slack: float) -> None:
     expected, magnitude = h @ down, h.double().abs() @ held.expert.weight_magnitudes("down")[neurons.long()]
     if bias is not None:
         expected, magnitude = expected + bias, magnitude + bias.double().abs()
-    assert_near(found, expected, slack * magnitude)
+    assert_near(found, expected, magnitude)
 
 
-def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int, slack: float = 1.0) -> None:
+def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int) -> None:
     """That experts at once, selection, neurons and sums of down rows are the reference's in every combination."""
     for number, combination in enumerate(combinations):
         with case(name_of(combination)):
             held = drawn(combination, seed + number)
-            check_at_once(held, kernels, slack)
-            check_neurons(held, kernels, check_selection(held, kernels, slack), slack)
-            check_sums(held, kernels, slack)
+            check_at_once(held, kernels)
+            check_neurons(held, kernels, check_selection(held, kernels))
+            check_sums(held, kernels)
 
 
 def test_experts_give_the_reference_at_once_and_step_by_step(kernels: Kernels) -> None:
@@ -175,9 +175,9 @@ def test_experts_give_the_reference_at_once_and_step_by_step(kernels: Kernels) -
 
 @pytest.mark.slow
 def test_experts_of_every_two_choices_give_the_reference(kernels: Kernels) -> None:
-    """Of any random experts a few sums of few neurons are off by twice the bound that most keep."""
+    """Seeds 0 and 1 keep the bound; of any random experts, a few sums of few neurons exceed it."""
     seed = random_seed()
-    check_combinations(sample(CHOICES, can_be, seed=seed), kernels, seed, slack=4.0)
+    check_combinations(sample(CHOICES, can_be, seed=seed), kernels, seed)
 
 
 EIGHT_BIT = part_format(8, 32, 8)
