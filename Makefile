@@ -1,6 +1,6 @@
 # make demo   converts the model in the repository and writes English from it
 # make test   linter, type checker, every test but the slow ones
-# make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory, packs run in budgets
+# make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets
 # make messages  every message of the product into tests/data/messages.txt, to read what a change says
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
@@ -110,7 +110,7 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt build/files-$(FILES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moe-pack needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	DISABLE_CUDA=1 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	DISABLE_CUDA=1 $(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
 	@touch $@
 
 build/files-%:
