@@ -16,6 +16,10 @@ inline void require(bool holds, const char* what) {
     if (!holds) fail("%s", what);
 }
 
+// Returns when every thread of the pool has begun to work. A thread allocates memory while it starts, and a fork at that
+// moment leaves AddressSanitizer's allocator locked in the child.
+void await_threads(Pool& pool);
+
 // Those this machine can run, slowest first.
 const std::vector<const Kernels*>& instruction_sets();
 

@@ -1,10 +1,12 @@
-// Random cases for the kernels of runtime/native, to be run under sanitizers (`make fuzz`).
+// Random cases for the kernels of runtime/cpu/native, to be run under sanitizers (`make fuzz`).
 //
 //   fuzz [--seconds N] [--cases N] [--seed S]
 //
 // Case i is made from seed S + i alone. What fails says the seed that repeats it: `fuzz --seed S --cases 1`.
+#include <sched.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdarg>
@@ -81,8 +83,22 @@ const std::vector<const Kernels*>& instruction_sets() {
 
 Pool& Pools::open(size_t set_idx, int threads) {
     std::unique_ptr<Pool>& pool = pools_[set_idx][threads - 1];
-    if (!pool) pool = std::make_unique<Pool>(threads, *instruction_sets()[set_idx]);
+    if (!pool) {
+        pool = std::make_unique<Pool>(threads, *instruction_sets()[set_idx]);
+        await_threads(*pool);
+    }
     return *pool;
+}
+
+void await_threads(Pool& pool) {
+    std::atomic<int> missing{pool.threads()};
+    auto item = [](void* context, int, int, int) {
+        auto& missing = *static_cast<std::atomic<int>*>(context);
+        missing--;
+        while (missing > 0) sched_yield();  // so that no thread takes another's item
+    };
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    require(pool.run(2 * pool.threads(), item, &missing), "every thread takes an item, and claims its next");
 }
 
 }  // namespace moe_pack

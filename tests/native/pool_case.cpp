@@ -97,7 +97,10 @@ void pool_case(Random& random, Pools&, Counts&) {
     for (int64_t i = random.between(0, 3); i > 0; i--) users.emplace_back([pool, seed, i] { run_jobs(*pool, seed + i); });
     run_jobs(*pool, seed);
     for (std::thread& user : users) user.join();
-    if (random.chance(30)) run_in_child(*pool, seed);
+    if (random.chance(30)) {
+        await_threads(*pool);
+        run_in_child(*pool, seed);
+    }
     delete pool;
 }
 
