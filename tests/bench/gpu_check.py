@@ -50,9 +50,9 @@ def build_native() -> None:
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compiled, extension.sources))
-    beside = target.with_suffix(".partial")
-    subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(beside)], check=True)
-    beside.replace(target)
+    partial = target.with_suffix(".partial")
+    subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(partial)], check=True)
+    partial.replace(target)
 
 
 def _extension() -> SimpleNamespace:
@@ -63,9 +63,11 @@ def _extension() -> SimpleNamespace:
         described.append(SimpleNamespace(name=name, sources=sources, **options))
         return described[0]
 
-    stands_in = ModuleType("setuptools")
-    stands_in.__dict__.update(Extension=describe, setup=lambda **options: None)
-    with patch.dict(sys.modules, setuptools=stands_in):
+    names = ("setuptools", "setuptools.command", "setuptools.command.build_ext")
+    stands_in = {name: ModuleType(name) for name in names}
+    stands_in["setuptools"].__dict__.update(Extension=describe, setup=lambda **options: None)
+    stands_in["setuptools.command.build_ext"].__dict__.update(build_ext=object)
+    with patch.dict(sys.modules, stands_in):
         runpy.run_path(str(_ROOT / "setup.py"))
     return described[0]
 
@@ -263,9 +265,9 @@ def _ended(name: str, path: Path, state: str | None, seconds: float) -> Ended:
 
 
 def _write(path: Path, whole: dict[str, Any]) -> None:
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(whole, indent=1) + "\n")
-    beside.replace(path)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(whole, indent=1) + "\n")
+    partial.replace(path)
 
 
 def table(ended: list[Ended]) -> list[str]:
