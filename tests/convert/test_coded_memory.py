@@ -6,17 +6,17 @@ import pytest
 from benchlib.checkpoints import Shape, generate
 from memory import run_measured
 
-GIB = 1 << 30
+LIMIT_BYTES = 5 << 27
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", ["source", "4"])
 def test_a_conversion_holds_less_than_the_embedding_alone(bits: str, tmp_path: Path) -> None:
-    shape = Shape("deepseek-v3", layers=2, experts=2, vocab=90_000)
+    shape = Shape("deepseek-v3", layers=2, experts=2, hidden=3584, vocab=100_000)
     generate(tmp_path / "source", shape)
     options = ["--selector-bits", bits, "--record-bits", bits, "--workers", "2"]
     options += ["--dense-bits", "4", "--quantizer", "nearest"] if bits == "4" else []
     found = run_measured(tmp_path / "source", tmp_path / "out", 2, ["convert", *options], None, {})
     assert found.exit_code == 0, found.errors
     embedding_bytes = next(tensor.num_bytes for tensor in shape.tensors() if "embed" in tensor.name)
-    assert found.num_samples > 10 and found.peak_anonymous_bytes < GIB < embedding_bytes
+    assert found.num_samples > 10 and found.peak_anonymous_bytes < LIMIT_BYTES < embedding_bytes

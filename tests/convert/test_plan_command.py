@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from losses import random_losses
 from models import DEMO_MODEL, TinyMixtral
 from published import CONFIGS, PUBLISHED
 
-from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import Target, planner_for, read_plan
-from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import Pack, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
@@ -66,11 +63,6 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profiled(source, tmp_path_factory.mktemp("profiled") / "profile")
 
 
-@pytest.fixture(scope="module")
-def demo_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return profiled(DEMO_MODEL, tmp_path_factory.mktemp("profiled") / "demo")
-
-
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
@@ -93,7 +85,7 @@ FEW = ["demo", "mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b", "switch-base-1
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(names: list[str]) -> None:
-    """Thirty budgets of the CPU's, 4 bits; a card's are in test_card_budget."""
+    """Thirty budgets on the CPU, 4 bits; test_gpu_budget has those on a GPU."""
     for name in names:
         with case(name):
             spec = model_spec(str(DEMO_MODEL) if name == "demo" else name)
@@ -217,21 +209,6 @@ def test_a_profile_with_inputs_gives_plans_of_calibrated_formats(source: Path, p
     done = run("plan", source, *asked)
     assert "experts by gate / up / down, quantizer calibrated:" in done.output
     assert re.search(r"^ *[\d.]+%  [\d.]+ bit trellis (row|g32|g128)", done.output, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_at_few_bits_the_demo_models_experts_are_trellises_and_lose_less_than_by_hqq(demo_profile: Path) -> None:
-    """2.2 bits a weight, all bytes of extents; rows of 128 end in a CRC and padding besides."""
-    opened = Profile(demo_profile)
-    spec, losses = opened.spec, losses_of(opened)
-    num_weights = 4 * 8 * 3 * spec.expert.intermediate_size * spec.hidden_size
-    found = least_loss(spec, "none", losses, int(2.2 * num_weights / 8))
-    assert found is not None and found.decision.plan.quantizer == "calibrated"
-    parts = [part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)]
-    assert {part.codec for part in parts if part} == {"trellis"}
-    assert least_loss(spec, "none", replace(losses, quantizer="hqq"), int(2.2 * num_weights / 8)) is None
-    wider = least_loss(spec, "none", replace(losses, quantizer="hqq"), int(2.6 * num_weights / 8))
-    assert wider is not None and found.loss < wider.loss
 
 
 def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from killing import different_files, files_in
 from models import DEMO_MODEL
 
-NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "3"))
 SEED = int(os.environ.get("MOE_PACK_SEED", "2024"))
 POLL_SECONDS = 0.002
 

@@ -44,7 +44,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def install(wheel: Path, programs: Path) -> None:
     """Installs the wheel without extras, in place of one that is there; what it requires is installed once."""
-    pip = (programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
+    pip = (programs / "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt")
     call(*pip, wheel, cwd=wheel.parent)
     call(*pip, "--force-reinstall", "--no-deps", wheel, cwd=wheel.parent)
 

@@ -62,7 +62,7 @@ class HandMade:
         return dataclasses.replace(spec, num_hidden_layers=self.L, moe_layers=tuple(range(self.L)), router=router)
 
     def routes(self) -> Array:
-        """u16 [T, L, k]; of layer 0 and 2 alike in half of the tokens, so that paths foretell something."""
+        """u16 [T, L, k]; of layer 0 and 2 alike in half of the tokens, so that paths predict something."""
         if self.one_expert:
             return np.tile(np.arange(self.k, dtype=np.uint16), (self.num_tokens, self.L, 1))
         generator = np.random.default_rng(1)
@@ -188,7 +188,7 @@ function slide() {
     slider.dispatchEvent(new Event("input"));
   }
 }
-for (const node of document.querySelectorAll("canvas, .chart svg")) sweep(node, 60, 12);
+for (const node of document.querySelectorAll("canvas, .chart svg")) sweep(node, 30, 8);
 const radios = [...document.querySelectorAll("input[type=radio]")];
 for (const input of radios) { input.click(); slide(); }
 for (const list of document.querySelectorAll("select")) for (let i = 0; i < list.options.length; i++) {
