@@ -50,7 +50,7 @@ TABLES = (
         ("pack", "wanted.engine", "wanted.budget_bytes", "prompt_tokens"),
         ("decode_per_s", "prefill_per_s", "median_token_ms", "hit_rate", "bytes_per_token", "link_share"),
     ),
-    Table("A cap beside everything on the GPU", "Ratio", ("pack", "gib"), ("ratio", "capped_per_s", "resident_per_s")),
+    Table("A cap against everything on the GPU", "Ratio", ("pack", "gib"), ("ratio", "capped_per_s", "resident_per_s")),
     Table("Whole tokens", "TokenProfile", ("pack",), ("token_us", "kernels_us", "launches")),
     Table("Kernels of a token", "KernelShare", ("pack", "kernel"), ("us", "launches", "share"), _MOST_KERNELS),
     Table("A token's experts", "ExpertTime", ("experts", "sparsity", "operation"), ("timed.share", "timed.us")),
@@ -72,7 +72,7 @@ TABLES = (
     Table("Launches", "LaunchCost", ("what",), ("us",)),
     Table("Choosing a token on the host", "SamplerTime", ("sampler", "vocabulary"), ("ms",)),
     Table(
-        "Answers beside the CPU's",
+        "Answers against the CPU's",
         "Answers",
         ("pack", "wanted.engine", "wanted.policy", "wanted.kv_dtype", "wanted.budget_bytes"),
         ("worst_token", "worst_prompt", "beyond", "tokens", "greedy_equal", "kl"),
@@ -126,7 +126,12 @@ def _is_number(text: str) -> bool:
 
 def page(runs: list[Run], picture: str) -> str:
     """The page, in Markdown."""
-    lines = ["# On a GPU: figures", "", "Made by `make gpu-report` from the files of `make gpu-check` beside it.", ""]
+    lines = [
+        "# On a GPU: figures",
+        "",
+        "Made by `make gpu-report` from the files of `make gpu-check` in this folder.",
+        "",
+    ]
     for run in runs:
         lines.append(f"- **{run.name}**: {run.machine}{'; **a rehearsal: no time means anything**' * run.is_rehearsal}")
     lines += ["", f"![Tokens a second by budget]({picture})", ""]

@@ -1,4 +1,4 @@
-"""What a profile puts beside a pack: its own figures, found again by the runtime's predictions on the same tokens."""
+"""Routing data that a profile adds to a pack: the runtime's predictions on the same tokens have its figures."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,9 +56,9 @@ def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def routing(profile: Profile, packed: Path) -> Routing:
-    with Pack(packed) as held:
-        attach(held, profile)
-        found = Routing.open(held)
+    with Pack(packed) as opened:
+        attach(opened, profile)
+        found = Routing.open(opened)
     assert found is not None
     return found
 
@@ -141,20 +141,20 @@ def test_of_many_held_out_tokens_the_first_whole_sequences_are_kept(profile: Pro
             assert found.routes[:, 2].tolist() == held_out[:num_kept].tolist()
 
 
-def test_text_of_one_sequence_holds_out_nothing_and_foretells_by_paths_alone(source: Path, tmp_path: Path) -> None:
+def test_text_of_one_sequence_holds_out_nothing_and_predicts_by_paths_alone(source: Path, tmp_path: Path) -> None:
     found = profiled(source, tmp_path / "p", random_tokens(1, 64, 32))
     pack(source, tmp_path / "pack")
-    with Pack(tmp_path / "pack") as held:
-        attach(held, found)
-        routing = Routing.open(held)
+    with Pack(tmp_path / "pack") as opened:
+        attach(opened, found)
+        routing = Routing.open(opened)
     assert routing is not None and routing.best_recall is None and len(routing.routes) == 0
     assert routing.popularity.sum() == 4 * 64 * 2
 
 
 def test_it_is_attached_again_to_the_same_bytes(profile: Profile, packed: Path, routing: Routing) -> None:
     before = (packed / ROUTING_FILE).read_bytes()
-    with Pack(packed) as held:
-        attach(held, profile)
+    with Pack(packed) as opened:
+        attach(opened, profile)
     assert (packed / ROUTING_FILE).read_bytes() == before
 
 
@@ -170,8 +170,8 @@ def test_a_profile_of_something_else_is_refused(
     profile: Profile, shape: TinyMixtral, what: str, tmp_path: Path
 ) -> None:
     pack(shape.write(tmp_path / "source"), tmp_path / "pack")
-    with Pack(tmp_path / "pack") as held, pytest.raises(PlanError) as refused:
-        attach(held, profile)
+    with Pack(tmp_path / "pack") as opened, pytest.raises(PlanError) as refused:
+        attach(opened, profile)
     assert str(refused.value) == (
         f"--profile {profile.folder}: the profile is {what}; profile the one from which {tmp_path / 'pack'} was made"
     )
@@ -179,8 +179,8 @@ def test_a_profile_of_something_else_is_refused(
 
 
 def test_how_long_the_file_will_be_is_known_from_the_profile_alone(profile: Profile, packed: Path) -> None:
-    with Pack(packed) as held:
-        attach(held, profile)
+    with Pack(packed) as opened:
+        attach(opened, profile)
     assert routing_file_bytes(routing_of(profile)) == (packed / ROUTING_FILE).stat().st_size
 
 

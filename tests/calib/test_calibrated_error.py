@@ -173,7 +173,7 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 
 @pytest.mark.slow
-def test_a_profile_with_inputs_foretells_calibrated_formats_and_one_without_what_it_did(
+def test_a_profile_with_inputs_estimates_calibrated_formats_and_one_without_what_it_did(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:
     with_inputs = losses_of(profile)
@@ -192,10 +192,10 @@ def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source
     """All of 8 sequences of 24 tokens are kept: the first 96 tokens are judged on, the others calibrated on."""
     experts = profile.statistics(0).routes
     popular = int(np.bincount(experts.ravel()).argmax())
-    with profile.inputs(0) as held:
-        tokens = held.of_expert(popular, 96)
-        token_idx, place = (held.experts[:96] == popular).nonzero()
-        x, weights = held.rows(torch.from_numpy(token_idx)), torch.from_numpy(held.weights[token_idx, place].copy())
+    with profile.inputs(0) as opened:
+        tokens = opened.of_expert(popular, 96)
+        token_idx, place = (opened.experts[:96] == popular).nonzero()
+        x, weights = opened.rows(torch.from_numpy(token_idx)), torch.from_numpy(opened.weights[token_idx, place].copy())
     checkpoint = Checkpoint(source)
     expert = CheckpointWeights(checkpoint).expert(0, popular)
     found = calibrated_ratios(expert, "silu", x, weights, Rounding("nearest"), tokens).numpy()

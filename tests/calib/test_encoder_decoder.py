@@ -108,9 +108,9 @@ def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
 ) -> None:
     pack(source, tmp_path / "packed", width=16)
     reference = make_reference(checkpoint, TOKENS, tmp_path / "reference", Recorder())
-    with Pack(tmp_path / "packed") as held:
+    with Pack(tmp_path / "packed") as opened:
         for against in (reference, checkpoint):
-            found = evaluate(held, TOKENS, Recorder(), against)
+            found = evaluate(opened, TOKENS, Recorder(), against)
             assert found.num_tokens == len(TOKENS.sequences) * (HALF - 1)
             assert found.against is not None and abs(found.against.kl.value) < 1e-6
             assert found.against.agreement.value == 1
@@ -184,7 +184,7 @@ def _seen(mlp: Any, sequences: list[Tensor]) -> Seen:
     shares = (inputs @ mlp.router.classifier.weight.T).softmax(-1)
     routes = shares.argmax(-1).tolist()
     runs = []
-    for start in range(0, len(routes), HALF):  # counted in each sequence anew
+    for start in range(0, len(routes), HALF):  # counted again in each sequence
         used: Counter[int] = Counter()
         for expert in routes[start : start + HALF]:
             used[expert] += 1
@@ -256,11 +256,11 @@ def test_what_a_profile_knows_is_put_beside_a_pack_and_drawn(
 ) -> None:
     profile = profiled(source, profile_folder, TOKENS)
     pack(source, tmp_path)
-    with Pack(tmp_path) as held:
-        found = attach(held, profile)
-        weights = PackWeights(held, CPU)
+    with Pack(tmp_path) as opened:
+        found = attach(opened, profile)
+        weights = PackWeights(opened, CPU)
         assert weights.spec == profile.spec
-        read = Routing.open(held)
+        read = Routing.open(opened)
         assert read is not None
         assert read.judged_layers == found.judged_layers == (1, 3)
         assert [read.network(layer_idx).num_previous for layer_idx in (1, 3)] == [1, 1]
@@ -318,8 +318,8 @@ class Ran:
     head: list[float]
 
 
-def run_pass(checkpoint: Checkpoint, folder: Path, anew: bool = False) -> Ran:
-    """`full`, whose copies change one matrix each; `anew`: each layer by a new process."""
+def run_pass(checkpoint: Checkpoint, folder: Path, restarts: bool = False) -> Ran:
+    """`full`, whose copies change one matrix each; `restarts`: each layer by a new process."""
     limits = np.sort(np.random.default_rng(1).random((E, 3, 4)).astype(np.float32) * 0.3, axis=2)
     ids = torch.from_numpy(TOKENS.sequences.astype(np.int64))
 
@@ -331,12 +331,12 @@ def run_pass(checkpoint: Checkpoint, folder: Path, anew: bool = False) -> Ran:
     running, errors = stage(), []
     running.cost(range(checkpoint.spec.num_hidden_layers))
     for layer in range(checkpoint.spec.num_hidden_layers):
-        if anew:
+        if restarts:
             running = stage()
             assert running.states.next_layer == layer
         errors.append(running.layer(layer))
         running.leave(layer)
-    if anew:
+    if restarts:
         running = stage()
     measured = running.divergences()
     assert running.num_copied == len(ids), "copies are of all sequences"
@@ -405,7 +405,7 @@ def test_an_experts_errors_are_what_rounding_it_alone_changes_in_its_layer(
 def test_begun_anew_before_every_layer_sensitivity_is_the_same_bits(
     checkpoint: Checkpoint, ran: Ran, tmp_path: Path
 ) -> None:
-    again = run_pass(checkpoint, tmp_path / "pass", anew=True)
+    again = run_pass(checkpoint, tmp_path / "pass", restarts=True)
     assert again.kls == ran.kls and again.head == ran.head
     for one, other in zip(again.errors, ran.errors, strict=True):
         for name, array in one.arrays().items():
@@ -437,26 +437,26 @@ def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint
 
 
 def logits_of(folder: Path) -> Tensor:
-    with Pack(folder) as held:
-        return log_probs(PackWeights(held, CPU))
+    with Pack(folder) as opened:
+        return log_probs(PackWeights(opened, CPU))
 
 
 def test_at_sparsity_0_a_pack_selected_by_up_answers_as_its_source(
     source: Path, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     pack(source, tmp_path, selector="up", width=16)
-    with Pack(tmp_path) as held:
-        found = measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.0), Recorder())
+    with Pack(tmp_path) as opened:
+        found = measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.0), Recorder())
     assert found.learned.overall is not None and 0.2 < found.learned.overall < 0.8, "ReLU leaves many out by itself"
     assert (logits_of(tmp_path) - log_probs(CheckpointWeights(checkpoint))).abs().max() < 1e-4
 
 
 def test_the_sparsity_asked_for_holds_on_text_unseen(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path, selector="up", width=4)
-    with Pack(tmp_path) as held:
-        measure_thresholds(held, random_tokens(40, 48, V, seed=1), ThresholdRule(sparsity=0.8), Recorder())
-    with Pack(tmp_path) as held:
-        found = realized_sparsity(held, random_tokens(40, 48, V, seed=2), Recorder())
+    with Pack(tmp_path) as opened:
+        measure_thresholds(opened, random_tokens(40, 48, V, seed=1), ThresholdRule(sparsity=0.8), Recorder())
+    with Pack(tmp_path) as opened:
+        found = realized_sparsity(opened, random_tokens(40, 48, V, seed=2), Recorder())
     assert found.overall == pytest.approx(0.8, abs=0.01)
 
 
@@ -465,10 +465,10 @@ def test_thresholds_stopped_and_begun_again_are_the_same(source: Path, tmp_path:
         folder = tmp_path / name
         pack(source, folder, selector="up")
         for stop_at in stops:
-            with Pack(folder) as held, pytest.raises(StoppedError):
-                measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.7), Recorder(stop_at))
-        with Pack(folder) as held:
-            measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.7), Recorder())
+            with Pack(folder) as opened, pytest.raises(StoppedError):
+                measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.7), Recorder(stop_at))
+        with Pack(folder) as opened:
+            measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.7), Recorder())
     assert folder_bytes(tmp_path / "whole") == folder_bytes(tmp_path / "stopped")
 
 

@@ -35,8 +35,8 @@ def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 2-bit pack with thresholds; read only."""
     folder = tmp_path_factory.mktemp("packs") / "packed"
     pack(source, folder, width=2)
-    with Pack(folder) as held:
-        measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.5), Recorder())
+    with Pack(folder) as opened:
+        measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.5), Recorder())
     return folder
 
 
@@ -56,15 +56,15 @@ def reference_of(source: Path, folder: Path, tokens: Tokens) -> Reference:
 def exact(folder: Path, source: Path, tokens: Tokens = TOKENS) -> Quality:
     checkpoint = Checkpoint(source)
     try:
-        with Pack(folder) as held:
-            return evaluate(held, tokens, Recorder(), checkpoint)
+        with Pack(folder) as opened:
+            return evaluate(opened, tokens, Recorder(), checkpoint)
     finally:
         checkpoint.close()
 
 
 def compact(folder: Path, reference: Reference) -> Quality:
-    with Pack(folder) as held:
-        return evaluate(held, reference.tokens(), Recorder(), reference)
+    with Pack(folder) as opened:
+        return evaluate(opened, reference.tokens(), Recorder(), reference)
 
 
 def plain(weights: Weights, tokens: Tokens = TOKENS) -> torch.Tensor:
@@ -78,8 +78,8 @@ def plain(weights: Weights, tokens: Tokens = TOKENS) -> torch.Tensor:
 
 def plain_pair(folder: Path, source: Path) -> tuple[torch.Tensor, torch.Tensor]:
     checkpoint = Checkpoint(source)
-    with Pack(folder) as held:
-        found = plain(CheckpointWeights(checkpoint)), plain(PackWeights(held, torch.device("cpu")))
+    with Pack(folder) as opened:
+        found = plain(CheckpointWeights(checkpoint)), plain(PackWeights(opened, torch.device("cpu")))
     checkpoint.close()
     return found
 
@@ -88,16 +88,16 @@ def test_it_measures_what_plain_decoders_and_sums_give(source: Path, packed: Pat
     p, q = plain_pair(packed, source)
     came = torch.from_numpy(TOKENS.sequences[:, 1:].astype(np.int64)).reshape(-1, 1)
     found = exact(packed, source)
-    beside = found.against
-    assert beside is not None and beside.is_exact and found.num_tokens == len(p) == 396
+    against = found.against
+    assert against is not None and against.is_exact and found.num_tokens == len(p) == 396
     nll, source_nll = -float(q.gather(1, came).mean()), -float(p.gather(1, came).mean())
     assert found.perplexity.value == pytest.approx(math.exp(nll), rel=1e-4)
-    assert beside.source_perplexity.value == pytest.approx(math.exp(source_nll), rel=1e-4)
-    assert beside.perplexity_increase.value == pytest.approx(math.exp(nll - source_nll) - 1, rel=1e-3)
-    assert beside.kl.value == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
-    assert beside.agreement.value == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=1e-9)
+    assert against.source_perplexity.value == pytest.approx(math.exp(source_nll), rel=1e-4)
+    assert against.perplexity_increase.value == pytest.approx(math.exp(nll - source_nll) - 1, rel=1e-3)
+    assert against.kl.value == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+    assert against.agreement.value == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()), abs=1e-9)
     likeliest = p.topk(256).indices
-    for tail, held in ((beside.source_tail, p), (beside.pack_tail, q)):
+    for tail, held in ((against.source_tail, p), (against.pack_tail, q)):
         assert tail == pytest.approx(1 - float(held.exp().gather(1, likeliest).sum(1).mean()), abs=1e-5)
 
 
@@ -107,8 +107,8 @@ def test_the_half_width_of_kl_is_that_of_blocks_of_tokens(source: Path, packed: 
     m = float(torch.cat(blocks).mean())
     squares = sum((float(block.sum()) - m * len(block)) ** 2 for block in blocks)
     expected = 3.1824 * math.sqrt(4 / 3 * squares) / 396  # Student's t of 3 degrees of freedom
-    beside = exact(packed, source).against
-    assert beside is not None and beside.kl.half_width == pytest.approx(expected, rel=2e-3)
+    against = exact(packed, source).against
+    assert against is not None and against.kl.half_width == pytest.approx(expected, rel=2e-3)
 
 
 def test_the_compact_reference_tells_the_same_but_for_the_tail(
@@ -128,27 +128,27 @@ def test_the_compact_reference_tells_the_same_but_for_the_tail(
 
 
 def test_sparsity_is_that_of_the_packs_thresholds_and_bytes_are_its_contents(packed: Path) -> None:
-    with Pack(packed) as held:
-        found = evaluate(held, TOKENS, Recorder())
-        assert found.sparsity == realized_sparsity(held, TOKENS, Recorder()).overall
-        assert found.content_bytes == held.manifest.totals.content
+    with Pack(packed) as opened:
+        found = evaluate(opened, TOKENS, Recorder())
+        assert found.sparsity == realized_sparsity(opened, TOKENS, Recorder()).overall
+        assert found.content_bytes == opened.manifest.totals.content
     assert found.sparsity is not None and 0.45 < found.sparsity < 0.55 and found.against is None
 
 
 def test_a_pack_without_loss_is_within_the_noise(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "packed", width=16)
-    beside = exact(tmp_path / "packed", source).against
-    assert beside is not None
-    assert beside.kl.value <= 10 * beside.noise_floor < 1e-9
-    assert beside.perplexity_increase.value == pytest.approx(0, abs=1e-6)
+    against = exact(tmp_path / "packed", source).against
+    assert against is not None
+    assert against.kl.value <= 10 * against.noise_floor < 1e-9
+    assert against.perplexity_increase.value == pytest.approx(0, abs=1e-6)
 
 
 def test_block_losses_add_up_to_the_summary_and_can_be_paired(source: Path, packed: Path, reference: Reference) -> None:
-    with Pack(packed) as held:
-        losses = block_losses(held, TOKENS, Recorder(), reference)
+    with Pack(packed) as opened:
+        losses = block_losses(opened, TOKENS, Recorder(), reference)
         assert losses.num_tokens.tolist() == [128, 128, 128, 12]
         assert losses.against is not None and losses.against.kl.shape == losses.nll.shape == (4,)
-        assert quality_of(held, TOKENS, losses) == evaluate(held, TOKENS, Recorder(), reference)
+        assert quality_of(opened, TOKENS, losses) == evaluate(opened, TOKENS, Recorder(), reference)
 
 
 def test_stopped_it_goes_on_to_the_same_figures(source: Path, packed: Path, tmp_path: Path) -> None:
@@ -157,23 +157,23 @@ def test_stopped_it_goes_on_to_the_same_figures(source: Path, packed: Path, tmp_
         case_folder.mkdir()
         with case(number):
             checkpoint = Checkpoint(source)
-            with Pack(packed) as held:
-                whole = evaluate(held, TOKENS, Recorder(), checkpoint)
+            with Pack(packed) as opened:
+                whole = evaluate(opened, TOKENS, Recorder(), checkpoint)
                 with pytest.raises(StoppedError):
-                    evaluate(held, TOKENS, Recorder(stop_at=number), checkpoint, folder=case_folder / "work")
-                assert evaluate(held, TOKENS, Recorder(), checkpoint, folder=case_folder / "work") == whole
+                    evaluate(opened, TOKENS, Recorder(stop_at=number), checkpoint, folder=case_folder / "work")
+                assert evaluate(opened, TOKENS, Recorder(), checkpoint, folder=case_folder / "work") == whole
             checkpoint.close()
             assert not (case_folder / "work").exists()
 
 
 def test_stopped_it_does_not_do_again_what_is_done(packed: Path, tmp_path: Path) -> None:
-    with Pack(packed) as held:
+    with Pack(packed) as opened:
         whole = Recorder()
-        evaluate(held, TOKENS, whole, folder=tmp_path / "work")
+        evaluate(opened, TOKENS, whole, folder=tmp_path / "work")
         with pytest.raises(StoppedError):
-            evaluate(held, TOKENS, Recorder(stop_at=len(whole.events) - 1), folder=tmp_path / "work")
+            evaluate(opened, TOKENS, Recorder(stop_at=len(whole.events) - 1), folder=tmp_path / "work")
         rest = Recorder()
-        evaluate(held, TOKENS, rest, folder=tmp_path / "work")
+        evaluate(opened, TOKENS, rest, folder=tmp_path / "work")
     assert [event for event in rest.events if event.startswith("layer")] == []
 
 
@@ -181,11 +181,11 @@ def test_a_pack_being_evaluated_is_left_alone(packed: Path, tmp_path: Path) -> N
     class Meddler(Recorder):
         def begin(self, stage: Stage) -> None:
             with pytest.raises(ConversionError, match="another process is writing"):
-                evaluate(held, TOKENS, Recorder())
+                evaluate(opened, TOKENS, Recorder())
             raise StoppedError
 
-    with Pack(packed) as held, pytest.raises(StoppedError):
-        evaluate(held, TOKENS, Meddler())
+    with Pack(packed) as opened, pytest.raises(StoppedError):
+        evaluate(opened, TOKENS, Meddler())
 
 
 def test_a_reference_of_another_model_is_refused(packed: Path, tmp_path: Path) -> None:
@@ -205,16 +205,16 @@ def test_another_checkpoint_is_refused(packed: Path, tmp_path: Path) -> None:
 
 
 def test_a_reference_on_other_text_is_refused(packed: Path, reference: Reference) -> None:
-    with Pack(packed) as held, pytest.raises(PlanError) as refusal:
-        evaluate(held, random_tokens(4, 100, SHAPE.vocab_size, seed=1), Recorder(), reference)
+    with Pack(packed) as opened, pytest.raises(PlanError) as refusal:
+        evaluate(opened, random_tokens(4, 100, SHAPE.vocab_size, seed=1), Recorder(), reference)
     assert (
         str(refusal.value) == "--against: the reference was made on other text (made up); remove the options for text"
     )
 
 
 def test_a_text_of_two_tokens_is_one_prediction_without_a_half_width(packed: Path) -> None:
-    with Pack(packed) as held:
-        found = evaluate(held, tokens_of(np.array([[3, 5]], np.int32)), Recorder())
+    with Pack(packed) as opened:
+        found = evaluate(opened, tokens_of(np.array([[3, 5]], np.int32)), Recorder())
     assert found.num_tokens == 1 and found.perplexity.half_width is None
 
 

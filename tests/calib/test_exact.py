@@ -51,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses(
     source: Path, folder: Path, stops: bool = False
 ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-    """The whole pass; if it `stops`, begun anew after every layer."""
+    """The whole pass; if it `stops`, started again after every layer."""
     checkpoint = Checkpoint(source)
     try:
         stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))

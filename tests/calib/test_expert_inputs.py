@@ -57,8 +57,8 @@ def kept(tokens: LayerTokens, folder: Path, sequences: list[int] | None = None) 
 
 
 def of_expert(tokens: LayerTokens, expert: int, folder: Path) -> ExpertTokens:
-    with ExpertInputs(kept(tokens, folder), SPEC, len(tokens.x)) as held:
-        return held.of_expert(expert)
+    with ExpertInputs(kept(tokens, folder), SPEC, len(tokens.x)) as opened:
+        return opened.of_expert(expert)
 
 
 def numbers(found: ExpertTokens) -> list[int]:
@@ -89,9 +89,9 @@ def test_what_a_file_takes_is_known_before(num_sequences: int, tmp_path: Path) -
 def test_rows_are_read_in_any_order(tmp_path: Path) -> None:
     tokens = made_up(random_routes(4 * S))
     places = torch.tensor([9, 0, 9, 4 * S - 1])
-    with ExpertInputs(kept(tokens, tmp_path), SPEC, 4 * S) as held:
-        assert torch.equal(held.rows(places), tokens.inputs[places].to(torch.bfloat16).to(torch.float32))
-        assert held.rows(places[:0]).shape == (0, D)
+    with ExpertInputs(kept(tokens, tmp_path), SPEC, 4 * S) as opened:
+        assert torch.equal(opened.rows(places), tokens.inputs[places].to(torch.bfloat16).to(torch.float32))
+        assert opened.rows(places[:0]).shape == (0, D)
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -172,8 +172,8 @@ def test_an_expert_of_many_tokens_has_some_of_them_evenly_spread(tmp_path: Path)
 def test_of_tokens_from_one_on_an_expert_has_what_a_file_of_these_alone_would_give(tmp_path: Path) -> None:
     tokens, first = made_up(random_routes(20 * S)), 7 * S
     later = LayerTokens(tokens.inputs[first:], tokens.inputs[first:], tokens.experts[first:], tokens.weights[first:])
-    with ExpertInputs(kept(tokens, tmp_path), SPEC, len(tokens.x)) as held:
-        found = held.of_expert(2, first)
+    with ExpertInputs(kept(tokens, tmp_path), SPEC, len(tokens.x)) as opened:
+        found = opened.of_expert(2, first)
     expected = of_expert(later, 2, tmp_path)
     assert min(numbers(found)) >= first
     assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.weights, expected.weights)

@@ -55,7 +55,7 @@ def test_a_reached_experts_loss_is_its_error_times_ratio_times_effect(profile: P
                 assert found == pytest.approx(expected, rel=1e-5) or found < expected  # as a lesser width lost less
 
 
-def test_losses_at_groups_of_64_are_those_the_profile_foretells(profile: Profile, losses: Losses) -> None:
+def test_losses_at_groups_of_64_are_those_the_profile_estimates(profile: Profile, losses: Losses) -> None:
     expected = np.stack([profile.errors(layer).quantized for layer in profile.spec.moe_layers])
     expected = expected * profile.effects().quantized[:, None]
     places = [losses.formats.index(part_format(width, 64)) for width in WIDTHS]
@@ -64,7 +64,7 @@ def test_losses_at_groups_of_64_are_those_the_profile_foretells(profile: Profile
     np.testing.assert_allclose(losses.quantized[reached][..., places], expected[reached], rtol=1e-5)
 
 
-def test_rows_by_absmax_lose_what_the_profile_foretells(profile: Profile, losses: Losses) -> None:
+def test_rows_by_absmax_lose_what_the_profile_estimates(profile: Profile, losses: Losses) -> None:
     """The last three of a layer's ratios, at 2, 4 and 8 bits, over hqq's at the same width in groups of 64."""
     effects, formats = profile.effects(), quantized_formats(64)
     assert losses.absmax.shape == (2, 5, 3, 4) and not losses.absmax[..., 3].any()
@@ -147,7 +147,7 @@ def test_an_expert_that_no_token_reached_loses_what_one_token_of_the_layers_does
     assert (losses.sparse[0, 3, :, 1:] > 0).all()
 
 
-def test_sparsity_loses_what_the_profile_foretells_and_never_less_than_a_lesser_one(
+def test_sparsity_loses_what_the_profile_estimates_and_never_less_than_a_lesser_one(
     profile: Profile, losses: Losses
 ) -> None:
     assert losses.sparsities == (0.0, *SPARSITIES)

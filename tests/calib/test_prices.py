@@ -26,14 +26,14 @@ CALIBRATION = random_tokens(6, 50, SHAPE.vocab_size, seed=1)
 def packed_of(shape: TinyMixtral, folder: Path) -> Path:
     """A pack that has thresholds of its own."""
     pack(shape.write(folder / "source"), folder / "packed")
-    with Pack(folder / "packed") as held:
-        measure_thresholds(held, CALIBRATION, ThresholdRule(sparsity=0.3), Recorder())
+    with Pack(folder / "packed") as opened:
+        measure_thresholds(opened, CALIBRATION, ThresholdRule(sparsity=0.3), Recorder())
     return folder / "packed"
 
 
 def prices_of(folder: Path, progress: Recorder | None = None) -> Prices:
-    with Pack(folder) as held:
-        return measure_prices(held, TOKENS, CALIBRATION, progress or Recorder())
+    with Pack(folder) as opened:
+        return measure_prices(opened, TOKENS, CALIBRATION, progress or Recorder())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -56,11 +56,11 @@ def prices(packed: Path) -> Prices:
 def rethresholded(packed: Path, folder: Path, sparsity: float) -> torch.Tensor:
     """Log-probabilities float64 [T, V] of a copy of the pack that was given thresholds, by a plain decoder."""
     shutil.copytree(packed, folder)
-    with Pack(folder) as held:
-        measure_thresholds(held, CALIBRATION, ThresholdRule(sparsity=sparsity), Recorder())
+    with Pack(folder) as opened:
+        measure_thresholds(opened, CALIBRATION, ThresholdRule(sparsity=sparsity), Recorder())
     found = []
-    with Pack(folder) as held:
-        decoder = Decoder(PackWeights(held, torch.device("cpu")), TOKENS.sequences.shape[1])
+    with Pack(folder) as opened:
+        decoder = Decoder(PackWeights(opened, torch.device("cpu")), TOKENS.sequences.shape[1])
         for sequence in TOKENS.sequences:
             decoder.reset()
             found.append(decoder.logits(sequence.tolist())[:-1].double().log_softmax(dim=1))
@@ -97,13 +97,13 @@ def decoded(pack: Pack, options: EngineOptions) -> torch.Tensor:
 def test_substitution_costs_what_an_engine_that_substitutes_loses_against_the_mapped_pack(
     packed: Path, prices: Prices
 ) -> None:
-    with Pack(packed) as held:
-        whole = decoded(held, EngineOptions(read="map"))
+    with Pack(packed) as opened:
+        whole = decoded(opened, EngineOptions(read="map"))
         for price in prices.substitution.prices:
-            budget = budget_with_room(held, 0.5, TOKENS.sequences.shape[1])
+            budget = budget_with_room(opened, 0.5, TOKENS.sequences.shape[1])
             trust = Approximations(substitute=price.alpha)
             other = decoded(
-                held, EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=trust)
+                opened, EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=trust)
             )
             kl = float((whole.exp() * (whole - other)).sum(1).mean())
             assert price.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
@@ -154,19 +154,19 @@ def test_what_is_done_by_layers_is_not_done_again(packed: Path, tmp_path: Path) 
 def test_thresholds_are_those_a_pack_is_given_but_it_keeps_its_own(packed: Path, tmp_path: Path) -> None:
     folder, rule = shutil.copytree(packed, tmp_path / "packed"), ThresholdRule(sparsity=0.7)
     before = contents(folder)
-    with Pack(folder) as held:
-        found = find_thresholds(held, CALIBRATION, rule, Recorder(), tmp_path / "work")
+    with Pack(folder) as opened:
+        found = find_thresholds(opened, CALIBRATION, rule, Recorder(), tmp_path / "work")
         assert contents(folder) == before
-        measure_thresholds(held, CALIBRATION, rule, Recorder())
-    with Pack(folder) as held:
-        np.testing.assert_array_equal(held.thresholds, found)
+        measure_thresholds(opened, CALIBRATION, rule, Recorder())
+    with Pack(folder) as opened:
+        np.testing.assert_array_equal(opened.thresholds, found)
 
 
 @pytest.mark.parametrize(("share", "num_pages"), [(0.5, 6), (0.01, 1), (1.0, 12)])
 def test_a_budget_has_room_for_the_share_of_experts_and_no_more(share: float, num_pages: int, packed: Path) -> None:
-    with Pack(packed) as held:
-        plan = divide_budget(held.layout, budget_with_room(held, share, 64), 64, 0)
-        each = int(expert_pages(held.layout, plan.page_bytes).max())
+    with Pack(packed) as opened:
+        plan = divide_budget(opened.layout, budget_with_room(opened, share, 64), 64, 0)
+        each = int(expert_pages(opened.layout, plan.page_bytes).max())
         assert plan.num_pages == num_pages * each
 
 

@@ -139,9 +139,9 @@ Arrays = dict[str, Any]
 
 def rewritten(made: Path, folder: Path, change: Callable[[Arrays], object], root: str | None = None) -> Path:
     """The reference with its arrays changed (`facts` as a dict), sealed as a whole file."""
-    with TensorSidecar(made, REFERENCE_FILE) as held:
-        arrays: Arrays = {name: held.read(name) for name in held.entries}
-        old_root = held.root
+    with TensorSidecar(made, REFERENCE_FILE) as opened:
+        arrays: Arrays = {name: opened.read(name) for name in opened.entries}
+        old_root = opened.root
     arrays["facts"] = json.loads(arrays["facts"].tobytes())
     change(arrays)
     arrays["facts"] = np.frombuffer(canonical(arrays["facts"]), "<u1")

@@ -1,4 +1,4 @@
-"""The report's curves of what each lossy choice costs: foretold against sums by hand, and what was measured."""
+"""The report's curves of what each lossy choice costs: estimates against sums by hand, and what was measured."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_width_prices_are_sums_of_predicted_losses_over_the_bits_of_stored_rows(
         point = curves["groups of 64"][place]
         lost = [np.minimum.accumulate(_predicted(files, effects, l), axis=2)[..., place].sum() for l in range(3)]
         assert point["note"] == f"{width} bits" and point["kl"] == pytest.approx(sum(lost), rel=1e-5)
-        # Up's row beside a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
+        # Up's row, and a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
         rows = [-(-(n * (8 * width + 4) + 4) // 16) * 16 for n in (1, 2)]
         assert point["x"] == pytest.approx(8 * sum(rows) / (3 * 64))
 
@@ -75,8 +75,8 @@ def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -
 def measured(prices: Prices | None) -> MeasuredPack:
     """What might have been measured of a pack with thresholds."""
     one = Estimate(1.0, 0.1)
-    beside = SourceQuality("", True, 256, Estimate(0.02, 0.003), one, 0.0, one, one, one, 0.0, 0.0)
-    quality = Quality("text", "", 1, 512, 511, 1000, 0.81, one, beside, prices)
+    against = SourceQuality("", True, 256, Estimate(0.02, 0.003), one, 0.0, one, one, one, 0.0, 0.0)
+    quality = Quality("text", "", 1, 512, 511, 1000, 0.81, one, against, prices)
     return MeasuredPack("</script>packed", "both", 3.25, quality)
 
 
@@ -90,7 +90,7 @@ MEASURED_PRICES = Prices(
 )
 
 
-def test_what_was_measured_of_a_pack_stands_among_what_was_foretold(profile: Profile) -> None:
+def test_what_was_measured_of_a_pack_stands_among_what_was_estimated(profile: Profile) -> None:
     plain = held(report_html(profile))["prices"]
     found = held(report_html(profile, measured(MEASURED_PRICES)))["prices"]
     assert found["dense"] == plain["dense"] and plain["substitution"] == []

@@ -99,9 +99,9 @@ class Ran:
 
 
 def run_pass(
-    source: Path, level: Level, folder: Path, ids: Tensor = IDS, anew: bool = False, announce: bool = False
+    source: Path, level: Level, folder: Path, ids: Tensor = IDS, restarts: bool = False, announce: bool = False
 ) -> Ran:
-    """All of a pass; `anew`: each layer by a new process, the first try of which was killed before `leave`."""
+    """All of a pass; `restarts`: each layer by a new process, the first try of which was killed before `leave`."""
     checkpoint = Checkpoint(source)
     spec, recorder = checkpoint.spec, Recorder()
 
@@ -113,12 +113,12 @@ def run_pass(
     announced = running.cost(range(spec.num_hidden_layers)).multiplications if announce else 0
     errors = []
     for layer in range(spec.num_hidden_layers):
-        if anew:
+        if restarts:
             running.layer(layer)
             running = stage()
         errors.append(running.layer(layer, recorder))
         running.leave(layer)
-        if anew:
+        if restarts:
             running = stage()
     measured = running.divergences(recorder)
     running.states.close()
@@ -549,7 +549,7 @@ def test_with_one_expert_a_token_a_copys_error_is_the_sum_of_its_experts(tmp_pat
 
 def test_a_pass_killed_in_and_after_every_layer_gives_the_same_bits(passes: Passes, tmp_path: Path) -> None:
     ran = passes["glm4_moe", "fast"]
-    again = run_pass(ran.source, "fast", tmp_path / "work", anew=True)
+    again = run_pass(ran.source, "fast", tmp_path / "work", restarts=True)
     for found, expected in zip(again.errors, ran.errors, strict=True):
         for array, array_before in zip(found.arrays().values(), expected.arrays().values(), strict=True):
             np.testing.assert_array_equal(array, array_before)

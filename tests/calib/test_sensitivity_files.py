@@ -67,7 +67,7 @@ def test_changes_measured_in_pieces_are_those_measured_at_once(tmp_path: Path, m
 
 @dataclass
 class HiddenFiles(Recorder):
-    """Progress that remembers the hidden states last on the drive, and may end a run before a stage."""
+    """Progress that remembers the hidden states last on the disk, and may end a run before a stage."""
 
     folder: Path = field(kw_only=True)
     stop: str = field(kw_only=True)

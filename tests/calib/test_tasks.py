@@ -76,12 +76,12 @@ def test_the_likeliest_choices_are_those_that_transformers_finds(normalized: boo
 
 def test_a_pack_is_stopped_and_goes_on_to_the_same_score(text: Text, demo_pack: PackMaker, tmp_path: Path) -> None:
     tasks = read_tasks(written(tmp_path, [t | {"answer": 0} for t in TASKS]), text, 2048)
-    with Pack(demo_pack("up", 4)) as held:
-        whole = task_score(held, tasks, tmp_path / "work", Recorder())
+    with Pack(demo_pack("up", 4)) as opened:
+        whole = task_score(opened, tasks, tmp_path / "work", Recorder())
         with pytest.raises(StoppedError):
-            task_score(held, tasks, tmp_path / "work", Recorder(stop_at=20))
+            task_score(opened, tasks, tmp_path / "work", Recorder(stop_at=20))
         rest = Recorder()
-        assert task_score(held, tasks, tmp_path / "work", rest) == whole
+        assert task_score(opened, tasks, tmp_path / "work", rest) == whole
     assert whole.num_tasks == len(TASKS) and "layer 0" not in rest.events
     assert not (tmp_path / "work").exists()
 

@@ -38,13 +38,13 @@ def packed(tmp_path: Path) -> Path:
 
 
 def measured(folder: Path, rule: ThresholdRule, tokens: Tokens = TOKENS) -> MeasuredThresholds:
-    with Pack(folder) as held:
-        return measure_thresholds(held, tokens, rule, Recorder())
+    with Pack(folder) as opened:
+        return measure_thresholds(opened, tokens, rule, Recorder())
 
 
 def thresholds_of(folder: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    with Pack(folder) as held:
-        return held.thresholds.copy()
+    with Pack(folder) as opened:
+        return opened.thresholds.copy()
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Worked:
 
 def by_hand(folder: Path, selector: Selector, sparsity: float) -> Worked:
     """A decoder layer after the other over all sequences; each expert's threshold is the ceil(S n)-th magnitude."""
-    with Pack(folder) as held, torch.inference_mode():
-        weights = PackWeights(held, torch.device("cpu"))
-        spec, device = held.spec, torch.device("cpu")
+    with Pack(folder) as opened, torch.inference_mode():
+        weights = PackWeights(opened, torch.device("cpu"))
+        spec, device = opened.spec, torch.device("cpu")
         ids = torch.from_numpy(TOKENS.sequences.astype(np.int64))
         S, learned = ids.shape[1], (len(ids) - num_held_out(len(ids))) * ids.shape[1]
         states = [embed(row, weights) for row in ids]
@@ -131,8 +131,8 @@ def test_one_threshold_for_all_is_kept_as_it_is(packed: Path) -> None:
 
 def test_realized_sparsity_is_that_of_the_packs_own_thresholds(packed: Path) -> None:
     found = measured(packed, ThresholdRule(sparsity=0.7))
-    with Pack(packed) as held:
-        again = realized_sparsity(held, TOKENS, Recorder())
+    with Pack(packed) as opened:
+        again = realized_sparsity(opened, TOKENS, Recorder())
     total = sum(sum(row) for row in (*found.learned.tokens, *found.held_out.tokens))
     both = sum(
         share * number
@@ -154,9 +154,9 @@ def test_only_thresholds_and_manifest_change(packed: Path) -> None:
 
 def test_measured_again_for_the_same_nothing_is_done(packed: Path) -> None:
     first = measured(packed, ThresholdRule(sparsity=0.5))
-    with Pack(packed) as held:
+    with Pack(packed) as opened:
         progress = Recorder()
-        assert measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.5), progress) == first
+        assert measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.5), progress) == first
     assert not progress.events
 
 
@@ -174,8 +174,8 @@ def test_stopped_it_leaves_the_old_thresholds_and_goes_on_to_the_same_ones(
     number: int, packed: Path, tmp_path: Path
 ) -> None:
     rule = ThresholdRule(sparsity=0.8)
-    with Pack(packed) as held, pytest.raises(StoppedError):
-        measure_thresholds(held, TOKENS, rule, Recorder(stop_at=number))
+    with Pack(packed) as opened, pytest.raises(StoppedError):
+        measure_thresholds(opened, TOKENS, rule, Recorder(stop_at=number))
     assert (thresholds_of(packed) == 0).all()
     found = measured(packed, rule)
     pack(tmp_path / "source", tmp_path / "other", selector="gate")
@@ -186,8 +186,8 @@ def test_stopped_it_leaves_the_old_thresholds_and_goes_on_to_the_same_ones(
 
 
 def test_stopped_and_asked_for_another_sparsity_it_begins_anew(packed: Path) -> None:
-    with Pack(packed) as held, pytest.raises(StoppedError):
-        measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.8), Recorder(stop_at=9))
+    with Pack(packed) as opened, pytest.raises(StoppedError):
+        measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.8), Recorder(stop_at=9))
     assert measured(packed, ThresholdRule(sparsity=0.5)).learned.overall == pytest.approx(0.5, abs=0.005)
 
 

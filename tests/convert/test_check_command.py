@@ -194,7 +194,7 @@ def test_a_synthetic_pack_has_no_tensors_to_account_for(source: Path, tmp_path: 
     assert statuses(checked(tmp_path / "synthetic")) == "ppsssss"
 
 
-def beside(kl: Estimate) -> Quality:
+def compared(kl: Estimate) -> Quality:
     one = Estimate(1.0, 0.0)
     found = SourceQuality("", True, 256, kl, kl, 0.0, one, Estimate(0.01, 0.001), one, 0.0, 0.0)
     return Quality("", "", 1, 2, 1, 1, None, one, found)
@@ -207,7 +207,7 @@ def beside(kl: Estimate) -> Quality:
 def test_the_upper_end_of_the_interval_must_be_within_the_limit(
     value: float, half_width: float | None, status: str
 ) -> None:
-    kl, _ = check_losses(beside(Estimate(value, half_width)), CheckLimits(max_kl=0.05), "here")
+    kl, _ = check_losses(compared(Estimate(value, half_width)), CheckLimits(max_kl=0.05), "here")
     assert kl.status == status
 
 

@@ -1,4 +1,4 @@
-"""The ways to store an expert that are weighed, beside all there are."""
+"""The formats of an expert that the planner considers, out of all formats."""
 
 import itertools
 from dataclasses import replace

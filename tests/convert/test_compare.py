@@ -1,4 +1,4 @@
-"""`verify --against`: a pack beside its source, by weights and by logits."""
+"""`verify --against`: a pack against its source, by weights and by logits."""
 
 import math
 from pathlib import Path
@@ -18,9 +18,9 @@ SHAPE = TinyMixtral(num_layers=2, intermediate_size=80)
 def compared(source: Path, folder: Path) -> dict[tuple[str, str], float]:
     checkpoint = Checkpoint(source)
     try:
-        with Pack(folder) as held:
-            same_tensors(held, checkpoint)
-            return {(m.matrix, m.stored_as): m.relative for m in compare_weights(held, checkpoint)}
+        with Pack(folder) as opened:
+            same_tensors(opened, checkpoint)
+            return {(m.matrix, m.stored_as): m.relative for m in compare_weights(opened, checkpoint)}
     finally:
         checkpoint.close()
 
@@ -88,8 +88,8 @@ def test_logits_of_a_16_bit_pack_are_the_sources(tmp_path: Path) -> None:
     source = SHAPE.write(tmp_path / "source")
     pack(source, tmp_path / "packed", width=16)
     checkpoint = Checkpoint(source)
-    with Pack(tmp_path / "packed") as held:
-        error = compare_logits(held, checkpoint, list(range(60)))
+    with Pack(tmp_path / "packed") as opened:
+        error = compare_logits(opened, checkpoint, list(range(60)))
     checkpoint.close()
     assert (error.num_tokens, error.agreement) == (60, 1.0)
     assert error.largest < 1e-4

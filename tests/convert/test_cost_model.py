@@ -78,7 +78,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
             assert waited(found, table, fetching, 0.0, 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
 
 
-def test_what_is_all_foretold_waits_for_what_a_layer_does_not_hide() -> None:
+def test_what_is_all_predicted_waits_for_what_a_layer_does_not_hide() -> None:
     seconds = np.zeros((MAX_AGE + 1, 1, 2))
     seconds[0] = 5.0
     fetching = FetchCosts(seconds, seconds, seconds)
@@ -100,7 +100,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     made = layout(2, 16)
     expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
     running = np.full((4, 8), share)
-    # A drive on which every read costs its bytes alone: rows pay, gaps do not.
+    # A disk on which every read costs its bytes alone: rows pay, gaps do not.
     fetching = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20)
     rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
     read = np.zeros(3)
@@ -169,10 +169,10 @@ def test_all_dense_matrices_are_read_but_one_row_of_the_embedding() -> None:
 def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(packed: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 4000, (160,), generator=torch.Generator().manual_seed(1)).tolist()
     record = tmp_path / "routes.safetensors"
-    with Pack(packed) as held:
-        budget = budget_for(held, 12, 160)
+    with Pack(packed) as opened:
+        budget = budget_for(opened, 12, 160)
         options = EngineOptions(budget_bytes=budget, record=record, kernels="portable")
-        with Engine(held, options, 160) as engine:
+        with Engine(opened, options, 160) as engine:
             counts = engine.weights
             assert isinstance(counts, OffloadedWeights)
             for token in ids[:40]:
@@ -182,10 +182,10 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
                 engine.decoder.next_logits([token])
             asked = (counts.decode.asked_bytes - before) / 120
         run = read_recording(record).passes
-        plan = divide_budget(held.layout, budget, 160, 0)
+        plan = divide_budget(opened.layout, budget, 160, 0)
         popularity = np.ones((4, 8))
         alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))
-        found = estimate_on_cpu(held.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
+        found = estimate_on_cpu(opened.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
     assert 0 < found.hit_rate < 1
     assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
 

@@ -74,13 +74,13 @@ def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
 
 
 def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
-    """A drive of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
-    tier, drive = tier_of(MIB), assumed_cpu().disk
+    """A disk of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
+    tier, disk = tier_of(MIB), assumed_cpu().disk
     whole = tier.fetch_seconds(EXPERT, 0.0)
     assert whole == pytest.approx(EXPERT.num_bytes / 1e9, rel=0.05)
     assert tier.fetch_seconds(EXPERT, 0.5) == whole  # rows of 160 bytes: half of them lie in every block
     assert tier.fetch_seconds(EXPERT, 0.999) == pytest.approx(
-        drive.seconds(1, EXPERT.selector_bytes) + drive.seconds_for_rows(0.001, EXPERT.records.row_bytes, 448)
+        disk.seconds(1, EXPERT.selector_bytes) + disk.seconds_for_rows(0.001, EXPERT.records.row_bytes, 448)
     )
     assert tier.fetch_seconds(EXPERT, 0.999) < whole
 

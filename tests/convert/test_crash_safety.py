@@ -94,7 +94,7 @@ def assert_one_clear_line(message: str, *parts: str) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(9, id="every ninth"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    scope="module", params=[pytest.param(17, id="every 17th"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 def scenarios(request: pytest.FixtureRequest) -> dict[str, list[Trial]]:
     names = ("each_step", "torn_writes", "resumed_runs", "many_deaths", "power_cuts", "two_at_once")
@@ -188,15 +188,15 @@ def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
 
 @pytest.fixture(scope="module")
 def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
-    """The scenarios of a drive too small, on a tmpfs of 2 MiB.
+    """The scenarios of a disk that is too small, on a tmpfs of 2 MiB.
 
     It is mounted in a namespace of the command's own, and so goes with it, however it ends.
     """
     if shutil.which("unshare") is None:
-        pytest.skip("a small drive needs unshare, of util-linux")
+        pytest.skip("a small disk needs unshare, of util-linux")
     root = [] if os.geteuid() == 0 else ["--map-root-user"]
     script = 'mount -t tmpfs -o size=2m tmpfs "$0" && exec "$@"'
-    folder = tmp_path_factory.mktemp("small-drive")
+    folder = tmp_path_factory.mktemp("small-disk")
     prefix = ["unshare", "--mount", *root, "sh", "-c", script, str(folder)]
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
@@ -204,7 +204,7 @@ def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tria
     return run_scenarios(("full_from_the_start", "filling_up"), folder, *prefix)
 
 
-def test_a_drive_too_small_is_refused_before_any_large_write_and_resumes_with_room(
+def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_room(
     small_drive: dict[str, list[Trial]],
 ) -> None:
     (trial,) = small_drive["full_from_the_start"]
@@ -222,7 +222,7 @@ def test_a_drive_that_fills_up_at_any_write_stops_the_conversion_which_resumes_w
 ) -> None:
     trials = small_drive["filling_up"]
     assert faulty(trials) == []
-    # Where the file's last page had room, the write did not need the drive's.
+    # Where the file's last page had space, the write did not need the disk's.
     stopped = [trial for trial in trials if trial.runs[0].error]
     assert {path for trial in stopped for action, path in [trial.runs[0].steps[-1]] if action == "write"} >= {
         "dense.safetensors",

@@ -1,4 +1,4 @@
-"""EdgeMoE's choice of widths, beside its steps worked by hand."""
+"""EdgeMoE's choice of widths, against its steps worked by hand."""
 
 import numpy as np
 import pytest

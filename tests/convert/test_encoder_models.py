@@ -45,15 +45,15 @@ def test_edgemoe_plans_for_the_cpu(config: str, tmp_path: Path) -> None:
 def test_a_synthetic_pack_is_made(config: str, tmp_path: Path) -> None:
     result = run("synth", config, "-o", str(tmp_path / "synthetic"))
     assert result.exit_code == 0, result.output
-    with Pack(tmp_path / "synthetic") as held:
-        assert held.spec.encoder is not None and held.spec.moe_layers == (1, 3, 5)
+    with Pack(tmp_path / "synthetic") as opened:
+        assert opened.spec.encoder is not None and opened.spec.moe_layers == (1, 3, 5)
 
 
 def test_a_16_bit_pack_has_the_source_s_logits(tmp_path: Path) -> None:
     pack(write(TINY, tmp_path / "source"), tmp_path / "packed", width=16)
     checkpoint = Checkpoint(tmp_path / "source")
-    with Pack(tmp_path / "packed") as held:
-        found = compare_logits(held, checkpoint, [(7 * i + 3) % 96 for i in range(60)])
+    with Pack(tmp_path / "packed") as opened:
+        found = compare_logits(opened, checkpoint, [(7 * i + 3) % 96 for i in range(60)])
     checkpoint.close()
     assert (found.num_tokens, found.agreement) == (60, 1.0)
     assert found.largest < 1e-4

@@ -1,4 +1,4 @@
-"""What a token costs beside its bytes: measured on the real engine, nothing left behind."""
+"""What a token costs besides its bytes: measured on the real engine, nothing left behind."""
 
 import tempfile
 from dataclasses import replace
@@ -51,6 +51,6 @@ def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
 
 
 def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:
-    drive = steady_disk(2e9)
-    assert drive.seconds(3, 1 << 20) == pytest.approx(3 * 2**20 / 2e9)
-    assert drive.seconds_for_few(1, 1 << 20) == pytest.approx(2**20 / 2e9)
+    disk = steady_disk(2e9)
+    assert disk.seconds(3, 1 << 20) == pytest.approx(3 * 2**20 / 2e9)
+    assert disk.seconds_for_few(1, 1 << 20) == pytest.approx(2**20 / 2e9)

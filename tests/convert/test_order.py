@@ -63,8 +63,8 @@ def converted(
 
 
 def logits(folder: Path) -> torch.Tensor:
-    with Pack(folder) as held:
-        return Decoder(PackWeights(held, torch.device("cpu")), len(IDS)).logits(IDS)
+    with Pack(folder) as opened:
+        return Decoder(PackWeights(opened, torch.device("cpu")), len(IDS)).logits(IDS)
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +152,11 @@ def test_the_model_gives_the_same_logits_in_any_order(work: Path, width: int) ->
 
 def test_verify_against_the_source_passes(work: Path) -> None:
     checkpoint = Checkpoint(work / "source")
-    with Pack(work / "ordered-16") as held:
-        audit(held)
-        same_tensors(held, checkpoint)
-        found = {(m.matrix, m.largest) for m in compare_weights(held, checkpoint)}
-        error = compare_logits(held, checkpoint, IDS)
+    with Pack(work / "ordered-16") as opened:
+        audit(opened)
+        same_tensors(opened, checkpoint)
+        found = {(m.matrix, m.largest) for m in compare_weights(opened, checkpoint)}
+        error = compare_logits(opened, checkpoint, IDS)
     checkpoint.close()
     assert found == {(matrix, 0.0) for matrix in ("dense", "gate", "up", "down")}
     assert error.agreement == 1.0
@@ -171,8 +171,8 @@ def test_any_number_of_workers_writes_the_same_bytes(work: Path, tmp_path: Path)
 def test_one_neuron_an_expert_has_one_order(tmp_path: Path) -> None:
     source = TinyMixtral(num_layers=2, intermediate_size=1).write(tmp_path / "source")
     converted(source, tmp_path / "ordered", source_order(1))
-    with Pack(tmp_path / "ordered") as held:
-        audit(held)
+    with Pack(tmp_path / "ordered") as opened:
+        audit(opened)
 
 
 # --- killed

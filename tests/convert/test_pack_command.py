@@ -84,8 +84,8 @@ def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(source: Path, new_fo
                     "nearest",
                 ]
                 assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
-                with Pack(tmp_path / "p") as held:
-                    totals = held.manifest.totals
+                with Pack(tmp_path / "p") as opened:
+                    totals = opened.manifest.totals
                 assert (
                     folder_bytes(tmp_path / "p") == totals.content + (tmp_path / "p" / "manifest.json").stat().st_size
                 )
@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (130, "")
+    assert (process.returncode, output) == (130, ""), errors
     assert errors.endswith(": interrupted; the finished part is kept; run the same command again to continue\n")
     assert "Traceback" not in errors
     resumed = run("convert", source, "-o", tmp_path / "p")

@@ -79,14 +79,14 @@ def test_corms_threshold_is_expected_to_leave_out_what_is_below_it() -> None:
     assert MODEL.loss(decision) == pytest.approx(stored + losses.sparse[:, :, 1, 1].sum() / 2)
 
 
-def test_what_corm_loses_is_not_foretold_where_no_activations_were_counted() -> None:
+def test_what_corm_loses_is_not_estimated_where_no_activations_were_counted() -> None:
     model = replace(MODEL, losses=replace(MODEL.losses, quantiles=None))
     decision = preset_decision("corm", model)
     assert not decision.sparsity.any()
     assert math.isnan(model.loss(decision))
 
 
-def test_what_is_more_sparse_than_was_measured_is_not_foretold() -> None:
+def test_what_is_more_sparse_than_was_measured_is_not_estimated() -> None:
     assert math.isnan(MODEL.loss(preset_decision("floe", MODEL, 0.95)))
     assert MODEL.loss(preset_decision("floe", MODEL, 0.9)) > MODEL.loss(preset_decision("floe", MODEL, 0.85)) > 0
 

@@ -42,9 +42,9 @@ def demo(demo_pack: PackMaker) -> Path:
 def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A made-up run of the demo pack: a prompt of 6 tokens and 40 more, some experts chosen more often."""
     rng = np.random.default_rng(7)
-    with Pack(demo) as held:
-        plan = divide_budget(held.layout, BUDGET, CONTEXT, 0)
-        pages, root = expert_pages(held.layout, plan.page_bytes), held.manifest.root
+    with Pack(demo) as opened:
+        plan = divide_budget(opened.layout, BUDGET, CONTEXT, 0)
+        pages, root = expert_pages(opened.layout, plan.page_bytes), opened.manifest.root
     popularity = rng.dirichlet(np.ones(NUM_EXPERTS), len(pages)).astype(np.float32)
     facts = CacheFacts(pages, plan.num_pages, 2, popularity)
     recorder = Recorder(facts, root, "corm", BUDGET, CONTEXT, keeps_scores=True)

@@ -1,4 +1,4 @@
-"""What an earlier pack holds is copied from it: the same bytes as made anew, and only what changed is made."""
+"""Items of an earlier pack are copied: the bytes are the same, and only changed items are made."""
 
 import dataclasses
 from pathlib import Path
@@ -35,8 +35,8 @@ def plans(checkpoint: Checkpoint) -> tuple[Plan, Plan]:
 def taken(checkpoint: Checkpoint, plan: Plan, earlier: Path, order: NDArray[np.uint32] | None = None) -> set[Item]:
     """The items but headers that an earlier pack holds of a plan."""
     layout = layout_for(checkpoint, plan)
-    with EarlierPack(earlier, Recipe(checkpoint, plan, layout, order)) as held:
-        return {item for item in layout.items() if item.kind != "header" and held.contains(item)}
+    with EarlierPack(earlier, Recipe(checkpoint, plan, layout, order)) as opened:
+        return {item for item in layout.items() if item.kind != "header" and opened.contains(item)}
 
 
 def test_only_what_changed_is_made_and_the_pack_is_the_one_made_directly(tmp_path: Path) -> None:

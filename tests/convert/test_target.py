@@ -1,4 +1,4 @@
-"""What is asked of a plan: limits, defaults that are said, devices and cards, and options that go together."""
+"""The goal of a plan: limits, printed defaults, devices, GPUs, and options that go together."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def facts(link: LinkFacts | None = None) -> MachineFacts:
-    """Of a machine whose drive and link alone were measured."""
+    """Of a machine of which only disk and link were measured."""
     return MachineFacts("2026-01-01", assumed_cpu().disk, CpuFacts(2, None, None, None, (), (), None), link)
 
 
@@ -135,7 +135,7 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
 
 
 def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_has() -> None:
-    measured = LinkFacts("a card", GIB, (SizedRate(1 << 20, 3.0 * GIB), SizedRate(1 << 24, 5.0 * GIB)))
+    measured = LinkFacts("a GPU", GIB, (SizedRate(1 << 20, 3.0 * GIB), SizedRate(1 << 24, 5.0 * GIB)))
     assert "--link 5.0G: bytes a second; as measured" in defaults_text(CARD, SPEC, facts(measured))
     unknown = "bytes a second; the link was not measured; moe-pack doctor measures it"
     assert f"--link 14.9G: {unknown}" in defaults_text(replace(CARD, gpu="L4"), SPEC, None)

@@ -24,12 +24,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(source: Path, folder: Path) -> "subprocess.Popen[bytes]":
     """The command in a process of its own: it profiles, plans, converts and measures."""
-    wish = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", "0.02"]
+    goal = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", "0.02"]
     text = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(folder / "packed")]
     environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        return subprocess.Popen([*command, *wish, *text], stdout=log, stderr=log, env=environment)
+        return subprocess.Popen([*command, *goal, *text], stdout=log, stderr=log, env=environment)
 
 
 def test_killed_at_random_moments_it_ends_in_the_pack_of_a_whole_run(source: Path, tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def packed(source: Path, profile: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_edgemoes_pack_runs_by_its_policy_in_the_budget(packed: Path) -> None:
-    with Pack(packed) as held:
-        divide_budget(held.layout, MEMORY, CONTEXT, routing_bytes(packed))
+    with Pack(packed) as opened:
+        divide_budget(opened.layout, MEMORY, CONTEXT, routing_bytes(packed))
     arguments = [str(packed), "--prompt", "Once upon a time", "--policy", "edgemoe", "--budget", str(MEMORY)]
     result = CliRunner().invoke(run_main, [*arguments, "--max-tokens", "8", "--seed", "1"], prog_name="moe-run")
     assert result.exit_code == 0, result.output
@@ -104,5 +104,5 @@ def test_a_pack_for_a_target_keeps_to_its_loss_and_fits(source: Path, profile: P
     assert quality["num_tokens"] == 255
     kl = quality["against"]["kl"]
     assert kl["value"] + kl["half_width"] <= 0.05
-    with Pack(out) as held:
-        divide_budget(held.layout, MEMORY, CONTEXT, routing_bytes(out))
+    with Pack(out) as opened:
+        divide_budget(opened.layout, MEMORY, CONTEXT, routing_bytes(out))

@@ -93,8 +93,8 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
             expected = their_answer(model, ids, [start_token(model), *ids[: len(ids) // 2]])
         else:
             expected = oracle(folder / "source")(ids)
-    with Pack(folder / "packed") as held:
-        logits = our_logits(PackWeights(held, torch.device("cpu")), ids)
+    with Pack(folder / "packed") as opened:
+        logits = our_logits(PackWeights(opened, torch.device("cpu")), ids)
     return float((logits - expected).abs().max())
 
 

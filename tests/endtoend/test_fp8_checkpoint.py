@@ -75,34 +75,34 @@ def test_its_pack_computes_what_transformers_does_over_dequantized_weights(
     ids = token_ids()
     with torch.no_grad():
         expected = original(folders[1])(torch.tensor([ids]), use_cache=False).logits[0]
-    with Pack(packed) as held:
-        assert {part for layer in held.index.experts for e in layer for part in (e.gate, e.up, e.down)} == {FP8}
-        assert {dense.format for dense in held.manifest.dense} == {FP8}
+    with Pack(packed) as opened:
+        assert {part for layer in opened.index.experts for e in layer for part in (e.gate, e.up, e.down)} == {FP8}
+        assert {dense.format for dense in opened.manifest.dense} == {FP8}
         # Rows of 160 values are no multiple of 64: they are kept as what the codes mean.
-        odd = {dense.role.name: dense.dtype for dense in held.layout.dense if dense.role.name.endswith("shared.down")}
+        odd = {dense.role.name: dense.dtype for dense in opened.layout.dense if dense.role.name.endswith("shared.down")}
         assert odd == {"layers.1.shared.down": "F32", "layers.2.shared.down": "F32"}
         assert {"layers.0.mlp.down", "layers.1.shared.up", "layers.2.attention.kv_b"} <= {
-            dense.name for dense in held.manifest.dense
+            dense.name for dense in opened.manifest.dense
         }
-        logits = Decoder(PackWeights(held, torch.device("cpu")), 128).logits(ids)
+        logits = Decoder(PackWeights(opened, torch.device("cpu")), 128).logits(ids)
     assert expected.abs().max() > 0.5 and (logits - expected).abs().max() < TOLERANCE
 
 
 def test_its_prediction_layer_lies_in_the_pack_byte_for_byte(folders: tuple[Path, Path], packed: Path) -> None:
     source = load_file(folders[0] / "model.safetensors")
-    behind = {name: held for name, held in source.items() if name.startswith("model.layers.3.")}
-    with Pack(packed) as held:
-        audit(held)
-        account = read_account(held.read_file("source.json").tobytes())
+    behind = {name: opened for name, opened in source.items() if name.startswith("model.layers.3.")}
+    with Pack(packed) as opened:
+        audit(opened)
+        account = read_account(opened.read_file("source.json").tobytes())
         unused = {tensor.name: tensor.reason for tensor in account.tensors if tensor.fate == "unused"}
-        assert (unused.keys() == behind.keys() and "unused" in held.manifest.features) or not behind
-        assert num_parameters(held.spec) == sum(tensor.num_weights for tensor in account.tensors)
+        assert (unused.keys() == behind.keys() and "unused" in opened.manifest.features) or not behind
+        assert num_parameters(opened.spec) == sum(tensor.num_weights for tensor in account.tensors)
         assert not any(tensor.fate == "dropped" for tensor in account.tensors)
         if not behind:  # Kimi K2 has none
-            assert not held.has(UNUSED_FILE) and held.manifest.totals.unused == 0
+            assert not opened.has(UNUSED_FILE) and opened.manifest.totals.unused == 0
             return
         assert set(unused.values()) == {"a multi-token-prediction layer, which plain decoding does not run"}
-        assert held.manifest.totals.unused == (packed / UNUSED_FILE).stat().st_size
+        assert opened.manifest.totals.unused == (packed / UNUSED_FILE).stat().st_size
     found = load_file(packed / UNUSED_FILE)
     assert {name for name in found if not name.startswith("pad.")} == behind.keys()
     for name, expected in behind.items():
@@ -131,11 +131,11 @@ def test_what_is_not_run_is_never_read_but_by_who_verifies(
     if not (packed / UNUSED_FILE).exists():
         pytest.skip("this checkpoint has no such layer")
     folder = spoiled(packed, tmp_path / "spoiled")
-    with Pack(folder) as held:
-        logits = Decoder(PackWeights(held, torch.device("cpu")), 128).logits([1, 2, 3])
+    with Pack(folder) as opened:
+        logits = Decoder(PackWeights(opened, torch.device("cpu")), 128).logits([1, 2, 3])
         assert logits.isfinite().all()
         with pytest.raises(PackError, match=r"^unused-000.safetensors: SHA-256 does not match the manifest's"):
-            audit(held)
+            audit(opened)
 
 
 def test_inspect_counts_it_apart_and_verify_compares_it(

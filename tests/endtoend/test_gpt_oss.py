@@ -95,14 +95,16 @@ def test_a_pack_that_keeps_the_blocks_is_what_transformers_makes_of_them(
                 plan = uniform_plan(checkpoint.spec, selector, FOUR, FOUR, quantizer="nearest")
                 convert(checkpoint, keep_source(checkpoint, plan, "source", "source", None), tmp_path / "packed", 1)
                 checkpoint.close()
-                with Pack(tmp_path / "packed") as held:
-                    audit(held)
-                    assert {part for layer in held.index.experts for e in layer for part in (e.gate, e.up, e.down)} <= {
+                with Pack(tmp_path / "packed") as opened:
+                    audit(opened)
+                    assert {
+                        part for layer in opened.index.experts for e in layer for part in (e.gate, e.up, e.down)
+                    } <= {
                         MXFP4,
                         E5M2,
                         BF16,
                     }
-                    weights = open_weights(held, CPU, operations_limited_to("avx2") if has_kernels else TORCH)
+                    weights = open_weights(opened, CPU, operations_limited_to("avx2") if has_kernels else TORCH)
                     decoder = Decoder(weights, 96, chunk_tokens=16)
                     found = torch.cat(
                         [decoder.logits(token_ids()[:50]), *(decoder.logits([token]) for token in token_ids()[50:])]
@@ -115,8 +117,8 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack at 8 bit with a threshold for about half the neurons; not to be changed."""
     folder = tmp_path_factory.mktemp("sparse")
     pack(write(TINY, folder / "source"), folder / "packed", width=8, selector="up")
-    with Pack(folder / "packed") as held:
-        thresholds = held.thresholds.copy()
+    with Pack(folder / "packed") as opened:
+        thresholds = opened.thresholds.copy()
     thresholds[:] = 0.8  # of abs(u + 1)
     rewrite_thresholds(folder / "packed", thresholds)
     return folder / "packed"
@@ -133,12 +135,12 @@ def test_streaming_within_a_budget_gives_the_bits_that_memory_gives(sparse_pack:
     for kernels, cutover, num_experts in [("portable", 0.0, 2), ("portable", 1.0, 7), ("torch", 0.0, 7)]:
         with case(kernels, cutover, num_experts):
             options = EngineOptions(kernels=kernels, chunk_tokens=16, read="map")
-            with Pack(sparse_pack) as held:
-                with Engine(held, options, 64) as engine:
+            with Pack(sparse_pack) as opened:
+                with Engine(opened, options, 64) as engine:
                     whole = answers(engine)
-                budget = budget_for(held, num_experts, 64)
+                budget = budget_for(opened, num_experts, 64)
                 limited = replace(options, read="auto", budget_bytes=budget, cutover=cutover)
-                with Engine(held, limited, 64) as engine:
+                with Engine(opened, limited, 64) as engine:
                     assert isinstance(engine.weights, OffloadedWeights) and engine.decoder.cache.is_ring
                     assert torch.equal(answers(engine), whole)
                     assert (engine.weights.decode.in_part > 0) == (cutover == 1.0)
@@ -150,13 +152,13 @@ def test_a_damaged_bias_of_down_is_found_whether_rows_come_alone_or_not(
     sparse_pack: Path, cutover: float, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(sparse_pack, tmp_path / "packed")
-    with Pack(folder) as held:
-        budget = budget_for(held, 2, 64)
-        for layer_idx, file in enumerate(held.manifest.expert_files):
+    with Pack(folder) as opened:
+        budget = budget_for(opened, 2, 64)
+        for layer_idx, file in enumerate(opened.manifest.expert_files):
             raw = bytearray((folder / file.name).read_bytes())
-            for offset, layout in zip(held.layout.offsets[layer_idx], held.layout.experts[layer_idx], strict=True):
+            for offset, layout in zip(opened.layout.offsets[layer_idx], opened.layout.experts[layer_idx], strict=True):
                 raw[offset + layout.num_bytes - layout.extra_bytes + 5] ^= 1
             (folder / file.name).write_bytes(raw)
     options = EngineOptions(kernels="portable", budget_bytes=budget, cutover=cutover)
-    with Pack(folder) as held, Engine(held, options, 64) as engine, pytest.raises(PackError, match="CRC-32"):
+    with Pack(folder) as opened, Engine(opened, options, 64) as engine, pytest.raises(PackError, match="CRC-32"):
         answers(engine)

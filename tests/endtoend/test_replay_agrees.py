@@ -45,24 +45,24 @@ def test_replay_gives_the_hits_that_the_engine_counted(
                 tmp_path = new_folder()
                 ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
                 record = tmp_path / "routes.safetensors"
-                with Pack(folder) as held:
+                with Pack(folder) as opened:
                     options = EngineOptions(
-                        budget_bytes=budget_for(held, num_experts, CONTEXT),
+                        budget_bytes=budget_for(opened, num_experts, CONTEXT),
                         policy=PRESETS[policy].name,
                         prefetches=prefetches,
                         record=record,
                         kernels="portable",
                     )
-                    with Engine(held, options, CONTEXT) as engine:
+                    with Engine(opened, options, CONTEXT) as engine:
                         engine.decoder.next_logits(ids[:NUM_PROMPT])
                         for token in ids[NUM_PROMPT:]:
                             engine.decoder.next_logits([token])
                         counted, plan = engine.weights, engine.plan
                     assert plan is not None
                     found = read_recording(record)
-                    facts = cache_facts(held, plan, Routing.open(held))
+                    facts = cache_facts(opened, plan, Routing.open(opened))
                     played = replay(
-                        found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found
+                        found.passes, facts, opened.index.size.astype(np.int64), PRESETS[policy], record=found
                     )
                 assert (played.prefill.num_hits, played.prefill.num_needed) == (
                     counted.prefill.hits,
@@ -93,12 +93,12 @@ def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Pa
             routes.append(experts[0].tolist())
             return super().run_experts(layer_idx, x, experts, weights)
 
-    with Pack(folder) as held:
-        options = EngineOptions(budget_bytes=budget_for(held, 3, CONTEXT), record=record, kernels="portable")
-        with Engine(held, options, CONTEXT) as engine:
+    with Pack(folder) as opened:
+        options = EngineOptions(budget_bytes=budget_for(opened, 3, CONTEXT), record=record, kernels="portable")
+        with Engine(opened, options, CONTEXT) as engine:
             for token in ids:
                 engine.decoder.next_logits([token])
-        plain = Decoder(Watched(held, operations_limited_to("portable")), CONTEXT)
+        plain = Decoder(Watched(opened, operations_limited_to("portable")), CONTEXT)
         for token in ids:
             plain.next_logits([token])
     assert read_recording(record).passes.routes.reshape(-1, 2).tolist() == routes

@@ -34,8 +34,8 @@ def original() -> MixtralForCausalLM:
 @pytest.fixture(scope="module")
 def ids(demo_pack: PackMaker) -> list[int]:
     """512 tokens of text the model has not seen."""
-    with Pack(demo_pack("up", 16)) as held:
-        return Text(held).encode(BOOK.read_text("utf-8")[10_000:14_000])[:NUM_TOKENS]
+    with Pack(demo_pack("up", 16)) as opened:
+        return Text(opened).encode(BOOK.read_text("utf-8")[10_000:14_000])[:NUM_TOKENS]
 
 
 @pytest.fixture(scope="module")

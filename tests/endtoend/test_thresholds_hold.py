@@ -19,12 +19,12 @@ def test_sparsity_on_unseen_text_is_that_asked_for(
     selector: Selector, width: int, sparsity: float, tmp_path: Path
 ) -> None:
     pack(DEMO_MODEL, tmp_path / "packed", selector=selector, width=width, group=64)
-    with Pack(tmp_path / "packed") as held:
-        tokens = read_tokens(None, None, Text(held), 16384, 512)
-        measure_thresholds(held, tokens, ThresholdRule(sparsity=sparsity), Recorder())
-    with Pack(tmp_path / "packed") as held:
-        unseen = read_tokens(str(BOOK), None, Text(held), 16384, 512)
-        found = realized_sparsity(held, unseen, Recorder())
+    with Pack(tmp_path / "packed") as opened:
+        tokens = read_tokens(None, None, Text(opened), 16384, 512)
+        measure_thresholds(opened, tokens, ThresholdRule(sparsity=sparsity), Recorder())
+    with Pack(tmp_path / "packed") as opened:
+        unseen = read_tokens(str(BOOK), None, Text(opened), 16384, 512)
+        found = realized_sparsity(opened, unseen, Recorder())
     assert found.overall == pytest.approx(sparsity, abs=0.01)
     for shares, numbers in zip(found.experts, found.tokens, strict=True):
         for share, number in zip(shares, numbers, strict=True):

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read of them, and every reason to refuse one, each beside the nearest that is accepted."""
+"""Checkpoints: what is read of them, and every reason to refuse one, each with the nearest that is accepted."""
 
 import json
 from collections.abc import Callable

@@ -461,7 +461,7 @@ def test_expert_files_out_of_order_are_refused(folder: Path) -> None:
     assert refusal(folder) == expected
 
 
-# --- the files on the drive
+# --- the files on the disk
 
 
 def test_a_missing_file_is_refused(new_pack: Callable[[], Path]) -> None:

@@ -89,13 +89,13 @@ def in_between(folder: Path, thresholds: Thresholds = MEASURED) -> Path:
 
 def assert_pack_of(folder: Path, thresholds: dict[str, Thresholds]) -> None:
     """Both readers find one of these thresholds, each under the root digest it belongs to, and no fault anywhere."""
-    with Pack(folder) as held:
-        audit(held)
-        expected = thresholds[held.manifest.root]
-        np.testing.assert_array_equal(held.thresholds, expected)
+    with Pack(folder) as opened:
+        audit(opened)
+        expected = thresholds[opened.manifest.root]
+        np.testing.assert_array_equal(opened.thresholds, expected)
     second = SecondReader(folder)
     np.testing.assert_array_equal(second.thresholds, expected)
-    assert second.manifest["root"] == held.manifest.root
+    assert second.manifest["root"] == opened.manifest.root
 
 
 def test_the_pack_then_has_the_thresholds_and_a_root_digest_of_its_own(folder: Path) -> None:
@@ -191,7 +191,7 @@ def test_killed_within_any_write_the_pack_has_its_old_thresholds_and_the_same_ca
             assert different_files(files_in(packed), expected) == [], step
 
 
-# A drive keeps both changes of name that a rename makes, or neither: "removed", which keeps one, is not for renames.
+# A disk keeps both changes of name that a rename makes, or neither: "removed", which keeps one, is not for renames.
 @pytest.mark.parametrize("names", ["synced", "ahead", "replaced"])
 def test_losing_power_at_any_step_the_pack_is_whole_and_the_same_call_ends(packed: Path, names: str) -> None:
     old = rewrite_thresholds(packed, OTHERS)

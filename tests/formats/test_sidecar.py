@@ -101,9 +101,9 @@ def test_one_of_another_root_digest_is_as_good_as_none_whatever_it_holds(tmp_pat
 def test_it_is_no_part_of_the_pack_and_stale_once_thresholds_change(folder: Path) -> None:
     root = manifest_of(folder)["root"]
     write_sidecar(folder, "thresholds.json", VALUES, root)
-    with Pack(folder) as held:
-        assert held.manifest.root == root
-        changed = held.thresholds + 1
+    with Pack(folder) as opened:
+        assert opened.manifest.root == root
+        changed = opened.thresholds + 1
     assert read_sidecar(folder, "thresholds.json", Measured, root) == VALUES
     assert read_sidecar(folder, "thresholds.json", Measured, rewrite_thresholds(folder, changed)) is None
 
@@ -205,8 +205,8 @@ def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
 def test_a_missing_folder_or_one_in_use_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"none: cannot be used as output folder \(No such file"):
         write_sidecar(tmp_path / "none", NAME, VALUES, ROOT)
-    with Pack(folder) as held:
-        changed = held.thresholds + 1
+    with Pack(folder) as opened:
+        changed = opened.thresholds + 1
 
     def meanwhile(step: object) -> None:
         with pytest.raises(ConversionError) as refused:

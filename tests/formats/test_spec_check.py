@@ -1,4 +1,4 @@
-"""Every rule of what a model can be: a spec just beyond it, and beside it the nearest that is allowed."""
+"""Every rule of what a model can be: a spec just beyond it, and the nearest that is allowed."""
 
 from typing import Any
 

@@ -82,7 +82,7 @@ def test_a_header_that_fills_the_file_is_legal(path: Path) -> None:
 def test_a_header_beyond_the_limit_is_refused_in_a_file_large_enough(path: Path) -> None:
     with path.open("wb") as file:
         file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(200_000_000)  # a hole: takes no room on the drive
+        file.truncate(200_000_000)  # a hole: takes no space on the disk
     with pytest.raises(PackError) as refused:
         read_header(path, PackError)
     assert str(refused.value) == (

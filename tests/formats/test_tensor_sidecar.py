@@ -192,8 +192,8 @@ def test_a_tensor_that_is_not_there_or_of_no_arrays_dtype_is_refused_by_name(tmp
 
 
 def test_a_folder_in_use_is_refused(folder: Path) -> None:
-    with Pack(folder) as held:
-        changed = held.thresholds + 1
+    with Pack(folder) as opened:
+        changed = opened.thresholds + 1
 
     def meanwhile(step: object) -> None:
         with pytest.raises(ConversionError) as refused:

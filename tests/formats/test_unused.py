@@ -1,4 +1,4 @@
-"""`unused-000.safetensors`, which nothing runs: hand-made faults, and the legal file beside them."""
+"""`unused-000.safetensors`, which nothing runs: hand-made faults, and the nearest legal file."""
 
 from pathlib import Path
 
@@ -27,39 +27,39 @@ def both(values: JsonObject) -> None:
 
 
 @pytest.fixture
-def beside(folder: Path) -> Path:
-    """The legal file beside the others; no manifest lists it yet."""
+def with_unused(folder: Path) -> Path:
+    """A pack with the legal file; no manifest lists it yet."""
     made = lay_out([[TENSOR]], 64)
     body = bytes(range(made.num_bytes - len(made.header)))
     (folder / NAME).write_bytes(made.header + body)
     return folder
 
 
-def test_what_is_listed_with_its_feature_is_there_and_is_no_weight(beside: Path) -> None:
-    reseal(beside, both)
-    with Pack(beside) as held:
-        assert held.layout.unused_file is not None
-        (entry,) = [entry for entry in held.layout.unused_file.entries if not entry.name.startswith("pad.")]
+def test_what_is_listed_with_its_feature_is_there_and_is_no_weight(with_unused: Path) -> None:
+    reseal(with_unused, both)
+    with Pack(with_unused) as opened:
+        assert opened.layout.unused_file is not None
+        (entry,) = [entry for entry in opened.layout.unused_file.entries if not entry.name.startswith("pad.")]
         assert (entry.name, entry.dtype, entry.shape) == TENSOR
-        assert held.read_unused(entry.offset, entry.num_bytes).tobytes() == bytes(range(12))
-        assert TENSOR[0] not in [dense.entry.name for dense in held.layout.dense]
+        assert opened.read_unused(entry.offset, entry.num_bytes).tobytes() == bytes(range(12))
+        assert TENSOR[0] not in [dense.entry.name for dense in opened.layout.dense]
 
 
 @pytest.mark.parametrize("change", [listed, required], ids=["the file alone", "the feature alone"])
-def test_the_file_and_its_feature_go_together(change: Change, beside: Path) -> None:
-    reseal(beside, change)
-    assert refusal(beside) == TOGETHER
+def test_the_file_and_its_feature_go_together(change: Change, with_unused: Path) -> None:
+    reseal(with_unused, change)
+    assert refusal(with_unused) == TOGETHER
 
 
-def test_without_both_the_pack_is_whole(beside: Path) -> None:
-    reseal(beside, unchanged)
-    Pack(beside).close()
+def test_without_both_the_pack_is_whole(with_unused: Path) -> None:
+    reseal(with_unused, unchanged)
+    Pack(with_unused).close()
 
 
-def test_a_header_that_is_not_the_one_its_tensors_have_is_refused(beside: Path) -> None:
-    raw = (beside / NAME).read_bytes()
+def test_a_header_that_is_not_the_one_its_tensors_have_is_refused(with_unused: Path) -> None:
+    raw = (with_unused / NAME).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     assert raw[7 + length : 8 + length] == b" ", "the header ends in spaces"
-    (beside / NAME).write_bytes((length - 1).to_bytes(8, "little") + raw[8 : 7 + length] + raw[8 + length :])
-    reseal(beside, both)
-    assert refusal(beside) == f"{NAME}: header does not match its tensors; the file is damaged"
+    (with_unused / NAME).write_bytes((length - 1).to_bytes(8, "little") + raw[8 : 7 + length] + raw[8 + length :])
+    reseal(with_unused, both)
+    assert refusal(with_unused) == f"{NAME}: header does not match its tensors; the file is damaged"

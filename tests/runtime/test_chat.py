@@ -33,20 +33,20 @@ def config(template: object) -> str:
 
 
 def test_a_template_in_the_tokenizer_config_is_rendered(tmp_path: Path) -> None:
-    with packed(tmp_path, tokenizer_config__json=config(TEMPLATE)) as held:
-        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+    with packed(tmp_path, tokenizer_config__json=config(TEMPLATE)) as opened:
+        assert chat_prompt(opened, 'Hello, "you"') == RENDERED
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    with packed(tmp_path, tokenizer_config__json=config(several)) as held:
-        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+    with packed(tmp_path, tokenizer_config__json=config(several)) as opened:
+        assert chat_prompt(opened, 'Hello, "you"') == RENDERED
 
 
 def test_a_template_file_comes_before_the_config(tmp_path: Path) -> None:
     files = {"tokenizer_config__json": config("no"), "chat_template__jinja": TEMPLATE}
-    with packed(tmp_path, **files) as held:
-        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+    with packed(tmp_path, **files) as opened:
+        assert chat_prompt(opened, 'Hello, "you"') == RENDERED
 
 
 def test_templates_that_ask_for_tools_or_the_date_find_what_transformers_gives(tmp_path: Path) -> None:
@@ -59,17 +59,17 @@ def test_templates_that_ask_for_tools_or_the_date_find_what_transformers_gives(t
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     expected = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-    with Pack(tmp_path / "packed") as held:
-        assert chat_prompt(held, "Hello") == expected
+    with Pack(tmp_path / "packed") as opened:
+        assert chat_prompt(opened, "Hello") == expected
     assert " of %Hello" in expected and "tools" not in expected
 
 
 def test_a_pack_without_template_is_refused(tmp_path: Path) -> None:
     with (
-        packed(tmp_path, tokenizer_config__json=config(None)) as held,
+        packed(tmp_path, tokenizer_config__json=config(None)) as opened,
         pytest.raises(RunError, match=r"^--chat needs a chat template, and this pack has none; remove --chat$"),
     ):
-        chat_prompt(held, "Hello")
+        chat_prompt(opened, "Hello")
 
 
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(tmp_path
         case_folder.mkdir()
         with (
             case(template),
-            packed(case_folder, tokenizer_config__json=config(template)) as held,
+            packed(case_folder, tokenizer_config__json=config(template)) as opened,
             pytest.raises(RunError, match=r"^--chat: the pack's template failed"),
         ):
-            chat_prompt(held, "Hello")
+            chat_prompt(opened, "Hello")
 
 
 def test_the_demo_model_is_not_one_to_chat_with() -> None:
@@ -120,8 +120,8 @@ HARMONY = """
 
 
 def test_a_template_of_the_harmony_format_is_rendered(tmp_path: Path) -> None:
-    with packed(tmp_path, chat_template__jinja=HARMONY) as held:
-        found = chat_prompt(held, "Hello")
+    with packed(tmp_path, chat_template__jinja=HARMONY) as opened:
+        found = chat_prompt(opened, "Hello")
     assert re.fullmatch(
         r"<\|start\|>system<\|message\|>Today: \d{4}\nEffort: medium<\|end\|>"
         r"<\|start\|>user<\|message\|>Hello<\|end\|><\|start\|>assistant",

@@ -66,8 +66,8 @@ def test_a_prompt_longer_than_a_prefill_chunk_gives_the_same_logits(tmp_path: Pa
     source = shape.write(tmp_path / "source")
     pack(source, tmp_path / "packed", width=16)
     ids = [(7 * i * i + 3) % 96 for i in range(1100)]
-    with Pack(tmp_path / "packed") as held:
-        decoder = Decoder(PackWeights(held, CPU), 1100)
+    with Pack(tmp_path / "packed") as opened:
+        decoder = Decoder(PackWeights(opened, CPU), 1100)
         logits = decoder.logits(ids)
         decoder.reset()
         decoder.next_logits(ids[:700])
@@ -79,23 +79,23 @@ def test_a_prompt_longer_than_a_prefill_chunk_gives_the_same_logits(tmp_path: Pa
 def test_quantized_dense_matrices_run(tmp_path: Path, tiny_source: Path) -> None:
     pack(tiny_source, tmp_path / "eight", width=16, dense_width=8)
     ids = list(range(30))
-    with Pack(tmp_path / "eight") as held:
-        logits = Decoder(PackWeights(held, CPU), 30).logits(ids)
+    with Pack(tmp_path / "eight") as opened:
+        logits = Decoder(PackWeights(opened, CPU), 30).logits(ids)
     error = (logits - reference_logits(tiny_source, ids)).abs().max()
     assert 0 < error < 0.2  # 8-bit weights of about 0.2 over 64 columns; the logits themselves reach 5
 
 
 def test_a_context_that_is_full_is_refused(tiny_pack: Path) -> None:
-    with Pack(tiny_pack) as held:
-        decoder = Decoder(PackWeights(held, CPU), 4)
+    with Pack(tiny_pack) as opened:
+        decoder = Decoder(PackWeights(opened, CPU), 4)
         decoder.next_logits([1, 2, 3, 4])
         with pytest.raises(RunError, match=r"^the context of 4 tokens is full$"):
             decoder.next_logits([5])
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tiny_pack: Path) -> None:
-    with Pack(tiny_pack) as held:
-        weights = PackWeights(held, CPU)
+    with Pack(tiny_pack) as opened:
+        weights = PackWeights(opened, CPU)
         with pytest.raises(RunError, match=r"^a context of 129 tokens is not possible; this model has 128 positions$"):
             Decoder(weights, 129)
         Decoder(weights, 128)
@@ -103,8 +103,8 @@ def test_a_context_beyond_the_models_positions_is_refused(tiny_pack: Path) -> No
 
 @pytest.mark.parametrize("token", [-1, 96])
 def test_a_token_outside_the_vocabulary_is_refused(token: int, tiny_pack: Path) -> None:
-    with Pack(tiny_pack) as held:
-        decoder = Decoder(PackWeights(held, CPU), 4)
+    with Pack(tiny_pack) as opened:
+        decoder = Decoder(PackWeights(opened, CPU), 4)
         with pytest.raises(RunError, match="vocabulary of 96"):
             decoder.next_logits([token])
         decoder.next_logits([95])
@@ -117,18 +117,18 @@ def test_one_row_decodes_as_it_does_among_others(tiny_source: Path, tmp_path: Pa
         case_folder.mkdir()
         with case(group, scale_bits):
             pack(tiny_source, case_folder / "packed", group=group, scale_bits=scale_bits, dense_width=3)
-            with Pack(case_folder / "packed") as held:
-                embed = PackWeights(held, CPU).matrix("embed")
+            with Pack(case_folder / "packed") as opened:
+                embed = PackWeights(opened, CPU).matrix("embed")
                 assert torch.equal(torch.cat([embed.rows(i, i + 1) for i in range(96)]), embed.rows(0, 96))
 
 
 def test_a_cache_of_float32_is_what_a_decoder_has_unless_asked(tmp_path: Path, tiny_source: Path) -> None:
     pack(tiny_source, tmp_path / "packed", width=16)
     ids = list(range(30))
-    with Pack(tmp_path / "packed") as held:
-        weights = PackWeights(held, CPU)
+    with Pack(tmp_path / "packed") as opened:
+        weights = PackWeights(opened, CPU)
         usual, asked = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.float32)
-        assert {held.dtype for held in (*usual.cache.keys, *usual.cache.values)} == {torch.float32}
+        assert {opened.dtype for opened in (*usual.cache.keys, *usual.cache.values)} == {torch.float32}
         assert torch.equal(usual.logits(ids), asked.logits(ids))
 
 
@@ -137,8 +137,8 @@ def test_a_cache_of_bfloat16_takes_half_the_bytes_and_changes_logits_a_little(
 ) -> None:
     pack(tiny_source, tmp_path / "packed", width=16)
     ids = list(range(30))
-    with Pack(tmp_path / "packed") as held:
-        weights = PackWeights(held, CPU)
+    with Pack(tmp_path / "packed") as opened:
+        weights = PackWeights(opened, CPU)
         exact, rounded = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.bfloat16)
         expected, at_once = exact.logits(ids), rounded.logits(ids)
         rounded.reset()

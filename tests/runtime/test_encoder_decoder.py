@@ -54,7 +54,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def held(packed: Path) -> Iterator[Pack]:
+def opened(packed: Path) -> Iterator[Pack]:
     with Pack(packed) as opened:
         yield opened
 
@@ -66,21 +66,21 @@ def greedy(made: EncoderDecoder) -> list[int]:
 @pytest.fixture(scope="module")
 def expected(packed: Path) -> list[int]:
     """The text of the plain engine."""
-    with Pack(packed) as held:
-        return greedy(EncoderDecoder(PackWeights(held, CPU), CONTEXT))
+    with Pack(packed) as opened:
+        return greedy(EncoderDecoder(PackWeights(opened, CPU), CONTEXT))
 
 
 def least(layout: PackLayout) -> int:
     return least_budget(layout, CONTEXT, 0)
 
 
-def test_experts_that_stream_inside_the_least_budget_give_the_same_text(held: Pack, expected: list[int]) -> None:
+def test_experts_that_stream_inside_the_least_budget_give_the_same_text(opened: Pack, expected: list[int]) -> None:
     policies: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe", "auto")
     for kernels, policy in [*(("auto", policy) for policy in policies), ("torch", "lru"), ("torch", "floe")]:
         with case(kernels, policy):
-            budget = least(held.layout)
+            budget = least(opened.layout)
             options = EngineOptions(budget_bytes=budget, policy=policy, kernels=kernels)  # type: ignore[arg-type]  # literals
-            with Engine(held, options, CONTEXT) as engine:
+            with Engine(opened, options, CONTEXT) as engine:
                 assert isinstance(engine.decoder, EncoderDecoder)
                 assert greedy(engine.decoder) == expected
                 stream = report(engine).stream
@@ -90,20 +90,20 @@ def test_experts_that_stream_inside_the_least_budget_give_the_same_text(held: Pa
                 assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
 
 
-def test_a_byte_less_than_the_least_budget_is_refused(held: Pack) -> None:
+def test_a_byte_less_than_the_least_budget_is_refused(opened: Pack) -> None:
     with pytest.raises(RunError, match=r"--budget: .* the model needs at least"):
-        Engine(held, EngineOptions(budget_bytes=least(held.layout) - 1), CONTEXT)
+        Engine(opened, EngineOptions(budget_bytes=least(opened.layout) - 1), CONTEXT)
 
 
-def test_experts_where_they_lie_in_mapped_files_give_the_same_text(held: Pack, expected: list[int]) -> None:
-    with Engine(held, EngineOptions(), CONTEXT) as engine:
+def test_experts_where_they_lie_in_mapped_files_give_the_same_text(opened: Pack, expected: list[int]) -> None:
+    with Engine(opened, EngineOptions(), CONTEXT) as engine:
         assert isinstance(engine.decoder, EncoderDecoder)
         assert greedy(engine.decoder) == expected
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 95])
-def test_what_is_computed_in_pieces_is_the_same(held: Pack, chunk_tokens: int) -> None:
-    whole, pieces = (runner(PackWeights(held, CPU), CONTEXT, chunk) for chunk in (CONTEXT, chunk_tokens))
+def test_what_is_computed_in_pieces_is_the_same(opened: Pack, chunk_tokens: int) -> None:
+    whole, pieces = (runner(PackWeights(opened, CPU), CONTEXT, chunk) for chunk in (CONTEXT, chunk_tokens))
     answer = [0, *token_ids()[:60]]
     for made in (whole, pieces):
         assert isinstance(made, EncoderDecoder)
@@ -112,22 +112,22 @@ def test_what_is_computed_in_pieces_is_the_same(held: Pack, chunk_tokens: int) -
     assert (whole.logits(answer) - pieces.logits(answer)).abs().max() < 1e-4
 
 
-def test_a_new_text_forgets_the_one_before(held: Pack) -> None:
-    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+def test_a_new_text_forgets_the_one_before(opened: Pack) -> None:
+    made = EncoderDecoder(PackWeights(opened, CPU), CONTEXT)
     made.begin([5, 6, 7])
     made.next_logits([9])
     again = made.begin(token_ids())
-    assert torch.equal(again, EncoderDecoder(PackWeights(held, CPU), CONTEXT).begin(token_ids()))
+    assert torch.equal(again, EncoderDecoder(PackWeights(opened, CPU), CONTEXT).begin(token_ids()))
 
 
-def test_caches_hold_text_and_answer_of_the_decoder_s_layers_alone(held: Pack) -> None:
-    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+def test_caches_hold_text_and_answer_of_the_decoder_s_layers_alone(opened: Pack) -> None:
+    made = EncoderDecoder(PackWeights(opened, CPU), CONTEXT)
     assert made.cache.num_bytes == made.read.num_bytes == 4 * CONTEXT * 3 * 2 * 4 * 16
-    assert made.cache.num_bytes + made.read.num_bytes == 4 * CONTEXT * cached_values(held.spec)
+    assert made.cache.num_bytes + made.read.num_bytes == 4 * CONTEXT * cached_values(opened.spec)
 
 
-def test_texts_and_answers_that_do_not_fit_are_refused(held: Pack) -> None:
-    made = EncoderDecoder(PackWeights(held, CPU), 8)
+def test_texts_and_answers_that_do_not_fit_are_refused(opened: Pack) -> None:
+    made = EncoderDecoder(PackWeights(opened, CPU), 8)
     with pytest.raises(RunError, match="there is no text to answer; encode one first"):
         made.next_logits([0])
     for text in ([], [3] * 9):
@@ -141,9 +141,9 @@ def test_texts_and_answers_that_do_not_fit_are_refused(held: Pack) -> None:
         made.next_logits([0])
 
 
-def test_a_record_is_refused(held: Pack, tmp_path: Path) -> None:
+def test_a_record_is_refused(opened: Pack, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="--record does not support models with an encoder"):
-        Engine(held, EngineOptions(record=tmp_path / "record"), CONTEXT)
+        Engine(opened, EngineOptions(record=tmp_path / "record"), CONTEXT)
 
 
 def test_tokens_beyond_an_expert_s_capacity_are_left_out_of_its_work() -> None:
@@ -156,9 +156,9 @@ def text_of(ids: list[int]) -> str:
     return " ".join("<extra_id_0>" if i == 2 else f"w{i}" for i in ids if i > 1)
 
 
-def test_moe_run_answers_a_text_and_shows_sentinels(held: Pack, packed: Path) -> None:
+def test_moe_run_answers_a_text_and_shows_sentinels(opened: Pack, packed: Path) -> None:
     ids = [2, *token_ids()[3:40]]
-    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+    made = EncoderDecoder(PackWeights(opened, CPU), CONTEXT)
     answer = list(generate(made, [i for i in ids if i > 1] + [1], Sampler(0, 1, 0), 20, frozenset({1})))
     result = CliRunner().invoke(
         main, [str(packed), "--prompt", text_of(ids), "--temperature", "0", "--max-tokens", "20", "--kernels", "torch"]
@@ -169,10 +169,10 @@ def test_moe_run_answers_a_text_and_shows_sentinels(held: Pack, packed: Path) ->
         assert "".join(model.generate(text_of(ids), 20, temperature=0)).split() == text_of(answer).split()
 
 
-def test_sentinels_are_shown_and_other_special_tokens_are_not(held: Pack) -> None:
+def test_sentinels_are_shown_and_other_special_tokens_are_not(opened: Pack) -> None:
     from moe_pack.runtime import Text
 
-    stream = Text(held).stream([])
+    stream = Text(opened).stream([])
     assert "".join([stream.push(token) for token in (0, 2, 7, 1)] + [stream.finish()]).split() == ["<extra_id_0>", "w7"]
 
 

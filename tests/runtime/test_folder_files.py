@@ -27,8 +27,8 @@ def test_a_checkpoint_and_its_pack_read_text_alike(tmp_path: Path) -> None:
     shutil.copy(DEMO_MODEL / "tokenizer.json", source)
     pack(source, tmp_path / "packed")
     of_folder = Text(FolderFiles(source))
-    with Pack(tmp_path / "packed") as held:
-        of_pack = Text(held)
+    with Pack(tmp_path / "packed") as opened:
+        of_pack = Text(opened)
     book = BOOK.read_text("utf-8")[:5000]
     assert of_folder.encode(book) == of_pack.encode(book)
     assert of_folder.end_ids == of_pack.end_ids == {1, 3}

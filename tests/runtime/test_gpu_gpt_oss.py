@@ -14,10 +14,10 @@ from moe_pack.runtime.model import Decoder, PackWeights
 
 
 def reference(folder: Path) -> torch.Tensor:
-    with Pack(folder) as held:
-        found = {form for layer in held.index.experts for e in layer for form in (e.gate, e.up, e.down)}
-        assert found == {MXFP4, E5M2} and held.spec.expert.bias == ("gate", "up", "down")
-        return Decoder(PackWeights(held, CPU), 64, chunk_tokens=CHUNK).logits(IDS)
+    with Pack(folder) as opened:
+        found = {form for layer in opened.index.experts for e in layer for form in (e.gate, e.up, e.down)}
+        assert found == {MXFP4, E5M2} and opened.spec.expert.bias == ("gate", "up", "down")
+        return Decoder(PackWeights(opened, CPU), 64, chunk_tokens=CHUNK).logits(IDS)
 
 
 @pytest.mark.slow

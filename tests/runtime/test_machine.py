@@ -38,7 +38,7 @@ def drive(curve: list[tuple[int, float]]) -> DiskFacts:
 
 
 def drive_with_cost(read_seconds: float, byte_seconds: float) -> DiskFacts:
-    """A drive on which a read of s bytes takes `read_seconds + s * byte_seconds`."""
+    """A disk on which a read of s bytes takes `read_seconds + s * byte_seconds`."""
     return drive([(size, size / (read_seconds + size * byte_seconds)) for size in SIZES])
 
 

@@ -65,12 +65,12 @@ def next_logits(weights: PackWeights, ids: list[int]) -> Tensor:
     return torch.stack([decoder.next_logits([token]) for token in ids])
 
 
-def clear_threshold(held: Pack, about: float) -> float:
+def clear_threshold(opened: Pack, about: float) -> float:
     """A threshold near one given that no activation of these tokens lies near."""
     for step in range(60):
         threshold = about * (1 + 1e-3 * step)
         below, above = (
-            logits(at_threshold(PackWeights(held, CPU), threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6)
+            logits(at_threshold(PackWeights(opened, CPU), threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6)
         )
         if torch.equal(below, above):
             return threshold
@@ -86,31 +86,31 @@ def test_logits_are_those_without_kernels(packs: dict[Selector, Path]) -> None:
     for instruction_set, selector in [*selectors, *((limit, "both") for limit in INSTRUCTION_SETS[1:])]:
         with case(instruction_set, selector):
             native = operations_limited_to(instruction_set)
-            with Pack(packs[selector]) as held:
-                expected = logits(PackWeights(held, CPU), IDS)
-                assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
-                assert distance(next_logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
+            with Pack(packs[selector]) as opened:
+                expected = logits(PackWeights(opened, CPU), IDS)
+                assert distance(logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
+                assert distance(next_logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
 
 
 def test_logits_are_those_without_kernels_where_neurons_are_left_out(packs: dict[Selector, Path]) -> None:
     for selector, about in [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)]:
-        with case(selector, about), Pack(packs[selector]) as held:
-            threshold = clear_threshold(held, about)
-            expected = logits(at_threshold(PackWeights(held, CPU), threshold), IDS)
-            assert distance(expected, logits(PackWeights(held, CPU), IDS)) > 0.1, "many are left out"
+        with case(selector, about), Pack(packs[selector]) as opened:
+            threshold = clear_threshold(opened, about)
+            expected = logits(at_threshold(PackWeights(opened, CPU), threshold), IDS)
+            assert distance(expected, logits(PackWeights(opened, CPU), IDS)) > 0.1, "many are left out"
             for native in (operations_limited_to("portable"), NativeOperations(Kernels(1))):
-                weights = at_threshold(MappedPackWeights(held, native), threshold)
+                weights = at_threshold(MappedPackWeights(opened, native), threshold)
                 assert distance(logits(weights, IDS), expected) < TOLERANCE
                 assert distance(next_logits(weights, IDS), expected) < TOLERANCE
 
 
 def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperations) -> None:
-    with Pack(copied) as held:
-        threshold = np.float32(clear_threshold(held, 0.4))
-        expected = logits(at_threshold(PackWeights(held, CPU), float(threshold)), IDS)
+    with Pack(copied) as opened:
+        threshold = np.float32(clear_threshold(opened, 0.4))
+        expected = logits(at_threshold(PackWeights(opened, CPU), float(threshold)), IDS)
     rewrite_thresholds(copied, np.full((4, 8), threshold))
-    with Pack(copied) as held:
-        assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
+    with Pack(copied) as opened:
+        assert distance(logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: N
         with case(width):
             pack(DEMO_MODEL, case_folder / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
             ids = [(7 * i * i + 3) % 4096 for i in range(100)]
-            with Pack(case_folder / "packed") as held:
-                expected = logits(PackWeights(held, CPU), ids)
-                assert distance(logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
+            with Pack(case_folder / "packed") as opened:
+                expected = logits(PackWeights(opened, CPU), ids)
+                assert distance(logits(MappedPackWeights(opened, native), ids), expected) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -135,22 +135,24 @@ def test_logits_of_other_families_are_those_without_kernels(tmp_path: Path, nati
         with case(family):
             pack(write(Tiny(family, "as it comes"), case_folder / "source"), case_folder / "packed", dense_width=8)
             ids = [(7 * i * i + 3) % 96 for i in range(30)]
-            with Pack(case_folder / "packed") as held:
-                expected = our_logits(PackWeights(held, CPU), ids)
-                assert distance(our_logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
-                assert distance(our_logits(MappedPackWeights(held, native), ids, one_by_one=True), expected) < TOLERANCE
+            with Pack(case_folder / "packed") as opened:
+                expected = our_logits(PackWeights(opened, CPU), ids)
+                assert distance(our_logits(MappedPackWeights(opened, native), ids), expected) < TOLERANCE
+                assert (
+                    distance(our_logits(MappedPackWeights(opened, native), ids, one_by_one=True), expected) < TOLERANCE
+                )
 
 
 def test_any_number_of_threads_gives_the_same_logits(packs: dict[Selector, Path]) -> None:
     operations_limited_to("portable")
-    with Pack(packs["up"]) as held, closing(Kernels(1)) as one, closing(Kernels(3)) as three:
-        by_one, by_three = (MappedPackWeights(held, NativeOperations(kernels)) for kernels in (one, three))
+    with Pack(packs["up"]) as opened, closing(Kernels(1)) as one, closing(Kernels(3)) as three:
+        by_one, by_three = (MappedPackWeights(opened, NativeOperations(kernels)) for kernels in (one, three))
         assert torch.equal(logits(by_one, IDS), logits(by_three, IDS))
 
 
 def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: NativeOperations) -> None:
-    with Pack(packs["up"]) as held:
-        plain, mapped = PackWeights(held, CPU), MappedPackWeights(held, native)
+    with Pack(packs["up"]) as opened:
+        plain, mapped = PackWeights(opened, CPU), MappedPackWeights(opened, native)
         for weights in (plain, mapped):
             logits(weights, IDS)
         assert mapped.bytes_read == plain.bytes_read > 0
@@ -160,8 +162,8 @@ def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: NativeO
 def both_experts(
     request: pytest.FixtureRequest, packs: dict[Selector, Path], native: NativeOperations
 ) -> Iterator[tuple[PackedExpert, MappedExpert]]:
-    with Pack(packs[request.param]) as held:
-        plain, mapped = (open_weights(held, CPU, given).expert(2, 3) for given in (TORCH, native))
+    with Pack(packs[request.param]) as opened:
+        plain, mapped = (open_weights(opened, CPU, given).expert(2, 3) for given in (TORCH, native))
         assert isinstance(plain, PackedExpert) and isinstance(mapped, MappedExpert)
         yield plain, mapped
 
@@ -191,9 +193,9 @@ def cut(path: Path, num_bytes: int) -> None:
 def test_a_damaged_expert_is_refused_when_it_is_first_used(
     with_kernels: bool, copied: Path, native: NativeOperations
 ) -> None:
-    with Pack(copied) as held:
-        damage(copied / "experts-001.safetensors", held.layout.offsets[1][5] + 1000)
-        weights = open_weights(held, CPU, native if with_kernels else TORCH)
+    with Pack(copied) as opened:
+        damage(copied / "experts-001.safetensors", opened.layout.offsets[1][5] + 1000)
+        weights = open_weights(opened, CPU, native if with_kernels else TORCH)
         x, ones = torch.ones(1, 128), torch.ones(1, 2)
         weights.expert(1, 4)
         for _ in range(2):
@@ -212,8 +214,8 @@ def test_a_damaged_expert_is_refused_when_it_is_first_used(
 def test_a_file_cut_before_it_is_first_used_is_refused(
     with_kernels: bool, left: int, copied: Path, native: NativeOperations
 ) -> None:
-    with Pack(copied) as held:
-        weights = open_weights(held, CPU, native if with_kernels else TORCH)
+    with Pack(copied) as opened:
+        weights = open_weights(opened, CPU, native if with_kernels else TORCH)
         cut(copied / "experts-001.safetensors", left)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
             weights.expert(1, 5)
@@ -221,8 +223,8 @@ def test_a_file_cut_before_it_is_first_used_is_refused(
 
 
 def test_without_kernels_a_file_cut_while_it_is_in_use_is_refused(copied: Path) -> None:
-    with Pack(copied) as held:
-        weights = PackWeights(held, CPU)
+    with Pack(copied) as opened:
+        weights = PackWeights(opened, CPU)
         weights.expert(1, 5)
         cut(copied / "experts-001.safetensors", 4096)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: ends at byte \d+, expected \d+$"):
@@ -232,8 +234,8 @@ def test_without_kernels_a_file_cut_while_it_is_in_use_is_refused(copied: Path) 
 def test_an_expert_checked_without_kernels_is_refused_with_them_where_its_file_was_cut_between(
     copied: Path, native: NativeOperations
 ) -> None:
-    with Pack(copied) as held:
-        PackWeights(held, CPU).expert(1, 5)
+    with Pack(copied) as opened:
+        PackWeights(opened, CPU).expert(1, 5)
         cut(copied / "experts-001.safetensors", 4096)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
-            MappedPackWeights(held, native).expert(1, 5)
+            MappedPackWeights(opened, native).expert(1, 5)

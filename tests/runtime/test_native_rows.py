@@ -145,7 +145,7 @@ def test_products_of_inputs_that_are_zero_are_zero(kernels: Kernels) -> None:
 
 
 def test_products_bear_inputs_of_any_size(kernels: Kernels) -> None:
-    """All inputs of one size, or beside ordinary ones. What is below 1e-30 may be taken as zero."""
+    """All inputs of one size, or mixed with ordinary ones. Inputs below 1e-30 may count as zero."""
     ordinary = torch.randn(96, generator=torch.Generator().manual_seed(1))
     for stored, num_tokens, size in product(SOME_CODECS, (1, 4), (1e-38, 1e-30, 1e-20, 1e20, 1e30, 1e36)):
         with case((format_text(stored), num_tokens, size)):

@@ -197,10 +197,10 @@ def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
 def test_with_every_expert_in_fast_memory_a_partial_state_predicts_the_truth(source: Path, tmp_path: Path) -> None:
     """The whole model layer by layer: the state with nothing missing, after the next attention, is the next input's."""
     pack(source, tmp_path / "pack", width=8)
-    with Pack(tmp_path / "pack") as held:
-        weights = PackWeights(held, torch.device("cpu"))
+    with Pack(tmp_path / "pack") as opened:
+        weights = PackWeights(opened, torch.device("cpu"))
         prediction = made("partial", weights, None)
-        spec, ids = held.spec, torch.arange(20) * 7 % SHAPE.vocab_size
+        spec, ids = opened.spec, torch.arange(20) * 7 % SHAPE.vocab_size
         cache = KVCache(spec, len(ids), torch.device("cpu"))
         angles = Rope(spec.rope, torch.device("cpu"))(torch.arange(len(ids)), len(ids))
         x = add_attention(embed(ids, weights), weights, 0, cache.layer(0), angles)

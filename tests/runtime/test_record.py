@@ -65,7 +65,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(RunError, match="cannot be written"):
         write_recording(small(), tmp_path / "folder")
-    assert os.listdir(tmp_path) == ["folder"], "nothing is left beside"
+    assert os.listdir(tmp_path) == ["folder"], "no partial file is left"
 
 
 def test_the_needed_experts_of_a_pass_are_those_of_all_its_tokens_rising() -> None:

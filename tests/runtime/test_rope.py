@@ -100,7 +100,7 @@ class Failing(CheckpointWeights):
 
 @pytest.mark.parametrize(("before", "kept"), [(20, 20), (38, 0)])
 def test_after_a_failure_what_was_whole_before_is_still_there(before: int, kept: int, tmp_path: Path) -> None:
-    """Two tokens more are within the original context, or beyond it: then all is computed anew, and may be lost."""
+    """Two tokens more are within the original context, or beyond it: then all is computed again."""
     checkpoint = Checkpoint(write(Tiny("phimoe", "as it comes"), tmp_path))
     weights, ids = Failing(checkpoint), token_ids()[: before + 3]
     decoder, untouched = Decoder(weights, 96), Decoder(CheckpointWeights(checkpoint), 96)

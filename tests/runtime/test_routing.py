@@ -1,4 +1,4 @@
-"""What lies beside a pack: read as it was written, of other content as good as none, and hostile arrays refused."""
+"""Routing data of a pack: read as written, ignored if of other content, hostile arrays refused."""
 
 import re
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, routing: Routing = ROUTING) -> None:
-    with Pack(folder) as held:
-        write_routing(held, routing)
+    with Pack(folder) as opened:
+        write_routing(opened, routing)
 
 
 def opened(folder: Path) -> Routing:
@@ -115,9 +115,9 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def rewrite(folder: Path, tensors: Tensors) -> None:
-    with Pack(folder) as held:
-        root = root_without_thresholds(held.manifest)
-    write_tensor_sidecar(folder, ROUTING_FILE, [(name, *held) for name, held in tensors.items()], root)
+    with Pack(folder) as opened:
+        root = root_without_thresholds(opened.manifest)
+    write_tensor_sidecar(folder, ROUTING_FILE, [(name, *opened) for name, opened in tensors.items()], root)
 
 
 Change = Callable[[Tensors], object]

@@ -37,10 +37,10 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("staged")
     pack(DEMO_MODEL, folder / "dense", group=64)
     shutil.copytree(folder / "dense", folder / "sparse")
-    with Pack(folder / "sparse") as held:
-        weights = MappedPackWeights(held, operations_limited_to("portable"))
-        x = torch.randn(64, held.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-        shape = held.thresholds.shape
+    with Pack(folder / "sparse") as opened:
+        weights = MappedPackWeights(opened, operations_limited_to("portable"))
+        x = torch.randn(64, opened.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+        shape = opened.thresholds.shape
         found = [_quantile(weights, x, l, e) for l, e in product(range(shape[0]), range(shape[1]))]
     rewrite_thresholds(folder / "sparse", np.array(found, np.float32).reshape(shape))
     return {"dense": folder / "dense", "sparse": folder / "sparse"}
@@ -64,8 +64,8 @@ def reference(packs: dict[str, Path]) -> dict[str, Tensor]:
     """The answers of the CPU's kernels."""
     found = {}
     for name, folder in packs.items():
-        with Pack(folder) as held:
-            weights = MappedPackWeights(held, operations_limited_to("portable"))
+        with Pack(folder) as opened:
+            weights = MappedPackWeights(opened, operations_limited_to("portable"))
             found[name] = answers(Decoder(weights, CONTEXT))
     return found
 
@@ -83,7 +83,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     rows_below=st.sampled_from([None, 0.0, 0.1, 1.0]),
     prediction=st.sampled_from([None, "router", "partial"]),
     load_seconds=st.sampled_from([None, 0.3, 1.0, 3.0]),
-    drive_slots=st.sampled_from([None, None, 1, 3]),
+    disk_slots=st.sampled_from([None, None, 1, 3]),
     seed=st.integers(0, 1000),
 )
 def test_no_policy_budget_source_or_share_of_the_cpu_changes_an_answer(
@@ -96,11 +96,11 @@ def test_no_policy_budget_source_or_share_of_the_cpu_changes_an_answer(
     rows_below: float | None,
     prediction: str | None,
     load_seconds: float | None,
-    drive_slots: int | None,
+    disk_slots: int | None,
     seed: int,
 ) -> None:
-    load_seconds = load_seconds if drive_slots is None else None
-    options = Staged(policy, num_experts, chunk, rows_below, prediction, load_seconds, drive_slots, seed=seed)
+    load_seconds = load_seconds if disk_slots is None else None
+    options = Staged(policy, num_experts, chunk, rows_below, prediction, load_seconds, disk_slots, seed=seed)
     with staged(packs[kind], options, CONTEXT) as at_work:
         assert_near(answers(at_work.decoder), reference[kind])
 
@@ -225,15 +225,17 @@ def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str
 
 def test_what_is_planned_is_what_is_taken(packs: dict[str, Path]) -> None:
     ops = TorchOps()
-    with Pack(packs["dense"]) as held:
-        spec = held.spec
-        plan = plan_staged(held, 8 << 20, 16, ops, 4)
+    with Pack(packs["dense"]) as opened:
+        spec = opened.spec
+        plan = plan_staged(opened, 8 << 20, 16, ops, 4)
         with pytest.raises(RunError, match=r"^--budget: leaves .* for experts, which need at least"):
-            plan_staged(held, plan.fixed + 4096, 16, ops, 4)
+            plan_staged(opened, plan.fixed + 4096, 16, ops, 4)
     assert plan.fixed + plan.num_pages * plan.page_bytes <= 8 << 20
     with staged(packs["dense"], Staged(num_experts=3), CONTEXT) as at_work:
         taken = sum(asked.num_bytes for asked in at_work.device.log if asked.what == "device memory")
         answers(at_work.decoder)
     N, d, (L, E) = 16 * spec.router.num_experts_per_tok, spec.hidden_size, at_work.facts.pages.shape
-    beside = 4 * (2 * N * d + 2 * 16 * d) + 8 * L * E  # torch's own: outputs of passes of several tokens, small tables
-    assert taken + beside == plan.fixed + at_work.facts.num_pages * plan.page_bytes
+    torch_bytes = (
+        4 * (2 * N * d + 2 * 16 * d) + 8 * L * E
+    )  # torch's own: outputs of passes of several tokens, small tables
+    assert taken + torch_bytes == plan.fixed + at_work.facts.num_pages * plan.page_bytes

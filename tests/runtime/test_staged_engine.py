@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_are_the_references_wherever_experts_come_from(
     policy: PolicyName, has_memory: bool, measured: bool, folder: Path
 ) -> None:
-    with Pack(folder) as held:
-        expected = Decoder(PackWeights(held, CPU), 64).logits(IDS)
+    with Pack(folder) as opened:
+        expected = Decoder(PackWeights(opened, CPU), 64).logits(IDS)
     found = staged_logits(folder, policy, has_memory, IDS, PROMPT, measured=measured)
     assert (found - expected).abs().max() < TOLERANCE

@@ -20,8 +20,8 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("packed")
     tiny = Tiny("qwen2_moe", "shared expert, biases, a dense layer", {"mlp_only_layers": [1]})
     pack(write(tiny, folder / "source"), folder / "pack", dense_width=request.param)
-    with Pack(folder / "pack") as held:
-        yield held
+    with Pack(folder / "pack") as opened:
+        yield opened
 
 
 def test_vectors_are_equal(packed: Pack) -> None:
@@ -68,11 +68,11 @@ def test_logits_are_equal(packed: Pack) -> None:
 
 def test_a_matrix_is_read_anew_whenever_asked_for(tmp_path: Path) -> None:
     pack(TinyMixtral().write(tmp_path / "source"), tmp_path / "pack", width=16)
-    with Pack(tmp_path / "pack") as held:
-        matrix = StreamedPackWeights(held, CPU).matrix("embed")
+    with Pack(tmp_path / "pack") as opened:
+        matrix = StreamedPackWeights(opened, CPU).matrix("embed")
         before = matrix.rows(0, 96)
         path = tmp_path / "pack" / "dense.safetensors"
-        entry = next(dense.entry for dense in held.layout.dense if dense.role.name == "embed")
+        entry = next(dense.entry for dense in opened.layout.dense if dense.role.name == "embed")
         with path.open("r+b") as file:
             file.seek(entry.offset)
             file.write(bytes(entry.num_bytes))
@@ -83,26 +83,26 @@ def test_a_matrix_is_read_anew_whenever_asked_for(tmp_path: Path) -> None:
 def test_a_damaged_dense_file_is_refused_before_anything_is_read(dense_width: int | None, tmp_path: Path) -> None:
     pack(TinyMixtral().write(tmp_path / "source"), tmp_path / "pack", dense_width=dense_width)
     path = tmp_path / "pack" / "dense.safetensors"
-    with Pack(tmp_path / "pack") as held:
-        StreamedPackWeights(held, CPU)
+    with Pack(tmp_path / "pack") as opened:
+        StreamedPackWeights(opened, CPU)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with Pack(tmp_path / "pack") as held, pytest.raises(PackError) as refused:
-        StreamedPackWeights(held, CPU)
+    with Pack(tmp_path / "pack") as opened, pytest.raises(PackError) as refused:
+        StreamedPackWeights(opened, CPU)
     assert str(refused.value) == "dense.safetensors: SHA-256 does not match the manifest's; the file is damaged"
 
 
 def test_a_damaged_expert_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
     pack(TinyMixtral().write(tmp_path / "source"), tmp_path / "pack")
-    with Pack(tmp_path / "pack") as held:
-        offset = held.layout.offsets[0][1]
+    with Pack(tmp_path / "pack") as opened:
+        offset = opened.layout.offsets[0][1]
         with (tmp_path / "pack" / "experts-000.safetensors").open("r+b") as file:
             file.seek(offset)
             byte = file.read(1)[0]
             file.seek(offset)
             file.write(bytes([byte ^ 1]))
-        weights = StreamedPackWeights(held, CPU)
+        weights = StreamedPackWeights(opened, CPU)
         weights.expert(0, 0)
         with pytest.raises(PackError, match=r"^experts-000.safetensors: expert 1: CRC-32 does not match its bytes"):
             weights.expert(0, 1)

@@ -40,10 +40,10 @@ def dense_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sparse_pack(dense_pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with thresholds below which about four fifths of the neurons lie; not to be changed."""
     folder = shutil.copytree(dense_pack, tmp_path_factory.mktemp("sparse") / "packed")
-    with Pack(folder) as held:
-        weights = MappedPackWeights(held, operations_limited_to("portable"))
-        x = torch.randn(64, held.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-        shape = held.thresholds.shape
+    with Pack(folder) as opened:
+        weights = MappedPackWeights(opened, operations_limited_to("portable"))
+        x = torch.randn(64, opened.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+        shape = opened.thresholds.shape
         found = [_quantile(weights, x, l, e) for l, e in product(range(shape[0]), range(shape[1]))]
     rewrite_thresholds(folder, np.array(found, np.float32).reshape(shape))
     return folder
@@ -64,9 +64,9 @@ def answers(engine: Engine) -> Tensor:
 
 
 def streamed(folder: Path, options: EngineOptions, num_experts: int) -> Tensor:
-    with Pack(folder) as held:
-        budget = budget_for(held, num_experts, CONTEXT)
-        with Engine(held, _with(options, budget_bytes=budget), CONTEXT) as engine:
+    with Pack(folder) as opened:
+        budget = budget_for(opened, num_experts, CONTEXT)
+        with Engine(opened, _with(options, budget_bytes=budget), CONTEXT) as engine:
             assert isinstance(engine.weights, OffloadedWeights)
             # Where there is much room, forward passes are longer, and the difference goes to them.
             assert engine.plan is not None and num_experts - 4 <= engine.plan.num_pages <= num_experts
@@ -79,7 +79,7 @@ def _with(options: EngineOptions, **changes: object) -> EngineOptions:
 
 
 def mapped(folder: Path, options: EngineOptions) -> Tensor:
-    with Pack(folder) as held, Engine(held, _with(options, read="map"), CONTEXT) as engine:
+    with Pack(folder) as opened, Engine(opened, _with(options, read="map"), CONTEXT) as engine:
         assert engine.plan is None
         return answers(engine)
 
@@ -140,9 +140,9 @@ def test_torch_alone_streams_too(dense_pack: Path, sparse_pack: Path, kind: str)
 
 def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
     def bytes_read(cutover: float) -> int:
-        with Pack(sparse_pack) as held:
-            options = EngineOptions(budget_bytes=budget_for(held, 2, CONTEXT), cutover=cutover, kernels="portable")
-            with Engine(held, options, CONTEXT) as engine:
+        with Pack(sparse_pack) as opened:
+            options = EngineOptions(budget_bytes=budget_for(opened, 2, CONTEXT), cutover=cutover, kernels="portable")
+            with Engine(opened, options, CONTEXT) as engine:
                 answers(engine)
                 assert engine.choices is not None and engine.choices.reads is not None
                 return engine.choices.reads.stats().bytes_urgent
@@ -151,16 +151,16 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
 
 
 def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
-    with Pack(dense_pack) as held:
-        options = EngineOptions(budget_bytes=budget_for(held, 32, CONTEXT), prefetches=False, kernels="portable")
-        with Engine(held, options, CONTEXT) as engine:
+    with Pack(dense_pack) as opened:
+        options = EngineOptions(budget_bytes=budget_for(opened, 32, CONTEXT), prefetches=False, kernels="portable")
+        with Engine(opened, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
             assert isinstance(weights, OffloadedWeights)
             assert engine.choices is not None and engine.choices.reads is not None
-            bytes_read, num_layers = engine.choices.reads.stats().bytes_urgent, len(held.spec.moe_layers)
+            bytes_read, num_layers = engine.choices.reads.stats().bytes_urgent, len(opened.spec.moe_layers)
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
-        size = -(-held.layout.experts[0][0].num_bytes // 4096) * 4096
+        size = -(-opened.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
         assert weights.prefill.asked_bytes + weights.decode.asked_bytes == bytes_read
         assert engine.plan is not None
@@ -173,101 +173,101 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
 
 def test_a_damaged_expert_is_found_when_it_first_arrives(dense_pack: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense_pack, tmp_path / "damaged")
-    with Pack(folder) as held:
-        budget = budget_for(held, 2, CONTEXT)
-        name = held.manifest.expert_files[1].name
+    with Pack(folder) as opened:
+        budget = budget_for(opened, 2, CONTEXT)
+        name = opened.manifest.expert_files[1].name
         for expert in range(8):
-            offset = held.layout.offsets[1][expert] + 999
+            offset = opened.layout.offsets[1][expert] + 999
             with (folder / name).open("r+b") as file:
                 file.seek(offset)
                 byte = file.read(1)[0]
                 file.seek(offset)
                 file.write(bytes([byte ^ 4]))
     for verify, is_found in (("lazy", True), ("off", False)):
-        with Pack(folder) as held:
+        with Pack(folder) as opened:
             options = EngineOptions(budget_bytes=budget, verify=verify, kernels="portable")
-            with Engine(held, options, CONTEXT) as engine:
+            with Engine(opened, options, CONTEXT) as engine:
                 if not is_found:
                     answers(engine)
                     continue
                 with pytest.raises(PackError, match=rf"^{name}: expert \d: CRC-32 does not match its bytes"):
                     answers(engine)
-    with Pack(folder) as held, pytest.raises(PackError, match="the file is damaged"):
-        Engine(held, EngineOptions(budget_bytes=budget, verify="full", kernels="portable"), CONTEXT)
+    with Pack(folder) as opened, pytest.raises(PackError, match="the file is damaged"):
+        Engine(opened, EngineOptions(budget_bytes=budget, verify="full", kernels="portable"), CONTEXT)
 
 
 def test_a_file_cut_while_it_is_used_ends_in_one_line(dense_pack: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense_pack, tmp_path / "cut")
-    with Pack(folder) as held:
-        options = EngineOptions(budget_bytes=budget_for(held, 2, CONTEXT), kernels="portable")
-        with Engine(held, options, CONTEXT) as engine:
+    with Pack(folder) as opened:
+        options = EngineOptions(budget_bytes=budget_for(opened, 2, CONTEXT), kernels="portable")
+        with Engine(opened, options, CONTEXT) as engine:
             engine.decoder.next_logits(IDS[:3])
-            name = held.manifest.expert_files[2].name
+            name = opened.manifest.expert_files[2].name
             with (folder / name).open("r+b") as file:
-                file.truncate(held.layout.offsets[2][0])
+                file.truncate(opened.layout.offsets[2][0])
             with pytest.raises(PackError, match=rf"^{name}: was truncated while it was in use"):
                 answers(engine)
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> None:
-    with Pack(dense_pack) as held:
-        needed = budget_for(held, 1, CONTEXT)
-        plan = divide_budget(held.layout, needed, CONTEXT, 0)
+    with Pack(dense_pack) as opened:
+        needed = budget_for(opened, 1, CONTEXT)
+        plan = divide_budget(opened.layout, needed, CONTEXT, 0)
         assert plan.num_pages == 1
         with pytest.raises(RunError, match=r"^--budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
-            divide_budget(held.layout, MIB, CONTEXT, 0)
+            divide_budget(opened.layout, MIB, CONTEXT, 0)
 
 
 def test_what_predicts_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
-    with Pack(dense_pack) as held:
-        needed = budget_for(held, 1, CONTEXT)
+    with Pack(dense_pack) as opened:
+        needed = budget_for(opened, 1, CONTEXT)
         asked_as = BudgetOptionNames("--target", "--context")
         with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of predictors.* context with --context$"):
-            divide_budget(held.layout, needed, CONTEXT, MIB, asked_as)
-        assert divide_budget(held.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
+            divide_budget(opened.layout, needed, CONTEXT, MIB, asked_as)
+        assert divide_budget(opened.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
 
 
 def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pack: Path) -> None:
-    with Pack(dense_pack) as held:
-        whole = whole_bytes(held.layout, CONTEXT, MIB)
-        plan = divide_budget(held.layout, whole, CONTEXT, MIB)
-        all_pages = int(expert_pages(held.layout, plan.page_bytes).sum())
+    with Pack(dense_pack) as opened:
+        whole = whole_bytes(opened.layout, CONTEXT, MIB)
+        plan = divide_budget(opened.layout, whole, CONTEXT, MIB)
+        all_pages = int(expert_pages(opened.layout, plan.page_bytes).sum())
         assert (plan.num_pages, plan.left) == (all_pages, whole - plan.spent)
-        assert divide_budget(held.layout, whole - 1 - plan.left, CONTEXT, MIB).num_pages == all_pages - 1
+        assert divide_budget(opened.layout, whole - 1 - plan.left, CONTEXT, MIB).num_pages == all_pages - 1
 
 
 @given(st.integers(60, 400), st.integers(1, 128))
 def test_what_a_budget_is_spent_on_is_never_more_than_it(dense_pack: Path, mebibytes: int, context: int) -> None:
-    with Pack(dense_pack) as held:
-        plan = divide_budget(held.layout, mebibytes * MIB, context, 0)
+    with Pack(dense_pack) as opened:
+        plan = divide_budget(opened.layout, mebibytes * MIB, context, 0)
         assert plan.spent <= plan.budget
-        assert plan.num_pages <= int(expert_pages(held.layout, plan.page_bytes).sum())
+        assert plan.num_pages <= int(expert_pages(opened.layout, plan.page_bytes).sum())
 
 
 def test_a_budget_beside_a_map_is_a_fallback(dense_pack: Path) -> None:
     options = EngineOptions(read="map", budget_bytes=100 * MIB, kernels="portable")
-    with Pack(dense_pack) as held:
-        with Engine(held, options, CONTEXT) as engine:
+    with Pack(dense_pack) as opened:
+        with Engine(opened, options, CONTEXT) as engine:
             assert engine.fallbacks == ["the system keeps mapped files in memory, whatever the budget"]
         with pytest.raises(RunError, match=r"^--strict: the system keeps mapped files in memory"):
-            Engine(held, _with(options, is_strict=True), CONTEXT)
+            Engine(opened, _with(options, is_strict=True), CONTEXT)
 
 
 def test_streaming_and_the_plain_decoder_agree_on_a_prompt(dense_pack: Path) -> None:
-    with Pack(dense_pack) as held:
-        plain = Decoder(PackWeights(held, torch.device("cpu")), len(IDS)).logits(IDS)
+    with Pack(dense_pack) as opened:
+        plain = Decoder(PackWeights(opened, torch.device("cpu")), len(IDS)).logits(IDS)
     found = streamed(dense_pack, EngineOptions(), 5)
     # Logits of the demo model reach 20; float32 sums in another order move them by about 1e-5.
     assert torch.allclose(found, plain[NUM_PROMPT - 1 :], rtol=0, atol=1e-4)
 
 
 def test_what_has_a_meaning_for_streams_alone_makes_experts_stream(dense_pack: Path, tmp_path: Path) -> None:
-    with Pack(dense_pack) as held:
-        with Engine(held, EngineOptions(kernels="portable"), CONTEXT) as engine:
+    with Pack(dense_pack) as opened:
+        with Engine(opened, EngineOptions(kernels="portable"), CONTEXT) as engine:
             assert engine.plan is None, "a small pack fits any machine"
         for options in (EngineOptions(policy="lru"), EngineOptions(cutover=0.5), EngineOptions(read="pread")):
-            with Engine(held, options, CONTEXT) as engine:
+            with Engine(opened, options, CONTEXT) as engine:
                 assert engine.plan is not None and engine.plan.num_pages == 32, "with room for all"
         refused = EngineOptions(read="map", record=tmp_path / "routes")
         with pytest.raises(RunError, match=r"^--record needs offloaded experts; remove --read map$"):
-            Engine(held, refused, CONTEXT)
+            Engine(opened, refused, CONTEXT)

@@ -44,12 +44,12 @@ def shared_demo(demo_pack: PackMaker) -> Path:
 
 
 def smallest(folder: Path, context_tokens: int, num_experts: int = 2) -> int:
-    with Pack(folder) as held:
-        return budget_for(held, num_experts, context_tokens)
+    with Pack(folder) as opened:
+        return budget_for(opened, num_experts, context_tokens)
 
 
 def options(folder: Path, max_tokens: int) -> list[str]:
-    """Room for so few experts that nearly each is read anew."""
+    """Memory for so few experts that nearly each is read again."""
     budget = smallest(folder, max_tokens + 16)
     return [str(folder), "--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--budget", str(budget)]
 
@@ -82,8 +82,8 @@ def names(folder: Path) -> list[str]:
 def running(folder: Path, **changes: object) -> Iterator[Engine]:
     """An engine that has made its first token, and has room for two experts."""
     budget = smallest(folder, 64)
-    wished = EngineOptions(budget_bytes=budget, kernels="portable", threads=1, **changes)  # type: ignore[arg-type]
-    with Pack(folder) as held, Engine(held, wished, 64) as engine:
+    arguments = EngineOptions(budget_bytes=budget, kernels="portable", threads=1, **changes)  # type: ignore[arg-type]
+    with Pack(folder) as opened, Engine(opened, arguments, 64) as engine:
         engine.decoder.next_logits(PROMPT)
         yield engine
 
@@ -156,14 +156,14 @@ def test_an_expert_file_replaced_while_running_changes_nothing(demo: Path) -> No
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "gone"])
 def test_an_expert_file_that_cannot_be_read_is_refused_before_the_first_token(demo: Path, kind: str) -> None:
-    wished = options(demo, 4)
+    arguments = options(demo, 4)
     path = min(demo.glob("experts*"))
     path.unlink()
     if kind == "folder":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
-    result = run(*wished)
+    result = run(*arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert_one_line(result.stderr, path.name)
 
@@ -172,10 +172,10 @@ def test_an_expert_file_lost_between_opening_and_reading_leaves_nothing_open(dem
     budget = smallest(demo, 64)
     with running(demo):
         pass
-    with Pack(demo) as held:
+    with Pack(demo) as opened:
         max(demo.glob("experts*")).unlink()
         with nothing_stays_open(), pytest.raises(PackError, match="file is missing"):
-            Engine(held, EngineOptions(budget_bytes=budget, kernels="portable", threads=1), 64)
+            Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable", threads=1), 64)
 
 
 PLACES = {
@@ -187,11 +187,11 @@ PLACES = {
 
 @pytest.mark.parametrize("option", ["--trace", "--record"])
 def test_what_is_to_be_written_is_written_without_a_budget_too(option: str, shared_demo: Path, tmp_path: Path) -> None:
-    wished = [shared_demo, "--prompt", TEXT, "-n", 2, option, tmp_path / "out"]
-    assert run(*wished).exit_code == 0
+    arguments = [shared_demo, "--prompt", TEXT, "-n", 2, option, tmp_path / "out"]
+    assert run(*arguments).exit_code == 0
     assert events(tmp_path / "out") if option == "--trace" else read_recording(tmp_path / "out")
     (tmp_path / "out").unlink()
-    refused = run(*wished, "--read", "map")
+    refused = run(*arguments, "--read", "map")
     assert (refused.exit_code, refused.stdout, names(tmp_path)) == (1, "", [])
     assert_one_line(refused.stderr, f"{option} needs offloaded experts; remove --read map")
 
@@ -317,12 +317,12 @@ def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path
 
 @pytest.mark.slow
 def test_two_processes_on_one_pack_answer_the_same(shared_demo: Path) -> None:
-    wished = options(shared_demo, 40)
-    other = started(*wished)
+    arguments = options(shared_demo, 40)
+    other = started(*arguments)
     assert other.stdout is not None and other.stderr is not None
     with other.stdout, other.stderr:
         first = other.stdout.read(1)  # it is running
-        mine = run(*wished).stdout
+        mine = run(*arguments).stdout
         assert first + other.stdout.read() == mine
         assert other.stderr.read() == ""
     assert other.wait(timeout=TIMEOUT_S) == 0

@@ -22,7 +22,7 @@ MOST_GROWTH_BYTES = (1 << 20) + 2500 * NUM_TOKENS * 4 // 5
 @pytest.mark.parametrize("policy", ["lru", "corm"])
 def test_memory_stays_what_it_was_after_the_first_tokens(demo_pack: PackMaker, policy: str) -> None:
     seed = int(os.environ.get("MOE_PACK_SEED", secrets.randbelow(1 << 31)))
-    with case(f"MOE_PACK_SEED={seed}"), Pack(demo_pack("up", 4)) as held:
-        slices = list(soak(held, policy, num_experts=1, num_tokens=NUM_TOKENS, seed=seed))
+    with case(f"MOE_PACK_SEED={seed}"), Pack(demo_pack("up", 4)) as opened:
+        slices = list(soak(opened, policy, num_experts=1, num_tokens=NUM_TOKENS, seed=seed))
         assert sum(one.num_tokens for one in slices) >= NUM_TOKENS
         assert growth(slices) <= MOST_GROWTH_BYTES

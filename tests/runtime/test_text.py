@@ -14,8 +14,8 @@ from moe_pack.runtime import Text
 
 @pytest.fixture
 def text(demo_pack: PackMaker) -> Text:
-    with Pack(demo_pack("up", 4)) as held:
-        return Text(held)
+    with Pack(demo_pack("up", 4)) as opened:
+        return Text(opened)
 
 
 def streamed(text: Text, prompt: list[int], ids: list[int]) -> str:
@@ -73,8 +73,8 @@ def test_the_end_of_text_may_be_many_one_or_none(tmp_path: Path) -> None:
             if generation:
                 (source / "generation_config.json").write_text(generation)
             pack(source, case_folder / "packed")
-            with Pack(case_folder / "packed") as held:
-                assert Text(held).end_ids == expected
+            with Pack(case_folder / "packed") as opened:
+                assert Text(opened).end_ids == expected
 
 
 def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
@@ -82,21 +82,24 @@ def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
     (source / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     pack(source, tmp_path / "packed")
-    with Pack(tmp_path / "packed") as held, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
-        Text(held)
+    with Pack(tmp_path / "packed") as opened, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
+        Text(opened)
 
 
 def test_a_pack_without_tokenizer_is_refused(tiny_pack: Path) -> None:
-    with Pack(tiny_pack) as held, pytest.raises(RunError, match=r"has no tokenizer\.json"):
-        Text(held)
+    with Pack(tiny_pack) as opened, pytest.raises(RunError, match=r"has no tokenizer\.json"):
+        Text(opened)
 
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     source = TinyMixtral().write(tmp_path / "source")
     (source / "tokenizer.json").write_text('{"version": "1.0"}')
     pack(source, tmp_path / "packed")
-    with Pack(tmp_path / "packed") as held, pytest.raises(PackError, match=r"^tokenizer.json: the tokenizers library"):
-        Text(held)
+    with (
+        Pack(tmp_path / "packed") as opened,
+        pytest.raises(PackError, match=r"^tokenizer.json: the tokenizers library"),
+    ):
+        Text(opened)
 
 
 def test_a_text_begins_as_the_tokenizer_s_config_says(tmp_path: Path) -> None:
@@ -124,8 +127,8 @@ def test_a_text_begins_as_the_tokenizer_s_config_says(tmp_path: Path) -> None:
             (source / "tokenizer.json").write_text(json.dumps(tokenizer))
             (source / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
             pack(source, case_folder / "packed")
-            with Pack(case_folder / "packed") as held:
-                text = Text(held)
+            with Pack(case_folder / "packed") as opened:
+                text = Text(opened)
             plain = text.encode("It was", special_tokens=False)
             assert 0 not in plain
             assert text.encode("It was") == ([0, *plain] if begins or template else plain)

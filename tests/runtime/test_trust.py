@@ -81,8 +81,8 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one threshold, which most of the neurons do not reach; not to be changed."""
     folder = tmp_path_factory.mktemp("trust") / "sparse"
     pack(DEMO_MODEL, folder, group=64)
-    with Pack(folder) as held:
-        shape = held.thresholds.shape
+    with Pack(folder) as opened:
+        shape = opened.thresholds.shape
     rewrite_thresholds(folder, np.full(shape, 0.8, np.float32))
     return folder
 
@@ -94,16 +94,22 @@ def streaming(
     """Weights on a prompt disk; rows alone are read where not all neurons run, predicted where the policy does."""
     operations = operations_limited_to("portable")
     preset = PRESETS[policy]
-    with Pack(folder) as held:
-        plan = divide_budget(held.layout, budget_for(held, num_experts, CONTEXT), CONTEXT, 0)
-        facts = cache_facts(held, plan, None)
+    with Pack(folder) as opened:
+        plan = divide_budget(opened.layout, budget_for(opened, num_experts, CONTEXT), CONTEXT, 0)
+        facts = cache_facts(opened, plan, None)
         store = ExpertStore(
-            held, operations, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
+            opened,
+            operations,
+            plan,
+            lambda memory: PromptReads(memory, False),
+            verify=True,
+            rows_below=1.0,
+            gap_bytes=0,
         )
         try:
             residency = expert_cache_for(preset, facts)
             weights = OffloadedWeights(
-                held, operations, store, residency, reuses_selector=preset.reuse_selector, approximations=trust
+                opened, operations, store, residency, reuses_selector=preset.reuse_selector, approximations=trust
             )
             if preset.reuse_selector:
                 weights.prefetcher = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
@@ -118,8 +124,8 @@ def answers(weights: PackWeights) -> Tensor:
 
 
 def mapped(folder: Path) -> Tensor:
-    with Pack(folder) as held:
-        return answers(MappedPackWeights(held, operations_limited_to("portable")))
+    with Pack(folder) as opened:
+        return answers(MappedPackWeights(opened, operations_limited_to("portable")))
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
@@ -145,9 +151,9 @@ def substituted_by_hand(scores: list[float], chosen: list[int], resident: set[in
 def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path) -> None:
     """Mixtral's weights: the softmax of the logits of the experts that run."""
     generator, resident, num_replaced = torch.Generator().manual_seed(3), {0, 1, 2, 3}, 0
-    with Pack(dense_pack) as held, streaming(dense_pack, "lru", Approximations(substitute=0.5)) as weights:
-        plain = MappedPackWeights(held, operations_limited_to("portable"))
-        d = held.spec.hidden_size
+    with Pack(dense_pack) as opened, streaming(dense_pack, "lru", Approximations(substitute=0.5)) as weights:
+        plain = MappedPackWeights(opened, operations_limited_to("portable"))
+        d = opened.spec.hidden_size
         two = torch.tensor([[0, 1], [2, 3]])
         weights.run_experts(0, torch.randn(2, d, generator=generator), two, torch.full((2, 2), 0.5))  # brings them in
         for _ in range(12):

@@ -111,12 +111,12 @@ def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_
             pack(source, case_folder / "packed", width=16)
             with torch.no_grad():
                 expected = original(source)(torch.tensor([ids])).logits[0]
-            with Pack(case_folder / "packed") as held:
-                weights = open_weights(held, CPU, operations_limited_to("portable") if has_kernels else TORCH)
+            with Pack(case_folder / "packed") as opened:
+                weights = open_weights(opened, CPU, operations_limited_to("portable") if has_kernels else TORCH)
                 for chunk in (1, 2, 5, 16, 40):
                     decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
                     assert decoder.cache.is_ring
-                    assert decoder.cache.num_bytes == 4 * cache_values(held.spec, len(ids), chunk)
+                    assert decoder.cache.num_bytes == 4 * cache_values(opened.spec, len(ids), chunk)
                     found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
                     assert (found - expected).abs().max() < 1e-4
 

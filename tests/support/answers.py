@@ -1,4 +1,4 @@
-"""What transformers makes of a text and its answer: the reference for models with an encoder, and ours beside it.
+"""Outputs of transformers for a text and its answer, the reference for models with an encoder, and our outputs.
 
 The text is read in one pass. The answer's tokens are given at once, and one by one to a cache: where an expert's
 capacity is exceeded the two differ, because it is counted over a pass.

@@ -476,8 +476,8 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
     text = ids[:24]
     for _ in range(NUM_GREEDY):
         text.append(int(reference(text)[-1].argmax()))
-    with Pack(folder / "packed") as held:
-        decoder = Decoder(PackWeights(held, torch.device("cpu")), NUM_POSITIONS)
+    with Pack(folder / "packed") as opened:
+        decoder = Decoder(PackWeights(opened, torch.device("cpu")), NUM_POSITIONS)
         prefill = decoder.logits(ids)
         decoder.reset()
         one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
@@ -495,8 +495,8 @@ def compare_answers(model: PreTrainedModel, text: list[int], packed: Path) -> Co
     """The same for a model with an encoder: a text, and an answer that is given, or made."""
     answer = [start_token(model), *text[20:80]]
     expected, steps = their_answer(model, text, answer), their_logits_one_by_one(model, text, answer)
-    with Pack(packed) as held:
-        runs = EncoderDecoder(PackWeights(held, torch.device("cpu")), NUM_POSITIONS)
+    with Pack(packed) as opened:
+        runs = EncoderDecoder(PackWeights(opened, torch.device("cpu")), NUM_POSITIONS)
         runs.encode(text)
         prefill = runs.logits(answer)
         runs.encode(text)

@@ -77,9 +77,9 @@ class Trial:
 
 @contextmanager
 def in_memory() -> Iterator[Path]:
-    """A folder in memory where there is one: whoever dies at every step syncs thousands of times."""
-    drive = MEMORY if os.access(MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=drive, prefix="moe-pack-test-") as folder:
+    """A folder in memory where there is one: a test that dies at every step syncs thousands of times."""
+    disk = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=disk, prefix="moe-pack-test-") as folder:
         yield Path(folder)
 
 
@@ -363,9 +363,9 @@ def many_deaths(work: Path, every: int) -> Iterator[Trial]:
 
 
 class Drive:
-    """A drive that keeps nothing but what was synced, and dies at a step.
+    """A disk that keeps nothing but what was synced, and dies at a step.
 
-    A file's bytes are safe once it is synced; names, once the folder is; and what is there now is. What a drive keeps
+    A file's bytes are safe once it is synced; names, once the folder is; and what is there now is. What a disk keeps
     beyond that is its own affair: with `names` "ahead", all changes to names so far and still no bytes; "removed",
     removals alone; "replaced", what now lies under names that were safe, and nothing new or removed.
     """
@@ -477,14 +477,14 @@ def filling_up(work: Path, every: int) -> Iterator[Trial]:
 
 
 def _fill(file: BinaryIO, leave: int = 0) -> None:
-    """Writes until the drive is full, or has only about `leave` bytes free."""
-    drive = os.fstatvfs(file.fileno())
-    left = drive.f_bavail * drive.f_frsize - leave
+    """Writes until the disk is full, or has only about `leave` bytes free."""
+    disk = os.fstatvfs(file.fileno())
+    left = disk.f_bavail * disk.f_frsize - leave
     try:
         while leave == 0 or left > 0:
             left -= file.write(bytes(1 << 12))
     except OSError:
-        assert leave == 0, "the drive is full already"
+        assert leave == 0, "the disk is full already"
 
 
 SCENARIOS: dict[str, Callable[[Path, int], Iterator[Trial]]] = {

@@ -26,7 +26,7 @@ def named_format(name: Name, group: int = 64) -> PartFormat:
 
 
 def named_expert(name: Name, group: int = 64) -> ExpertFormat:
-    """An expert's: all matrices alike, but beside `mxfp4` down is `e5m2`, as it comes from such a checkpoint."""
+    """An expert's: all matrices alike, but with `mxfp4` down is `e5m2`, as it comes from such a checkpoint."""
     part = named_format(name, group)
     return ExpertFormat(part, part, E5M2 if part == MXFP4 else part)
 

@@ -1,4 +1,4 @@
-"""Published models: their real config.json, and the figures their publishers print (README.md beside the first)."""
+"""Published models: their real config.json, and the figures their publishers print (README.md in the same folder)."""
 
 import json
 import math

@@ -36,7 +36,7 @@ def manifest_of(folder: Path) -> JsonObject:
 
 
 def reseal(folder: Path, before: Change = unchanged, after: Change = unchanged) -> None:
-    """Writes the manifest anew, to fit the files beside it.
+    """Writes the manifest again, for the files of its folder.
 
     `before` changes it before sizes, digests, totals and root are computed, `after` when they are; the digest of
     itself comes last in any case.

@@ -316,7 +316,7 @@ class SecondReader:
         return path.read_bytes()
 
     def _content(self, listed: dict[str, Any]) -> bytes:
-        """A file's bytes, of this SHA-256; new thresholds may still lie beside their place (section 5)."""
+        """A file's bytes, of this SHA-256; new thresholds may still be in their partial file (section 5)."""
         name, digest = listed["name"], listed["sha256"]
         new = self._folder / f"{name}.new"
         if (

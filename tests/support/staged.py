@@ -40,7 +40,7 @@ from moe_pack.runtime.offload.split import balanced
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """How experts are to be staged. `drive_slots`: where they come from the drive, by so many."""
+    """How experts are staged. `disk_slots`: number of slots if experts come from the disk."""
 
     policy: str = "lru"
     num_experts: int = 8
@@ -48,7 +48,7 @@ class Staged:
     rows_below: float | None = None
     prediction: str | None = None
     load_seconds: float | None = None  # of an expert, where a token of one takes the CPU a second
-    drive_slots: int | None = None
+    disk_slots: int | None = None
     trust: Approximations = EXACT
     seed: int = 0
     ops: TritonOps = field(default_factory=TorchOps)
@@ -84,9 +84,9 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
         recorder = Recorder(facts, pack.manifest.root, preset.name, 0, context_tokens, keeps_scores=True)
         arena = stack.enter_context(HostArena(pack, device.device))
         host: HostExperts = arena_experts(pack, arena)
-        if options.drive_slots is not None:
-            drive = DiskExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.drive_slots, True)
-            host = stack.enter_context(closing(drive))
+        if options.disk_slots is not None:
+            disk = DiskExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.disk_slots, True)
+            host = stack.enter_context(closing(disk))
         rows = [
             rows.row_bytes for layer in pack.layout.experts for e in layer for rows in (e.selector, e.records) if rows
         ]

@@ -125,7 +125,7 @@ def shares(routes: NDArray[np.int64], num_experts: int) -> NDArray[np.float64]:
 
 
 def recall(before: NDArray[np.int64], after: NDArray[np.int64], num_experts: int) -> float:
-    """How many of a token's experts those of the layer before foretell, by counts of pairs over half of the tokens."""
+    """How many of a token's experts the previous layer predicts, by counts of pairs over half of the tokens."""
 
     def chosen(routes: NDArray[np.int64]) -> NDArray[np.float64]:
         found = np.zeros((len(routes), num_experts))
@@ -134,5 +134,5 @@ def recall(before: NDArray[np.int64], after: NDArray[np.int64], num_experts: int
 
     half, first, second = len(before) // 2, chosen(before), chosen(after)
     pairs = first[:half].T @ second[:half] / np.maximum(first[:half].sum(axis=0), 1)[:, None]
-    foretold = np.argsort(-(first[half:] @ pairs), axis=1, kind="stable")[:, : after.shape[1]]
-    return float(np.take_along_axis(second[half:], foretold, axis=1).mean())
+    predicted = np.argsort(-(first[half:] @ pairs), axis=1, kind="stable")[:, : after.shape[1]]
+    return float(np.take_along_axis(second[half:], predicted, axis=1).mean())

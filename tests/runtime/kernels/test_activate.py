@@ -17,7 +17,7 @@ def test_every_function_is_the_references_on_both_sides_of_its_limits(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     up, gate = 5 * torch.randn(1100, generator=generator), 5 * torch.randn(1100, generator=generator)
-    edges = torch.tensor(EDGES)  # each beside each
+    edges = torch.tensor(EDGES)  # each with each
     up[: len(edges) ** 2], gate[: len(edges) ** 2] = edges.repeat(len(edges)), edges.repeat_interleave(len(edges))
     out = torch.full_like(up, torch.inf, device=kernel_device)
     activate(up.to(kernel_device), gate.to(kernel_device) if has_gate else None, out, function)

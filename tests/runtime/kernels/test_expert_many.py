@@ -1,4 +1,4 @@
-"""One expert for many tokens, beside its plain twin."""
+"""One expert for many tokens, compared with its plain twin."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The product of many tokens with a dense matrix, beside its plain twin."""
+"""The product of many tokens with a dense matrix, compared with its plain twin."""
 
 import pytest
 import torch

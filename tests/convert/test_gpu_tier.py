@@ -1,4 +1,4 @@
-"""A card as a tier: the least it runs in, what pulling costs by hand, and quick foretellings beside exact ones."""
+"""A GPU as a tier: its minimum memory, the cost of fetching by hand, and quick estimates against exact ones."""
 
 from typing import Any
 
@@ -50,14 +50,14 @@ def test_pulling_an_expert_takes_its_selector_and_running_rows_over_the_link() -
 
 
 def test_what_host_memory_cannot_hold_is_pulled_from_the_drive() -> None:
-    """Half of the pack at 16 GB/s, half at the drive's 1 GB/s."""
+    """Half of the pack at 16 GB/s, half at the disk's 1 GB/s."""
     expert = layout("none").experts[0][0]
     half = expert.num_bytes * 3 * 64 // 2
     assert tier(MIB, half).fetch_seconds(expert, 0) == pytest.approx(expert.num_bytes * (0.5 / 16e9 + 0.5 / 1e9))
 
 
 @pytest.mark.parametrize("selector", ["up", "both", "none"])
-def test_quick_foretellings_are_near_exact_ones(selector: Selector) -> None:
+def test_quick_estimates_are_near_exact_ones(selector: Selector) -> None:
     """One share of pages is tried, not five, on fewer tokens: it may seem slower, and not much faster."""
     made, sparsity = layout(selector), np.full(SHAPE, 0.5)
     some = tier(tier(1).least_bytes(made) + 200 * MIB)

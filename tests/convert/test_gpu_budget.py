@@ -1,4 +1,4 @@
-"""A card's memory, divided: every published model, every target; FloE's figures; the knapsack against brute force."""
+"""A GPU's memory, divided: every published model, every target; FloE's figures; the knapsack against brute force."""
 
 import re
 
@@ -141,7 +141,7 @@ def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
 
 @pytest.mark.slow
 def test_what_memory_cannot_hold_costs_the_drive() -> None:
-    """A pack twice as long as memory, a drive of 1 GB/s and a link of 16: half of each byte by each."""
+    """A pack twice as long as memory, a disk of 1 GB/s and a link of 16: half of each byte by each."""
     made = layout(model_spec("olmoe-1b-7b", 2))
     total = sum(expert.num_bytes for layer in made.experts for expert in layer)
     popularity, heat = popularity_of(made), heat_of(made)
@@ -178,7 +178,7 @@ def test_a_card_that_is_not_known_names_those_that_are() -> None:
 
 
 def test_a_link_is_what_the_slot_gives_unless_it_is_said() -> None:
-    card = GPUS["RTX 4060 Ti 16G"]
-    assert card.link_rate == pytest.approx(15.75e9, rel=0.01)  # PCIe 4.0 x8
-    assert machine_of_gpu(card, 10e9, None).link_rate == 10e9
-    assert machine_of_gpu(card, None, None).link_rate == pytest.approx(12.6e9, rel=0.01)
+    gpu = GPUS["RTX 4060 Ti 16G"]
+    assert gpu.link_rate == pytest.approx(15.75e9, rel=0.01)  # PCIe 4.0 x8
+    assert machine_of_gpu(gpu, 10e9, None).link_rate == 10e9
+    assert machine_of_gpu(gpu, None, None).link_rate == pytest.approx(12.6e9, rel=0.01)
