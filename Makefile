@@ -59,7 +59,7 @@ messages: $(INSTALLED)
 	$(BIN)/python tests/support/messages.py
 
 soak: $(INSTALLED)
-	$(BIN)/pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
 
 families: $(INSTALLED)
 	$(BIN)/python $(BENCH)/family_table.py

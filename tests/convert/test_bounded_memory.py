@@ -38,7 +38,7 @@ def test_a_checkpoint_converts_inside_0_75_gib_with_0_6_gib_anonymous(options: s
         [*command, *limits, *options.split(), "--folder", str(tmp_path), "--json"],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert ended.stdout, ended.stderr
     result = json.loads(ended.stdout)

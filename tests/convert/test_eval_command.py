@@ -207,6 +207,7 @@ def test_a_wrong_line_of_tasks_is_found_before_anything_runs(packed: Path, tmp_p
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_prices_are_measured_on_demand_kept_and_shown(source: Path, packed: Path) -> None:
     found = measured(packed, "--against", source, "--prices", *SHORT)
     kept = json.loads((packed / "quality.json").read_bytes())["content"]

@@ -20,6 +20,8 @@ SHAPE = Tiny(
     "two layers with experts in each stack",
     {"vocab_size": 4096, "num_decoder_layers": 4, "num_sparse_decoder_layers": 2, "expert_capacity": 8},
 )
+
+pytestmark = pytest.mark.slow  # every command on one model
 MEMORY, CONTEXT = 20 << 20, 64
 CPU = ["--target-vram", str(MEMORY), "--device", "cpu", "--context", str(CONTEXT)]
 TEXT = ["--tokens", "512", "--sequence-length", "64"]
@@ -95,7 +97,6 @@ def test_tasks_are_refused_in_one_line(packed: Path, tmp_path: Path) -> None:
     assert "--tasks: a model with an encoder does not continue a prompt" in result.output
 
 
-@pytest.mark.slow
 def test_a_pack_for_a_target_keeps_to_its_loss_and_fits(source: Path, profile: Path, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     text = ["--eval-data", str(BOOK), "--eval-tokens", "512"]

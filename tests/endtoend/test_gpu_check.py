@@ -71,10 +71,10 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_leaves_whol
 ) -> None:
     made(tmp_path, monkeypatch, 600)
     # Long enough for torch to be imported on a busy machine.
-    ended = run_part("made", tmp_path / "made.json", 15, "", is_rehearsal=True)
-    assert (ended.state, ended.num_rows) == ("stopped after 15 s", 2)
+    ended = run_part("made", tmp_path / "made.json", 20, "", is_rehearsal=True)
+    assert (ended.state, ended.num_rows) == ("stopped after 20 s", 2)
     whole = read(tmp_path / "made.json")
-    assert whole["state"] == "stopped after 15 s"
+    assert whole["state"] == "stopped after 20 s"
     child = Path(f"/proc/{whole['rows'][1]['number']}/stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", (
         "what a part starts ends with it"

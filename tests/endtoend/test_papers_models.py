@@ -25,6 +25,8 @@ SHAPES = (
     Tiny("xverse", "of importance", WORDS | {"num_experts": 16}),
     Tiny("qwen2_moe", "of importance", WORDS | {"num_experts": 16}),
 )
+
+pytestmark = pytest.mark.slow  # packs are made by profiles and plans
 FEW_PAGES = 100_000  # bytes beyond the room for one expert: some stay, most take turns
 
 
@@ -44,7 +46,7 @@ def done(*arguments: object) -> Result:
 
 @pytest.fixture(
     scope="module",
-    params=[SHAPES[1], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES if shape is not SHAPES[1])],
+    params=SHAPES,
     ids=lambda tiny: tiny.family,
 )
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,7 +82,6 @@ def hits(result: Result) -> float:
     return float(found[1])
 
 
-@pytest.mark.slow
 def test_the_pack_is_corms(packed: Path) -> None:
     """Gates decide at one threshold; the popular half in INT4, groups of 64, the rest in INT2, groups of 16."""
     with Pack(packed) as pack:

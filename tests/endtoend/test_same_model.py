@@ -59,6 +59,7 @@ def test_prefill_gives_the_logits_of_transformers(demo_pack: PackMaker, ids: lis
                 assert (model.logits(ids) - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_token_by_token_gives_the_logits_of_transformers(
     demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
 ) -> None:

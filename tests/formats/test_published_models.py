@@ -43,6 +43,7 @@ def parameters_of_the_class(published: Published) -> int:
     return sum(held.numel() for held in [*model.parameters(), *buffers])
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_transformers_or_the_reference_to_the_last_one() -> None:
     quiet_transformers()
     for published in PUBLISHED:

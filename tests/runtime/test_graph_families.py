@@ -25,7 +25,7 @@ def check(name: str, changes: dict[str, object], folder: Path, ids: list[int]) -
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("mixtral: window of 7", {"sliding_window": 2}),
+        pytest.param("mixtral: window of 7", {"sliding_window": 2}, marks=pytest.mark.slow),
         ("deepseek_v2: groups, query latent, yarn", {}),
         pytest.param("qwen2_moe: as it comes", {}, marks=pytest.mark.slow),
     ],
