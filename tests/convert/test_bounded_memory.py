@@ -21,9 +21,10 @@ LIMIT_GIB, ANONYMOUS_GIB = 0.75, 0.6
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param("--quantizer hqq --hidden 2048 --intermediate 7168 --vocab 64000", id="hqq"),
+        pytest.param("--quantizer hqq --experts 3 --hidden 2048 --intermediate 7168 --vocab 80000", id="hqq"),
         pytest.param(
-            "--quantizer calibrated --codec trellis --bits 2 --hidden 1024 --intermediate 3584 --vocab 16000",
+            "--quantizer calibrated --codec trellis --bits 2 "
+            "--experts 2 --hidden 1024 --intermediate 3584 --vocab 16000",
             id="calibrated, two experts at once",
         ),
     ],
@@ -33,7 +34,7 @@ def test_a_checkpoint_converts_inside_0_75_gib_with_0_6_gib_anonymous(options: s
     if free < NEEDED_DISK_BYTES:
         pytest.skip(f"{tmp_path} has {free:,} bytes free, {NEEDED_DISK_BYTES:,} are needed")
     limits = ["--cgroup-gib", str(LIMIT_GIB), "--anonymous-gib", str(ANONYMOUS_GIB), "--only", "cgroup"]
-    command = [sys.executable, str(BENCHMARK), "convert", "--layers", "1", "--experts", "4", "--workers", "2"]
+    command = [sys.executable, str(BENCHMARK), "convert", "--layers", "1", "--workers", "2"]
     ended = subprocess.run(
         [*command, *limits, *options.split(), "--folder", str(tmp_path), "--json"],
         capture_output=True,

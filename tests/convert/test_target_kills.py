@@ -10,7 +10,7 @@ import pytest
 from models import BOOK, TinyMixtral
 from profiles import folder_bytes
 
-NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "3"))
+NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "2"))
 SEED = int(os.environ.get("MOE_PACK_SEED", "7"))
 
 pytestmark = pytest.mark.slow  # some ten processes that load torch, a minute or two

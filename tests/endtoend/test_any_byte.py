@@ -79,7 +79,7 @@ def changes(times: int) -> Iterator[tuple[str, float, int]]:
             yield name, place, chance.choice((1, 0x80, chance.randrange(1, 256)))
 
 
-often = pytest.mark.parametrize("times", [8, pytest.param(80, marks=pytest.mark.slow)], ids=["few", "many"])
+often = pytest.mark.parametrize("times", [8, pytest.param(40, marks=pytest.mark.slow)], ids=["few", "many"])
 
 
 def assert_one_line(stderr: str, program: str) -> None:
