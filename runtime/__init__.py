@@ -27,11 +27,12 @@ from moe_pack.runtime.machine import (
 )
 from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
-from moe_pack.runtime.text import FolderFiles, Text, chat_prompt
+from moe_pack.runtime.text import ChatTemplate, FolderFiles, Text, chat_prompt
 
 __all__ = [
     "DEVICE_OPTION",
     "BenchTimes",
+    "ChatTemplate",
     "DiskFacts",
     "Engine",
     "EngineOptions",

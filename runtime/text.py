@@ -1,4 +1,4 @@
-"""Text: to tokens and back with the tokenizer of a pack or a checkpoint, and prompts in the pack's chat template.
+"""Text: to tokens and back with the tokenizer of a pack or a checkpoint, and conversations in its chat template.
 
 The tokenizer's files are read whole; weights are not touched. A chat template runs in jinja2's sandbox. Source: the
 conventions of transformers' templates.
@@ -6,6 +6,7 @@ conventions of transformers' templates.
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,7 +64,10 @@ class FolderFiles:
 
 
 class Text:
-    """A tokenizer, with the tokens that end a text (`end_ids`). The caller may close `files` afterwards.
+    """A tokenizer, with the tokens that end a text (`end_ids`), and the chat template, None if there is none.
+
+    `answer_end_ids`: the tokens that end an answer in a chat: also the tokenizer's own end of sequence, because
+    models trained further to chat often name their end of turn there alone. The caller may close `files` afterwards.
 
     Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
@@ -80,6 +84,8 @@ class Text:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.end_ids = _end_ids(files)
+        self.answer_end_ids = self.end_ids | _tokenizer_end_ids(files, self._tokenizer)
+        self.chat_template = ChatTemplate.of(files)
         self._beginning = _beginning(files, self._tokenizer)
         self._vocab_size = _json(files, "config.json").get("vocab_size")
 
@@ -197,50 +203,113 @@ def _end_ids(files: TextFiles) -> frozenset[int]:
     return frozenset()
 
 
-def chat_prompt(pack: Pack, message: str) -> str:
+def _tokenizer_end_ids(files: TextFiles, tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the token of `eos_token` in tokenizer_config.json; none if there is no such token."""
+    content = _token_text(_json(files, "tokenizer_config.json"), "eos_token")
+    token: int | None = tokenizer.token_to_id(content) if content else None
+    return frozenset() if token is None else frozenset([token])
+
+
+class ChatTemplate:
+    """A model's chat template: it writes a conversation as text, with the special tokens as text.
+
+    A message is an object of `role`, `content` and whatever else the template reads. The template runs in jinja2's
+    sandbox, with the names that transformers gives. It is compiled when it is first used.
+    """
+
+    def __init__(self, template: str, bos_token: str = "", eos_token: str = "") -> None:
+        self._source = template
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._compiled: Any = None
+        self._now: datetime | None = None
+
+    @classmethod
+    def of(cls, files: TextFiles) -> "ChatTemplate | None":
+        """Returns the template of chat_template.jinja, else of tokenizer_config.json; None if there is none."""
+        config = _json(files, "tokenizer_config.json")
+        template = config.get("chat_template")
+        if files.has("chat_template.jinja"):
+            template = files.read_file("chat_template.jinja").tobytes().decode("utf-8", "replace")
+        elif isinstance(template, list):  # several, by name
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        if not isinstance(template, str):
+            return None
+        return cls(template, _token_text(config, "bos_token"), _token_text(config, "eos_token"))
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, now: datetime | None = None
+    ) -> str:
+        """Returns a conversation as text.
+
+        Args:    add_generation_prompt: end with the beginning of the model's answer.   now: the time for templates
+                 that write the date; None for this machine's.
+        Raises:  RunError if the template has an error or refuses the conversation.
+        """
+        from jinja2 import TemplateError
+
+        self._now = now
+        try:
+            if self._compiled is None:
+                self._compiled = self._environment().from_string(self._source)
+            rendered: str = self._compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokens,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
+            raise RunError(f"the model's chat template failed ({fault})") from fault
+        return rendered
+
+    def _environment(self) -> Any:
+        """Returns jinja2's sandbox as transformers prepares it for templates."""
+        from jinja2 import TemplateError
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """`{% generation %}`, which marks the answers for training and changes no text."""
+
+            tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def raise_exception(text: str) -> None:
+            raise TemplateError(text)
+
+        def tojson(
+            value: object,
+            ensure_ascii: bool = False,
+            indent: int | None = None,
+            separators: Any = None,
+            sort_keys: bool = False,
+        ) -> str:  # jinja2's own escapes for HTML
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: (self._now or datetime.now()).strftime(form)
+        return environment
+
+
+def chat_prompt(files: TextFiles, message: str) -> str:
     """Returns the prompt that asks the model to answer `message`, with special tokens as text.
 
-    Raises:  RunError if the pack has no template, jinja2 is not installed, or the template fails.
+    Raises:  RunError if there is no chat template, or it fails.
     """
-    config = _json(pack, "tokenizer_config.json")
-    template = _template(pack, config)
-    try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ModuleNotFoundError as fault:
-        raise RunError("--chat needs the jinja2 package; pip install 'moe-pack[chat]'") from fault
-
-    def raise_exception(text: str) -> None:
-        raise TemplateError(text)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # templates that say the date
-    try:
-        return environment.from_string(template).render(
-            messages=[{"role": "user", "content": message}],
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            bos_token=_token_text(config, "bos_token"),
-            eos_token=_token_text(config, "eos_token"),
-        )
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
-        raise RunError(f"--chat: the pack's template failed ({fault})") from fault
-
-
-def _template(pack: Pack, config: dict[str, Any]) -> str:
-    if pack.has("chat_template.jinja"):
-        return pack.read_file("chat_template.jinja").tobytes().decode("utf-8", "replace")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if not isinstance(template, str):
+    template = ChatTemplate.of(files)
+    if template is None:
         raise RunError("--chat needs a chat template, and this pack has none; remove --chat")
-    return template
+    return template.render([{"role": "user", "content": message}], add_generation_prompt=True)
 
 
 def _token_text(config: dict[str, Any], key: str) -> str:

@@ -1,8 +1,9 @@
 """Calibration text: the documents that `--data` names, as sequences of tokens.
 
 `open_documents` reads the documents in pieces of bounded size: from our sample, a file, a saved data set or one on the
-hub. It knows nothing of tokens, and reads a source only as far as its pieces are used. The packages datasets and
-pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
+hub. A document is a text or a conversation, which the model's chat template writes as text. `open_documents` knows
+nothing of tokens, and reads a source only as far as its pieces are used. The packages datasets and pyarrow (the extra
+`convert`) are imported here, when they are needed, and nowhere else.
 
 `read_tokens` makes sequences of tokens from them, and `num_held_out` says how many of these are held out.
 """
@@ -14,7 +15,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib.resources import files
 from itertools import chain, count, islice
 from pathlib import Path
@@ -24,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import Text
+from moe_pack.runtime import ChatTemplate, Text
 
-DEFAULT_FIELD = "text"
-NUM_SAMPLE_PARTS = 8
+DEFAULT_FIELDS = ("text", "messages", "conversations")  # the first that a source has
+NUM_PROSE_PARTS = 8
 PIECE_CHARS = 1 << 18  # a third of a second of a tokenizer's time: little is wasted if a few thousand tokens are enough
 MAX_LINE_BYTES = 64 << 20
 
@@ -35,17 +37,27 @@ _BATCH_ROWS = 64
 _BUFFER_BYTES = 1 << 20
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _INSTALL = "run pip install 'moe-pack[convert]'"
+# One round of the sample's parts: 8 sequences of prose (its parts 0 to 7), 5 of conversations (8), 4 of code (9), 3 of
+# other languages (10). A few successive sequences have several kinds.
+_SAMPLE_TURNS = (0, 8, 9, 10, 1, 8, 2, 9, 3, 8, 10, 4, 9, 5, 8, 6, 9, 10, 8, 7)
+_NAME_IT = "name the field of the text or the messages with --field"
+_SHARED_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+_DATE = datetime(
+    2026, 1, 1
+)  # what templates write that ask for the date: the same text gives the same tokens every day
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A document or, if it has more than `PIECE_CHARS` characters, a part of it that ends at a line's end if it can.
 
-    `begins`: whether it is the beginning of a document.
+    `begins`: whether it is the beginning of a document.   `is_chat`: whether a chat template wrote it, which writes
+    the special tokens too.
     """
 
     text: str
     begins: bool
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,47 +66,79 @@ class Documents:
 
     `name`: for people.   `place`: for messages.   `parts`: the documents' pieces in order. The sample has several
     parts, which are tuples; any other source has one, which can be iterated once.
+    `turns`: the parts that give the sequences of a round, in order.
     """
 
     name: str
     place: str
     parts: tuple[Iterable[Piece], ...]
+    turns: tuple[int, ...] = (0,)
 
 
-def open_documents(data: str | None, field: str | None) -> Documents:
+def open_documents(data: str | None, field: str | None, template: ChatTemplate | None) -> Documents:
     """Opens the documents of `data`, without those of white space alone.
 
     Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
              folder that save_to_disk of datasets wrote, or another one it can load; else the name of a data set on the
              hub, read as a stream. `:CONFIG:SPLIT` may follow folder and name, either empty; `train` is the default.
-             field: the field of an object or row that has the text, `DEFAULT_FIELD` if None; None for plain text.
-    Raises:  RunError, here or while pieces are read, if there is no such source, it cannot be read, or the field
-             contains something else than text.
+             field: the field of an object or row that has the text or the messages, the first of `DEFAULT_FIELDS`
+             that is there if None; None for plain text.
+             template: the model's, None if it has none.
+    Raises:  RunError, here or while pieces are read, if there is no such source, it cannot be read, the field contains
+             neither text nor messages, or conversations have no template or fail in it.
     """
     if data is None:
         _refuse_field(field, "the sample")
-        sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
-        return Documents("the sample: chapters of public-domain novels", "the sample", sample_parts(sample))
+        return Documents(
+            "the sample: prose, chat, code and languages", "the sample", _sample_parts(template), _SAMPLE_TURNS
+        )
     path, place = Path(data), f"--data {data}"
+    column = _Column(field, template)
     if path.is_dir() or not (path.exists() or path.suffix in _FILE_READERS):
-        texts = _data_set_texts(_data_set(data, place), field or DEFAULT_FIELD)
-        return Documents(data, place, (_all_pieces(texts),))
-    return Documents(data, place, (_file_reader(path, place)(path, field),))
+        return Documents(data, place, (_all_pieces(_data_set_documents(_data_set(data, place), column)),))
+    return Documents(data, place, (_file_reader(path, place)(path, column),))
 
 
-def sample_parts(sample: str) -> tuple[tuple[Piece, ...], ...]:
+def _sample_parts(template: ChatTemplate | None) -> tuple[tuple[Piece, ...], ...]:
+    """Returns the parts of the sample that `_SAMPLE_TURNS` counts."""
+    folder = files("moe_pack.calib.forward").joinpath("sample")
+    prose, chat, code, languages = (
+        folder.joinpath(name).read_text("utf-8") for name in ("prose.txt", "chat.jsonl", "code.txt", "languages.txt")
+    )
+    conversations = [json.loads(line)["messages"] for line in chat.splitlines()]
+    return (
+        *prose_parts(prose),
+        tuple(_all_pieces(_sample_conversation(messages, template) for messages in conversations)),
+        *(tuple(_all_pieces(map(_Document, text.split("\n\f\n")))) for text in (code, languages)),
+    )
+
+
+def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
     """Returns a text's chapters, each a document, in contiguous parts of about the same length.
 
     Meaning: chapters are separated by empty lines. Each belongs to the eighth of the text in which it begins, so the
              beginnings of the parts come from all over the text.
     """
-    parts: list[list[Piece]] = [[] for _ in range(NUM_SAMPLE_PARTS)]
+    parts: list[list[Piece]] = [[] for _ in range(NUM_PROSE_PARTS)]
     offset = 0
-    for chapter in sample.split("\n\n"):
+    for chapter in prose.split("\n\n"):
         if chapter:
-            parts[offset * NUM_SAMPLE_PARTS // len(sample)].extend(_pieces(_blocks(chapter)))
+            parts[offset * NUM_PROSE_PARTS // len(prose)].extend(_pieces(_blocks(chapter)))
         offset += len(chapter) + 2
-    return tuple(tuple(part) for part in parts if part)
+    return tuple(tuple(part) for part in parts)
+
+
+def _sample_conversation(messages: list[dict[str, object]], template: ChatTemplate | None) -> "_Document":
+    """Returns a conversation of the sample as text: as the model's template writes it, else with the roles' names.
+
+    Templates that know no system messages or no tools refuse some of them.
+    """
+    if template is not None:
+        try:
+            return _Document(template.render(messages, add_generation_prompt=False, now=_DATE), is_chat=True)
+        except RunError:
+            pass
+    return _Document("\n\n".join(f"{str(message['role']).capitalize()}: {message['content']}" for message in messages))
 
 
 def _refuse_field(field: str | None, place: str) -> None:
@@ -102,17 +146,25 @@ def _refuse_field(field: str | None, place: str) -> None:
         raise RunError(f"--field {field}: {place} is plain text without fields; remove --field")
 
 
-def _pieces(blocks: Iterable[str]) -> Iterator[Piece]:
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A whole document; `is_chat` as in `Piece`."""
+
+    text: str
+    is_chat: bool = False
+
+
+def _pieces(blocks: Iterable[str], is_chat: bool = False) -> Iterator[Piece]:
     """Yields the pieces of one document, which comes in blocks of any size; none if it is white space alone."""
     text, begins = "", True
     for block in blocks:
         text += block
         while len(text) > PIECE_CHARS:
             end = _piece_end(text)
-            yield Piece(text[:end], begins)
+            yield Piece(text[:end], begins, is_chat)
             text, begins = text[end:], False
     if text.strip() or (text and not begins):
-        yield Piece(text, begins)
+        yield Piece(text, begins, is_chat)
 
 
 def _piece_end(text: str) -> int:
@@ -125,9 +177,84 @@ def _blocks(text: str) -> Iterator[str]:
     return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 
-def _all_pieces(texts: Iterable[str]) -> Iterator[Piece]:
-    for text in texts:
-        yield from _pieces(_blocks(text))
+def _all_pieces(documents: Iterable[_Document]) -> Iterator[Piece]:
+    for document in documents:
+        yield from _pieces(_blocks(document.text), document.is_chat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """The field of a source that has its documents.
+
+    `field`: its name, None for the first of `DEFAULT_FIELDS` that is there.   `template`: for conversations.
+    """
+
+    field: str | None
+    template: ChatTemplate | None
+
+    def name(self, names: Iterable[str], place: str) -> str:
+        """Returns the field's name.
+
+        Raises:  RunError if the field is not among these names.
+        """
+        names = list(names)
+        wanted = DEFAULT_FIELDS if self.field is None else (self.field,)
+        found = next((name for name in wanted if name in names), None)
+        if found is None:
+            listed = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
+            raise RunError(
+                f"{place}: has no field {' or '.join(map(repr, wanted))}, found {listed or 'none'}; {_NAME_IT}"
+            )
+        return found
+
+    def document_of(self, row: dict[str, object], place: str) -> _Document:
+        """Returns the document of an object or row."""
+        name = self.name(row, place)
+        return self.document(row[name], name, place)
+
+    def document(self, value: object, name: str, place: str) -> _Document:
+        """Returns the document that the field `name` has.
+
+        Raises:  RunError if it is neither text nor a conversation that the template takes.
+        """
+        place = f"{place}: field {name!r}"
+        if isinstance(value, str):
+            return _Document(_checked(value, place))
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+            raise RunError(f"{place} is {_short(value)}, expected text or a list of messages; {_NAME_IT}")
+        messages = [_message(entry, number, place) for number, entry in enumerate(value, 1)]
+        if not messages:
+            return _Document("")
+        if self.template is None:
+            raise RunError(
+                f"{place} has conversations, and the model has no chat template; add chat_template.jinja to the "
+                "model's folder, or give plain text"
+            )
+        try:
+            text = self.template.render(messages, add_generation_prompt=False, now=_DATE)
+        except RunError as fault:
+            raise RunError(f"{place}: {fault}; change or remove this conversation") from fault
+        return _Document(_checked(text, place), is_chat=True)
+
+
+def _message(entry: dict[str, object], number: int, place: str) -> dict[str, object]:
+    """Returns a message as templates read it: `role`, `content` and its other keys, but for those of no value.
+
+    Tables have all keys in all messages. ShareGPT's messages have `from` and `value`.
+    """
+    found = {key: value for key, value in entry.items() if value is not None}
+    if "role" not in found and "from" in found:
+        role = found.pop("from")
+        found = {"role": _SHARED_ROLES.get(role, role) if isinstance(role, str) else role} | found
+        found["content"] = found.pop("value", None)
+    if "tool_calls" in found:
+        found.setdefault("content", "")
+    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
+        raise RunError(
+            f"{place}: message {number} is {_short(entry)}, expected 'role' and 'content' (or 'from' and 'value') "
+            "as text; change or remove this conversation"
+        )
+    return found
 
 
 def _file_reader(path: Path, place: str) -> "_FileReader":
@@ -141,20 +268,20 @@ def _file_reader(path: Path, place: str) -> "_FileReader":
     return _FILE_READERS[path.suffix]
 
 
-def _plain_pieces(path: Path, field: str | None) -> Iterator[Piece]:
-    _refuse_field(field, str(path))
+def _plain_pieces(path: Path, column: _Column) -> Iterator[Piece]:
+    _refuse_field(column.field, str(path))
     return _pieces(_decoded(path))
 
 
-def _json_pieces(path: Path, field: str | None) -> Iterator[Piece]:
-    return _all_pieces(_json_texts(path, field or DEFAULT_FIELD))
+def _json_pieces(path: Path, column: _Column) -> Iterator[Piece]:
+    return _all_pieces(_json_documents(path, column))
 
 
-def _parquet_pieces(path: Path, field: str | None) -> Iterator[Piece]:
-    return _all_pieces(_parquet_texts(path, field or DEFAULT_FIELD))
+def _parquet_pieces(path: Path, column: _Column) -> Iterator[Piece]:
+    return _all_pieces(_parquet_documents(path, column))
 
 
-_FileReader = Callable[[Path, str | None], Iterator[Piece]]
+_FileReader = Callable[[Path, _Column], Iterator[Piece]]
 _FILE_READERS: dict[str, _FileReader] = {
     ".txt": _plain_pieces,
     ".jsonl": _json_pieces,
@@ -194,7 +321,7 @@ def _wrong_byte(fault: UnicodeDecodeError, start: int = 0) -> str:
     return f"found {byte}, expected UTF-8 text; convert the file with iconv"
 
 
-def _json_texts(path: Path, field: str) -> Iterator[str]:
+def _json_documents(path: Path, column: _Column) -> Iterator[_Document]:
     with _opened(path) as file:
         for number in count(1):
             line, place = file.readline(MAX_LINE_BYTES + 1), f"{path}: line {number:,}"
@@ -203,7 +330,7 @@ def _json_texts(path: Path, field: str) -> Iterator[str]:
             if len(line) > MAX_LINE_BYTES:
                 raise RunError(f"{place}: longer than {MAX_LINE_BYTES:,} bytes; split the document into several lines")
             if line.strip():
-                yield _text_of(_json_object(line.rstrip(), place), field, place)
+                yield column.document_of(_json_object(line.rstrip(), place), place)
 
 
 def _json_object(line: bytes, place: str) -> dict[str, object]:
@@ -219,7 +346,7 @@ def _json_object(line: bytes, place: str) -> dict[str, object]:
     return value
 
 
-def _parquet_texts(path: Path, field: str) -> Iterator[str]:
+def _parquet_documents(path: Path, column: _Column) -> Iterator[_Document]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -230,10 +357,10 @@ def _parquet_texts(path: Path, field: str) -> Iterator[str]:
         _one_line(f"{path}: pyarrow cannot read it", (OSError, ArrowException)),
         ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file,
     ):
-        _check_field(field, file.schema_arrow.names, str(path))
-        values = (v for batch in file.iter_batches(_BATCH_ROWS, columns=[field]) for v in batch.column(0).to_pylist())
+        name = column.name(file.schema_arrow.names, str(path))
+        values = (v for batch in file.iter_batches(_BATCH_ROWS, columns=[name]) for v in batch.column(0).to_pylist())
         for number, value in enumerate(values, 1):
-            yield _checked(value, field, f"{path}: row {number:,}")
+            yield column.document(value, name, f"{path}: row {number:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +382,7 @@ def _data_set(data: str, place: str) -> _DataSet:
     return _DataSet(name, config or None, split or None, place)
 
 
-def _data_set_texts(data_set: _DataSet, field: str) -> Iterator[str]:
+def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Document]:
     place = f"{data_set.place}:" if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder;"
     try:
         import datasets
@@ -268,10 +395,10 @@ def _data_set_texts(data_set: _DataSet, field: str) -> Iterator[str]:
     with _one_line(f"{place} reading it as a data set failed", faults):
         rows = _load_saved(datasets, data_set) if _is_saved(data_set) else _stream(datasets, data_set)
         if rows.column_names is not None:
-            _check_field(field, rows.column_names, data_set.place)
-            rows = rows.select_columns([field])  # others may be costly to decode: pictures, sound
+            name = column.name(rows.column_names, data_set.place)
+            rows = rows.select_columns([name])  # others may be costly to decode: pictures, sound
         for number, row in enumerate(rows, 1):
-            yield _text_of(row, field, f"{data_set.place}: row {number:,}")
+            yield column.document_of(row, f"{data_set.place}: row {number:,}")
 
 
 def _is_saved(data_set: _DataSet) -> bool:
@@ -306,27 +433,13 @@ def _one_line(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]
         raise RunError(f"{place} ({_first_line(fault)})") from fault
 
 
-def _check_field(field: str, names: Iterable[str], place: str) -> None:
-    names = list(names)
-    if field not in names:
-        listed = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
-        raise RunError(f"{place}: has no field {field!r}, found {listed or 'none'}; name the text field with --field")
-
-
-def _text_of(row: dict[str, object], field: str, place: str) -> str:
-    _check_field(field, row, place)
-    return _checked(row[field], field, place)
-
-
-def _checked(value: object, field: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise RunError(f"{place}: field {field!r} is {_short(value)}, expected text; name the text field with --field")
+def _checked(text: str, place: str) -> str:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as fault:  # JSON can write half a surrogate pair; no tokenizer takes it
-        half = f"{value[fault.start]!a} at character {fault.start:,}"
-        raise RunError(f"{place}: field {field!r} contains {half}, expected whole characters; remove it") from fault
-    return value
+        half = f"{text[fault.start]!a} at character {fault.start:,}"
+        raise RunError(f"{place} contains {half}, expected whole characters; remove it") from fault
+    return text
 
 
 def _short(value: object) -> str:
@@ -361,9 +474,10 @@ def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: i
     """Returns at least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
 
     Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
-             the first ceil(num_tokens / S) sequences. The rest is dropped.
-             Sequence i of the sample is the next one of part i mod 8, so that a few tokens come from all its books; if
-             the parts have too few whole sequences, the sample is read in order.
+             the first ceil(num_tokens / S) sequences. The rest is dropped. A conversation has the special tokens that
+             the chat template writes, and no others.
+             The sample's parts give sequences in turn, so that a few tokens come from all its kinds of text and all
+             its books; if the parts have too few whole sequences, the sample is read in order.
              Documents are tokenised in pieces (`PIECE_CHARS`): where two pieces of a long document meet, a token or
              two may differ from those of the whole, and tokens that end a text come after the first piece.
     Args:    source: --data, None for the sample.   field: --field, None for the default.
@@ -371,26 +485,35 @@ def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: i
              tokenizer gives tokens that the model does not have.
     """
     assert num_tokens > 0 and sequence_length > 0, f"{num_tokens} tokens in sequences of {sequence_length}"
-    documents = open_documents(source, field)
+    documents = open_documents(source, field, text.chat_template)
     wanted = -(-num_tokens // sequence_length)
-    cut = _CutText.of(documents.parts, text, wanted, sequence_length)
+    cut = _CutText.of(documents, text, wanted, sequence_length)
     if len(cut.sequences) < wanted and len(documents.parts) > 1:
-        cut = _CutText.of((chain(*documents.parts),), text, wanted, sequence_length)
+        whole = replace(documents, parts=(chain(*documents.parts),), turns=(0,))
+        cut = _CutText.of(whole, text, wanted, sequence_length)
     notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
     return _tokens(documents.name, cut.sequences, notes)
 
 
 def unseen_tokens(text: Text, num_tokens: int, sequence_length: int) -> Tokens:
-    """Returns at least `num_tokens` tokens from the end of the sample, which profiles of few tokens do not read.
+    """Returns at least `num_tokens` tokens from the ends of the sample's parts, which short profiles do not read.
 
-    Meaning: the last ceil(num_tokens / S) sequences of the sample, in the order in which `read_tokens` reads it.
+    Meaning: ceil(num_tokens / S) sequences; the parts give them in turn as for `read_tokens`, each its last one first.
     Raises:  RunError as `read_tokens`.
     """
-    documents = open_documents(None, None)
+    documents = open_documents(None, None, text.chat_template)
     wanted = -(-num_tokens // sequence_length)
-    cut = _CutText.of(documents.parts, text, None, sequence_length)
-    notes = () if len(cut.sequences) >= wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
-    return _tokens(f"the end of {documents.name}", cut.sequences[-wanted:], notes)
+    parts = [
+        _CutText.of(replace(documents, parts=(part,), turns=(0,)), text, None, sequence_length)
+        for part in documents.parts
+    ]
+    reversed_parts = [iter(part.sequences[::-1]) for part in parts]
+    cut = _CutText(
+        list(islice(_in_turn([reversed_parts[turn] for turn in documents.turns]), wanted)),
+        sum(part.num_tokens for part in parts),
+    )
+    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
+    return _tokens(f"the end of {documents.name}", cut.sequences, notes)
 
 
 def num_held_out(num_sequences: int) -> int:
@@ -411,10 +534,10 @@ class _CutText:
     num_tokens: int
 
     @classmethod
-    def of(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int | None, sequence_length: int) -> "_CutText":
-        """Cuts as many sequences as wanted, None for all, from each part in turn."""
-        cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in parts]
-        sequences = list(islice(_in_turn(cutters), wanted))
+    def of(cls, documents: Documents, text: Text, wanted: int | None, sequence_length: int) -> "_CutText":
+        """Cuts as many sequences as wanted, None for all, from the parts in turn."""
+        cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in documents.parts]
+        sequences = list(islice(_in_turn([cutters[turn] for turn in documents.turns]), wanted))
         num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)
         return cls(sequences, num_tokens)
 
@@ -427,32 +550,32 @@ class _Cutter:
         self._ids = ids
         self._sequence_length = sequence_length
 
-    def next(self) -> NDArray[np.int32] | None:
-        """Returns the next whole sequence, or None if the stream ends before."""
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return self
+
+    def __next__(self) -> NDArray[np.int32]:
+        """Returns the next whole sequence."""
         while len(self.left) < self._sequence_length:
-            more = next(self._ids, None)
-            if more is None:
-                return None
-            self.left = np.concatenate([self.left, more])
+            self.left = np.concatenate([self.left, next(self._ids)])
         sequence, self.left = np.split(self.left, [self._sequence_length])
         return sequence
 
 
-def _in_turn(cutters: Iterable[_Cutter]) -> Iterator[NDArray[np.int32]]:
-    """Yields a sequence of each cutter in turn until all have ended."""
-    turn = deque(cutters)
-    while turn:
-        cutter = turn.popleft()
-        sequence = cutter.next()
+def _in_turn(parts: Iterable[Iterator[NDArray[np.int32]]]) -> Iterator[NDArray[np.int32]]:
+    """Yields a sequence of each part in turn until all have ended; a part may have several turns."""
+    turns = deque(parts)
+    while turns:
+        part = turns.popleft()
+        sequence = next(part, None)
         if sequence is not None:
             yield sequence
-            turn.append(cutter)
+            turns.append(part)
 
 
 def _token_ids(pieces: Iterable[Piece], text: Text) -> Iterator[NDArray[np.int32]]:
     vocab_size = text.vocab_size
     for piece in pieces:
-        ids = np.array(text.encode(piece.text, special_tokens=piece.begins), np.int64)
+        ids = np.array(text.encode(piece.text, special_tokens=piece.begins and not piece.is_chat), np.int64)
         if ids.size and ids.max() >= vocab_size:
             raise RunError(
                 f"tokenizer.json: gives token {ids.max():,}, expected less than config.json's vocab_size "

@@ -45,7 +45,10 @@ WORKERS_OPTION = option(
     "--workers", least=1, most=256, help="Number of experts worked on at once, one thread each.  [default: all cores]"
 )
 FIELD_OPTION = option(
-    "--field", metavar="F", help="The field of JSONL, Parquet or a data set that contains the text.  [default: text]"
+    "--field",
+    metavar="F",
+    help="The field of JSONL, Parquet or a data set that contains the text or the messages of a conversation.  "
+    "[default: text, messages or conversations]",
 )
 
 PlanCodec = Literal["auto", "affine", "trellis"]

@@ -49,7 +49,8 @@ class TextOptions:
         metadata=option(
             "--data",
             metavar="NAME_OR_FILE",
-            help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT).  [default: our sample]",
+            help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
+            "conversations (lists of messages), which the model's chat template writes.  [default: our sample]",
         ),
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)

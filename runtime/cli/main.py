@@ -192,12 +192,13 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
         prompt_ids = _encoded(pack, text, words, options.chat)
+        end_ids = text.answer_end_ids if options.chat else text.end_ids
         engine = stack.enter_context(_open_engine(pack, options, len(prompt_ids)))
         clock = _Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
         try:
-            for token in generate(engine.decoder, prompt_ids, sampler, options.num_tokens, text.end_ids):
+            for token in generate(engine.decoder, prompt_ids, sampler, options.num_tokens, end_ids):
                 clock.tick()
                 piece = stream.push(token)
                 last = piece or last

@@ -15,11 +15,24 @@ from cases import case
 from pyarrow import parquet
 
 from moe_pack.calib.forward import text as documents
-from moe_pack.calib.forward.text import PIECE_CHARS, Piece, open_documents, sample_parts
+from moe_pack.calib.forward.text import PIECE_CHARS, Piece, open_documents, prose_parts
 from moe_pack.formats import RunError
+from moe_pack.runtime import ChatTemplate
 
 TWO = [{"text": "One.", "n": 1}, {"text": "Two.", "n": 2}]
 KINDS = ".txt, .jsonl, .json, .parquet or a folder"
+TEMPLATE = ChatTemplate(
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "<s>",
+    "</s>",
+)
+NO_FIELD = "has no field 'text' or 'messages' or 'conversations'"
+NAME_IT = "name the field of the text or the messages with --field"
+NEITHER = f"expected text or a list of messages; {NAME_IT}"
+NO_MESSAGE = "expected 'role' and 'content' (or 'from' and 'value') as text; change or remove this conversation"
+CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+CHAT_TEXT = "<s><system>Be kind.</s><user>Hi</s>"
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +43,11 @@ def no_hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def pieces(data: object, field: str | None = None) -> list[Piece]:
+def pieces(data: object, field: str | None = None, template: ChatTemplate | None = None) -> list[Piece]:
     """Every piece of a source that has one part."""
-    (part,) = open_documents(str(data), field).parts
+    documents = open_documents(str(data), field, template)
+    (part,) = documents.parts
+    assert documents.turns == (0,)
     return list(part)
 
 
@@ -43,10 +58,17 @@ def texts(data: object, field: str | None = None) -> list[str]:
     return [piece.text for piece in found]
 
 
-def said(data: object, field: str | None = None) -> str:
+def conversations(data: object, field: str | None = None) -> list[str]:
+    """Every document of a source whose documents are short conversations, as `TEMPLATE` writes them."""
+    found = pieces(data, field, TEMPLATE)
+    assert all(piece.begins and piece.is_chat for piece in found)
+    return [piece.text for piece in found]
+
+
+def said(data: object, field: str | None = None, template: ChatTemplate | None = TEMPLATE) -> str:
     """The one line that says what is wrong with a source."""
     with pytest.raises(RunError) as caught:
-        pieces(data, field)
+        pieces(data, field, template)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -134,21 +156,150 @@ def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(tmp_path: 
                 assert "".join(piece.text for piece in found) == text
 
 
-def test_the_sample_has_eight_parts_of_whole_chapters_in_order() -> None:
-    sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
-    parts = open_documents(None, None).parts
+def sample_file(name: str) -> str:
+    return files("moe_pack.calib.forward").joinpath("sample", name).read_text("utf-8")
+
+
+def test_prose_of_the_sample_has_eight_parts_of_whole_chapters_in_order() -> None:
+    prose = sample_file("prose.txt")
+    parts = [list(part) for part in open_documents(None, None, None).parts[:8]]
     chapters = [piece for part in parts for piece in part]
-    assert all(piece.begins for piece in chapters)
-    assert "\n\n".join(piece.text for piece in chapters) == sample
+    assert all(piece.begins and not piece.is_chat for piece in chapters)
+    assert "\n\n".join(piece.text for piece in chapters) == prose
     sizes = [sum(len(piece.text) for piece in part) for part in parts]
-    assert len(sizes) == 8
     longest = max(len(piece.text) for piece in chapters)
-    assert max(abs(size - 700_000 / 8) for size in sizes) < longest, "parts are as equal as chapters allow"
+    assert max(abs(size - len(prose) / 8) for size in sizes) < longest, "parts are as equal as chapters allow"
+    assert all(len(part[0].text) < 1000 < len(part[1].text) for part in parts), "each begins with a short article"
 
 
-def test_a_sample_in_which_a_chapter_fills_parts_has_fewer() -> None:
+def test_prose_in_which_a_chapter_fills_parts_leaves_some_empty() -> None:
     text = "a\n\n" + "b" * 40 + "\n\nc\n\n"  # 48 characters, six a part: a and b in the first, c (place 45) in the last
-    assert [[piece.text for piece in part] for part in sample_parts(text)] == [["a", "b" * 40], ["c"]]
+    parts = [[piece.text for piece in part] for part in prose_parts(text)]
+    assert parts == [["a", "b" * 40], [], [], [], [], [], [], ["c"]]
+
+
+def test_a_round_of_the_sample_has_each_kind_by_its_share() -> None:
+    documents = open_documents(None, None, None)
+    assert len(documents.parts) == 11
+    turns = documents.turns
+    assert [turns.count(part) for part in range(11)] == [1] * 8 + [5, 4, 3]  # of 20: 40% prose, 25%, 20%, 15%
+    kinds = ["prose" if part < 8 else part for part in turns]
+    for start in range(20):
+        with case(start):
+            five = {kinds[(start + i) % 20] for i in range(5)}
+            assert len(five) >= 3 and "prose" in five, "five successive sequences are of three kinds"
+
+
+def test_conversations_of_the_sample_are_written_by_the_models_template() -> None:
+    rows = [json.loads(line)["messages"] for line in sample_file("chat.jsonl").splitlines()]
+    written = list(open_documents(None, None, TEMPLATE).parts[8])
+    assert [piece.text for piece in written] == [TEMPLATE.render(row, add_generation_prompt=False) for row in rows]
+    assert all(piece.is_chat for piece in written)
+    plain = list(open_documents(None, None, None).parts[8])
+    assert not any(piece.is_chat for piece in plain) and len(plain) == len(rows)
+    assert plain[0].text.startswith(
+        "User: What is the difference between weather and climate?\n\nAssistant: Weather is"
+    )
+
+
+def test_a_conversation_of_the_sample_that_a_template_refuses_is_plain_text() -> None:
+    refusing = ChatTemplate(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+        "{{ messages | tojson }}"
+    )
+    rows = [json.loads(line)["messages"] for line in sample_file("chat.jsonl").splitlines()]
+    written = list(open_documents(None, None, refusing).parts[8])
+    assert [not piece.is_chat for piece in written] == [row[0]["role"] == "system" for row in rows]
+    assert sum(piece.is_chat for piece in written) > 30
+    assert next(piece for piece in written if not piece.is_chat).text.startswith("System: You are ")
+
+
+def test_the_samples_conversations_are_questions_and_answers() -> None:
+    """What most templates demand: an optional system message, then user and assistant in turn; and no empty message."""
+    for line in sample_file("chat.jsonl").splitlines():
+        messages = json.loads(line)["messages"]
+        with case(messages[0]["content"]):
+            turns = messages[messages[0]["role"] == "system" :]
+            assert [message["role"] for message in turns] == ["user", "assistant"] * (len(turns) // 2)
+            assert turns and all(message["content"].strip() == message["content"] != "" for message in messages)
+
+
+def test_code_and_languages_of_the_sample_are_documents_between_form_feeds() -> None:
+    documents = open_documents(None, None, TEMPLATE)
+    for part, name, least in ((9, "code.txt", 25), (10, "languages.txt", 60)):
+        with case(name):
+            texts = [piece.text for piece in documents.parts[part]]
+            assert "\n\f\n".join(texts) == sample_file(name) and len(texts) >= least
+            assert not any("\f" in text for text in texts)
+    scripts = "".join(piece.text for piece in documents.parts[10])
+    for letter in "ßçñãжわ한的ابहไאłğπ":
+        assert letter in scripts, letter
+
+
+def test_messages_are_written_by_the_models_template(tmp_path: Path) -> None:
+    shared = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "A"}]
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"id": 1, "conversations": shared}, {"messages": []})
+    assert conversations(path) == [CHAT_TEXT, f"{CHAT_TEXT}<assistant>A</s>"]
+    assert conversations(lines(tmp_path / "b.jsonl", {"chat": CHAT, "messages": 1}), "chat") == [CHAT_TEXT]
+    assert conversations(table(tmp_path / "a.parquet", {"id": [1, 2], "messages": [CHAT, CHAT[1:]]})) == [
+        CHAT_TEXT,
+        "<s><user>Hi</s>",
+    ]
+
+
+def test_text_comes_before_messages_and_a_file_may_have_both(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT, "text": "One."}, {"messages": CHAT})
+    assert pieces(path, None, TEMPLATE) == [Piece("One.", True), Piece(CHAT_TEXT, True, is_chat=True)]
+    both = table(tmp_path / "a.parquet", {"messages": [CHAT], "text": ["One."]})
+    assert texts(both) == ["One."]
+    assert conversations(both, "messages") == [CHAT_TEXT]
+
+
+def test_a_data_set_of_conversations_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([{"messages": CHAT, "source": "a"}]).save_to_disk(tmp_path / "saved")
+    assert conversations(tmp_path / "saved") == [CHAT_TEXT]
+
+
+def test_keys_without_a_value_are_not_there_for_the_template(tmp_path: Path) -> None:
+    """A table has every key in every message; templates ask whether one is there."""
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %};"
+        "{% endfor %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    path = table(tmp_path / "a.parquet", {"messages": [[{"role": "user", "content": "Hi", "tool_calls": None}, call]]})
+    (found,) = pieces(path, None, template)
+    assert found.text == 'Hi;[{"name": "f"}];'
+
+
+def test_a_long_conversation_comes_in_pieces(tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "x" * PIECE_CHARS}, *CHAT[1:]]
+    found = pieces(lines(tmp_path / "a.jsonl", {"messages": long}), None, TEMPLATE)
+    assert "".join(piece.text for piece in found) == f"<s><user>{'x' * PIECE_CHARS}</s><user>Hi</s>"
+    assert [(piece.begins, piece.is_chat) for piece in found] == [(True, True), (False, True)]
+
+
+def test_the_date_in_a_template_is_always_the_same(tmp_path: Path) -> None:
+    """The same text gives the same tokens on another day, with which a profile goes on."""
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
+    (found,) = pieces(lines(tmp_path / "a.jsonl", {"messages": CHAT}), None, template)
+    assert found.text == "01 Jan 2026 Be kind."
+
+
+def test_conversations_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "One."}, {"messages": CHAT})
+    assert said(path, None, None) == (
+        f"{path}: line 2: field 'messages' has conversations, and the model has no chat template; add "
+        "chat_template.jinja to the model's folder, or give plain text"
+    )
+    refusing = ChatTemplate("{{ raise_exception('no system messages') }}")
+    assert said(path, None, refusing) == (
+        f"{path}: line 2: field 'messages': the model's chat template failed (no system messages); "
+        "change or remove this conversation"
+    )
 
 
 def test_a_source_that_is_not_there_is_refused() -> None:
@@ -177,7 +328,7 @@ def test_a_field_of_what_has_none_is_refused(tmp_path: Path) -> None:
         f"--field body: {tmp_path / 'a.txt'} is plain text without fields; remove --field"
     )
     with pytest.raises(RunError, match=r"^--field text: the sample is plain text without fields; remove --field$"):
-        open_documents(None, "text")
+        open_documents(None, "text", None)
 
 
 def test_a_text_file_that_is_not_utf_8_is_refused_at_the_byte(tmp_path: Path) -> None:
@@ -212,13 +363,29 @@ def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> N
                 "not valid JSON (Expecting value, column 2); expected one object on each line",
             ),
             (b'["A"]', "found ['A'], expected one object on each line"),
-            (b'{"body": "A", "n": 1}', "has no field 'text', found 'body', 'n'; name the text field with --field"),
-            (b"{}", "has no field 'text', found none; name the text field with --field"),
-            (b'{"text": null}', "field 'text' is None, expected text; name the text field with --field"),
+            (b'{"body": "A", "n": 1}', f"{NO_FIELD}, found 'body', 'n'; {NAME_IT}"),
+            (b"{}", f"{NO_FIELD}, found none; {NAME_IT}"),
+            (b'{"text": null}', f"field 'text' is None, {NEITHER}"),
             (
                 b'{"text": ["A sentence of more than a line", 12345]}',
-                "field 'text' is ['A sentence of more than a line', 1234…, expected text; "
-                "name the text field with --field",
+                f"field 'text' is ['A sentence of more than a line', 1234…, {NEITHER}",
+            ),
+            (b'{"messages": {"role": "user"}}', f"field 'messages' is {{'role': 'user'}}, {NEITHER}"),
+            (
+                b'{"messages": [{"role": "user", "content": "Hi"}, {"content": "A"}]}',
+                f"field 'messages': message 2 is {{'content': 'A'}}, {NO_MESSAGE}",
+            ),
+            (
+                b'{"conversations": [{"from": 3, "value": "A"}]}',
+                f"field 'conversations': message 1 is {{'from': 3, 'value': 'A'}}, {NO_MESSAGE}",
+            ),
+            (
+                b'{"messages": [{"role": "user", "content": null}]}',
+                f"field 'messages': message 1 is {{'role': 'user', 'content': None}}, {NO_MESSAGE}",
+            ),
+            (
+                b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+                r"field 'messages' contains '\ud83d' at character 9, expected whole characters; remove it",
             ),
             (
                 b'{"text": "A \\ud83d B"}',
@@ -251,15 +418,10 @@ def test_a_line_may_have_a_certain_length(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_parquet_file_that_is_unfit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    assert (
-        said(table(path, {"body": ["A"]}))
-        == f"{path}: has no field 'text', found 'body'; name the text field with --field"
-    )
+    assert said(table(path, {"body": ["A"]})) == f"{path}: {NO_FIELD}, found 'body'; {NAME_IT}"
     many = table(path, {f"column{n:02}": ["A"] for n in range(11)})
-    assert said(many).endswith("'column08', 'column09', …; name the text field with --field")
-    assert said(table(path, {"text": ["A", None]})) == (
-        f"{path}: row 2: field 'text' is None, expected text; name the text field with --field"
-    )
+    assert said(many).endswith(f"'column08', 'column09', …; {NAME_IT}")
+    assert said(table(path, {"text": ["A", None]})) == (f"{path}: row 2: field 'text' is None, {NEITHER}")
     path.write_bytes(b"no parquet at all")
     assert said(path).startswith(f"{path}: pyarrow cannot read it (Parquet magic bytes not found in footer")
 
@@ -286,8 +448,8 @@ def test_a_folder_of_files_is_read_by_datasets(kind: str, tmp_path: Path) -> Non
     assert texts(f"{folder}::test") == ["Three."]
     assert texts(f"{folder}:default:test") == ["Three."]
     place = f"--data {folder}"
-    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text field with --field"
-    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text field with --field"
+    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; {NAME_IT}"
+    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, {NEITHER}"
     assert re.fullmatch(
         rf"{place}::dev: reading it as a data set failed \(Bad split: dev. Available splits: .*\)",
         said(f"{folder}::dev"),
@@ -317,8 +479,8 @@ def test_a_saved_data_set_is_read(saved: Any, tmp_path: Path) -> None:
     saved.save_to_disk(folder)
     assert texts(folder) == texts(f"{folder}:") == ["One.", "Two."]
     place = f"--data {folder}"
-    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text field with --field"
-    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text field with --field"
+    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, {NEITHER}"
+    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; {NAME_IT}"
     assert said(f"{folder}::train") == f"{place}::train: has no split 'train', found no splits; write {folder}"
     assert said(f"{folder}:default") == (
         f"{place}:default: a saved data set has no configurations; write {folder}::SPLIT"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from importlib.resources import files
+from collections import deque
 from itertools import chain
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import pytest
 from cases import case
 from models import BOOK, DEMO_MODEL
 
-from moe_pack.calib.forward import Tokens, num_held_out, read_tokens
+from moe_pack.calib.forward import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.forward import text as documents
+from moe_pack.calib.forward.text import open_documents
 from moe_pack.formats import RunError
 from moe_pack.runtime import FolderFiles, Text
 
@@ -102,46 +103,99 @@ def test_a_document_of_several_pieces_has_one_beginning(
     assert flat(tokens).count(BEGINNING) == 1
 
 
+SAMPLE_NAME = "the sample: prose, chat, code and languages"
+# The parts in a round of 20 sequences: 0 to 7 are prose, 8 conversations, 9 code, 10 other languages.
+TURNS = [0, 8, 9, 10, 1, 8, 2, 9, 3, 8, 10, 4, 9, 5, 8, 6, 9, 10, 8, 7]
+BEGINNINGS = {
+    0: "Glass\n",
+    1: "City to Reopen",
+    2: "Installing the Shelf\n",
+    3: "Abstract\n",
+    4: "Dear Ruth,\n",
+    5: "How a Vaccine Works\n",
+    6: "Terms of Use",
+    7: "Quarterly Report",
+    8: "User: What is the difference between weather",
+    9: "// Package cache",
+    10: "Der Herbst im Gebirge",
+}
+
+
 @pytest.fixture(scope="module")
-def chapters(text: Text) -> list[list[int]]:
-    """The tokens of the sample's chapters."""
-    sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
-    return [text.encode(chapter) for chapter in sample.split("\n\n")]
+def parts(text: Text) -> list[list[int]]:
+    """The tokens of each part of the sample."""
+    found = open_documents(None, None, None).parts
+    return [list(chain(*(text.encode(piece.text) for piece in part))) for part in found]
 
 
-def test_sequences_of_the_sample_come_from_its_eight_parts_in_turn(text: Text, chapters: list[list[int]]) -> None:
-    """The heads as a reader finds them: the first chapter that begins in each 87,500 of the 700,000 characters."""
-    begins = ["XXX\n", "XXXV\n", "X\n", "XIII\nDr. Seward", "XX\n", "XXV\n", "XLVI\n", "LIV\n"]
-    tokens = read_tokens(None, None, text, 12 * 200, 200)
-    heads = tokens.sequences[:8].tolist()
-    for begin, head in zip(begins, heads, strict=True):
-        stream = text.stream(head[:1])
-        assert "".join(stream.push(token) for token in head[1:]).startswith(begin)
-    whole = [next(chapter for chapter in chapters if chapter[:200] == head) for head in heads]
-    assert tokens.sequences[8:].tolist() == [chapter[200:400] for chapter in whole[:4]]
-    assert tokens.name == "the sample: chapters of public-domain novels"
-    assert tokens.notes == ()
+def rows(part: list[int], length: int) -> list[list[int]]:
+    """The whole sequences of a part's tokens."""
+    return [part[start : start + length] for start in range(0, len(part) - length + 1, length)]
 
 
-def test_a_part_of_the_sample_that_runs_out_leaves_its_turn_to_others(text: Text, chapters: list[list[int]]) -> None:
-    """Of sequences longer than the fourth part (two chapters of Dracula), the third (three of them) still has one."""
-    third, fourth = list(chain(*chapters[8:11])), list(chain(*chapters[11:13]))
-    between = (len(third) + len(fourth)) // 2
-    assert len(fourth) < between < len(third)
-    tokens = read_tokens(None, None, text, 3 * between, between)
-    assert tokens.sequences[2].tolist() == third[:between]
-    tokens = read_tokens(None, None, text, 4 * between, between)
-    assert tokens.sequences[3].tolist() == list(chain(*chapters[13:18]))[:between]
+def test_sequences_of_the_sample_come_from_its_parts_in_turn(text: Text, parts: list[list[int]]) -> None:
+    tokens = read_tokens(None, None, text, 40 * 100, 100)
+    left = [iter(rows(part, 100)) for part in parts]
+    assert tokens.sequences.tolist() == [next(left[turn]) for turn in TURNS * 2]
+    for turn, beginning in BEGINNINGS.items():
+        with case(beginning):
+            head = tokens.sequences[TURNS.index(turn)].tolist()
+            stream = text.stream(head[:1])
+            assert "".join(stream.push(token) for token in head[1:]).startswith(beginning)
+    assert (tokens.name, tokens.notes) == (SAMPLE_NAME, ())
 
 
-def test_the_sample_is_read_in_order_where_its_parts_are_too_short(text: Text, chapters: list[list[int]]) -> None:
-    joined = list(chain(*chapters))
+def test_a_part_of_the_sample_that_runs_out_leaves_its_turn_to_others(text: Text, parts: list[list[int]]) -> None:
+    """Of sequences of 5,000 tokens, the sixth part of prose has none, others one or two, code four or more."""
+    length = 5000
+    left = [rows(part, length) for part in parts]
+    assert [len(part) for part in left[:8]].count(0) >= 1 and len(left[9]) > len(left[10]) > 1
+    expected = []
+    turns = deque(TURNS)
+    while turns:
+        turn = turns.popleft()
+        if left[turn]:
+            expected.append(left[turn].pop(0))
+            turns.append(turn)
+    tokens = read_tokens(None, None, text, len(expected) * length, length)
+    assert tokens.sequences.tolist() == expected and tokens.notes == ()
+
+
+def test_the_sample_is_read_in_order_where_its_parts_are_too_short(text: Text, parts: list[list[int]]) -> None:
+    joined = list(chain(*parts))
     tokens = read_tokens(None, None, text, 10**9, 50_000)
-    assert tokens.sequences.tolist() == [joined[start : start + 50_000] for start in (0, 50_000, 100_000)]
+    assert tokens.sequences.tolist() == [joined[start : start + 50_000] for start in (0, 50_000)]
     assert tokens.notes == (
         f"the sample: found {len(joined):,} tokens, --tokens asks for 1,000,000,000; "
-        "the 150,000 tokens of its whole sequences are used",
+        "the 100,000 tokens of its whole sequences are used",
     )
+
+
+def test_unseen_text_is_the_end_of_each_part_in_turn(text: Text, parts: list[list[int]]) -> None:
+    tokens = unseen_tokens(text, 20 * 100, 100)
+    left = [iter(rows(part, 100)[::-1]) for part in parts]
+    assert tokens.sequences.tolist() == [next(left[turn]) for turn in TURNS]
+    assert (tokens.name, tokens.notes) == (f"the end of {SAMPLE_NAME}", ())
+    whole = unseen_tokens(text, 10**9, 512)
+    assert sorted(whole.sequences.tolist()) == sorted(row for part in parts for row in rows(part, 512))
+    assert len(whole.notes) == 1
+
+
+def test_conversations_have_the_special_tokens_of_the_template_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    text = Text(FolderFiles(folder))
+    row = {"messages": [{"role": "user", "content": "A question"}, {"role": "assistant", "content": "An answer"}]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(100)))
+    (end,) = text.end_ids
+    turns = [text.encode(words, special_tokens=False) for words in ("A question", "An answer")]
+    expected = [*turns[0], end, *turns[1], end] * 100
+    found = flat(read_tokens(str(path), None, text, len(expected), len(expected)))
+    assert found == expected and BEGINNING not in found
 
 
 def test_less_text_than_was_asked_for_is_used_and_noted(text: Text, tmp_path: Path) -> None:

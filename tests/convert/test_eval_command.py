@@ -125,13 +125,13 @@ def test_a_table_for_people_says_how_sure_it_is_and_that_the_tail_is_long(source
 
 
 def test_the_text_is_the_samples_end_which_profiles_do_not_see(source: Path) -> None:
+    """Nor does convert --target-vram, which measures its loss on 16,384 tokens."""
     text = Text(FolderFiles(source))
-    seen = read_tokens(None, None, text, 16384, 512).sequences
-    everything = unseen_tokens(text, 10**9, 512).sequences
-    found = unseen_tokens(text, 8192, 512)
-    assert found.name == "the end of the sample: chapters of public-domain novels"
-    assert (everything[: len(seen)] == seen).all() and (everything[-16:] == found.sequences).all()
-    assert len(everything) > len(seen) + 16
+    seen = {sequence.tobytes() for sequence in read_tokens(None, None, text, 16384, 512).sequences}
+    found = unseen_tokens(text, 16384, 512)
+    assert found.name == "the end of the sample: prose, chat, code and languages"
+    assert len(seen) == len(found.sequences) == 32
+    assert not seen & {sequence.tobytes() for sequence in found.sequences}
 
 
 def test_options_that_mean_nothing_are_wrong_usage(packed: Path) -> None:

@@ -9,7 +9,7 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime import chat_prompt
+from moe_pack.runtime import ChatTemplate, FolderFiles, Text, chat_prompt
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
@@ -88,9 +88,57 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(tmp_path
         with (
             case(template),
             packed(case_folder, tokenizer_config__json=config(template)) as opened,
-            pytest.raises(RunError, match=r"^--chat: the pack's template failed"),
+            pytest.raises(RunError, match=r"^the model's chat template failed \("),
         ):
             chat_prompt(opened, "Hello")
+
+
+def test_conversations_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
+    """With answers in them, without the beginning of another; marks of answers for training change nothing."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}"
+        "{{ message.content | tojson(ensure_ascii=True, separators=(',', ':')) }}{% endgeneration %}\n"
+        "{% else %}<{{ message.role }}>{{ message.content }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Wie geht's?"},
+        {"role": "assistant", "content": "Schön."},
+    ]
+    found = ChatTemplate.of(FolderFiles(tmp_path))
+    assert found is not None
+    for goes_on in (False, True):
+        with case(goes_on):
+            expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=goes_on)
+            assert found.render(messages, add_generation_prompt=goes_on) == expected
+    assert r'"Sch\u00f6n."' in expected
+
+
+def test_a_folder_without_template_has_none(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(config(None))
+    assert ChatTemplate.of(FolderFiles(tmp_path)) is None
+
+
+def test_an_answer_also_ends_at_the_tokenizers_end_of_sequence(tmp_path: Path) -> None:
+    """Where a model was trained further to chat, its configuration may still say the first model's end alone."""
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    whole = Text(FolderFiles(tmp_path))
+    assert whole.answer_end_ids == whole.end_ids and len(whole.end_ids) == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    text = Text(FolderFiles(tmp_path))
+    assert text.end_ids == whole.end_ids
+    assert text.answer_end_ids == whole.end_ids | set(text.encode("<s>", special_tokens=False))
+    assert len(text.answer_end_ids) == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "no such token"}')
+    assert Text(FolderFiles(tmp_path)).answer_end_ids == whole.end_ids
 
 
 def test_the_demo_model_is_not_one_to_chat_with() -> None:

@@ -1,7 +1,9 @@
 """`moe-run` as a person meets it: text, exit codes, errors of one line."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+from tokenizers import Tokenizer
 
 from moe_pack.runtime.cli.main import main
 
@@ -52,6 +55,31 @@ def test_a_prompt_can_come_from_a_file_or_standard_input(demo: Path, tmp_path: P
     expected = run(demo, "--prompt", "She was", *options).stdout
     assert run(demo, "--prompt-file", tmp_path / "prompt.txt", *options).stdout == expected
     assert run(demo, "--prompt-file", "-", *options, text="She was").stdout == expected
+
+
+def test_a_chat_is_the_templates_prompt_and_ends_at_the_tokenizers_end(tmp_path: Path) -> None:
+    source = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096).write(tmp_path / "source")
+    raw = (DEMO_MODEL / "tokenizer.json").read_bytes()
+    (source / "tokenizer.json").write_bytes(raw)
+    (source / "chat_template.jinja").write_text("{{ bos_token }}It was {{ messages[0].content }}.</s>\n")
+    options = ["--temperature", 0, "--max-tokens", 12]
+
+    def written(eos_token: str, *prompt: object) -> str:
+        tokenizer_config = json.dumps({"bos_token": "<s>", "eos_token": eos_token})
+        (source / "tokenizer_config.json").write_text(tokenizer_config)
+        shutil.rmtree(tmp_path / "packed", ignore_errors=True)
+        pack(source, tmp_path / "packed")
+        result = run(tmp_path / "packed", *prompt, *options)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    whole = written("</s>", "--prompt", "a dark night", "--chat")
+    assert whole == written("</s>", "--prompt", "It was a dark night.</s>")  # which the tokenizer begins with <s>
+    tokenizer = Tokenizer.from_str(raw.decode())
+    fourth = tokenizer.encode(whole.rstrip("\n"), add_special_tokens=False).tokens[3]
+    ended = written(fourth, "--prompt", "a dark night", "--chat").rstrip("\n")
+    assert whole.startswith(ended) and 0 < len(ended) < len(whole) - 1
+    assert written(fourth, "--prompt", "It was a dark night.</s>") == whole, "a text goes on, as the model's files say"
 
 
 def test_generation_ends_where_the_context_is_full(demo: Path) -> None:
