@@ -28,6 +28,8 @@ from moe_pack.calib.forward.layers import (
     num_workers,
     stack_of,
     stack_tokens,
+    store_states,
+    whole_states,
 )
 from moe_pack.calib.forward.store import (
     PROFILE_FILE,
@@ -79,6 +81,8 @@ __all__ = [
     "source_digest",
     "stack_of",
     "stack_tokens",
+    "store_states",
     "tidy",
     "unseen_tokens",
+    "whole_states",
 ]
