@@ -18,14 +18,12 @@ from moe_pack.calib.sensitivity.effects import divergence, head_tokens, log_prob
 from moe_pack.calib.sensitivity.errors import (
     COMPARED_NEURONS,
     Rounding,
-    RowSample,
     calibrated_ratios,
     first_neurons,
     format_ratios,
     joined,
 )
 from moe_pack.calib.sensitivity.gradients import (
-    SPARSE_TOKENS,
     Tracked,
     expert_gradients,
     half_gradient,
@@ -191,10 +189,9 @@ class Trial:
         """Returns the cost of comparing some rows of an expert in formats with plain rounding."""
         block = joined(first_neurons(self._weights.expert(0, 0), COMPARED_NEURONS))
         matrices = block.gate, block.up, block.down
-        number, x = SPARSE_TOKENS, self._random(SPARSE_TOKENS)
-        samples = [RowSample(x, torch.ones(number, len(block.up), device=x.device))] * len(MATRICES)
+        moments = [torch.ones(len(block.up), 1, device=block.up.device)] * len(MATRICES)
         Rounding("hqq")(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
-        return Cost(0, _seconds(lambda: format_ratios(matrices, samples, formats)))
+        return Cost(0, _seconds(lambda: format_ratios(matrices, moments, formats)))
 
     @torch.inference_mode()
     def calibrated(self, num_tokens: int, formats: Sequence[PartFormat]) -> Cost:

@@ -166,43 +166,25 @@ def _group_squares(errors: Tensor) -> Tensor:
     return errors.square().view(len(errors), -1, GROUP).sum(dim=2)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSample:
-    """What errors of some rows of a matrix cost on n tokens.
-
-    `values` float32 [n, d]: what the columns are multiplied with.   `shares` float32 [n, rows]: what the square of a
-    row's product costs.
-    """
-
-    values: Tensor
-    shares: Tensor
-
-    def cost(self, errors: Tensor) -> float:
-        """Returns the cost of errors of the rows, float32 [rows, d], which are independent of each other."""
-        return float((self.shares * (self.values @ errors.T).square_()).sum())
-
-
 def format_ratios(
-    matrices: Sequence[Tensor | None],
-    samples: Sequence[RowSample | None],
-    formats: Sequence[tuple[Quantizer, PartFormat]],
+    matrices: Sequence[Tensor | None], moments: Sequence[Tensor | None], formats: Sequence[tuple[Quantizer, PartFormat]]
 ) -> Tensor:
     """Returns the losses in some formats over those of plain rounding at the same width: float32 [3, formats].
 
     The rows are gate, up and down; 1 if there is no loss to compare.
 
-    Args:    matrices: rows of gate, up and down, float32 [rows, d].   samples: of these rows (`ExpertGradients`).
+    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: what a squared error of these rows costs,
+             float32 [n, groups] (`ExpertGradients`).
     """
     ratios = torch.ones(len(MATRICES), len(formats))
-    for rows, sample, row in zip(matrices, samples, ratios, strict=True):
-        if rows is None or sample is None:
+    for rows, costs, row in zip(matrices, moments, ratios, strict=True):
+        if rows is None or costs is None:
             continue
-        widths = {part.width for _, part in formats}
-        base = {width: sample.cost(plainly_rounded(rows, width) - rows) for width in widths}
+        base = dict(zip(WIDTHS, (float((costs * squares).sum()) for squares in rounding_squares(rows)), strict=True))
         for idx, (quantizer, part) in enumerate(formats):
-            rounded = Rounding(quantizer, part.group, part.scale_bits)(rows, part.width)
+            errors = Rounding(quantizer, part.group, part.scale_bits)(rows, part.width) - rows
             if base[part.width] > 0:
-                row[idx] = sample.cost(rounded - rows) / base[part.width]
+                row[idx] = float((costs * _group_squares(errors)).sum()) / base[part.width]
     return ratios
 
 

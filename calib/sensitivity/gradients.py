@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens
-from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, RowSample, rounding_squares
+from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, rounding_squares
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, Selector
 from moe_pack.runtime.model import (
     NEURONS,
@@ -172,7 +172,8 @@ class ExpertGradients:
 
     `inputs` float32 [n, d]: the gradient with respect to its input.   `weights` float32 [n]: with respect to its router
     weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `sparse` float32
-    [kinds, sparsities]: by neurons that do not run, likewise.   `samples`: of gate, up and down, for some tokens; None
+    [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
+    what a squared error of a weight costs, summed over tokens, float32 [neurons, groups], for the first neurons; None
     for a matrix that the expert lacks.
     """
 
@@ -180,7 +181,7 @@ class ExpertGradients:
     weights: Tensor
     quantized: Tensor
     sparse: Tensor
-    samples: tuple[RowSample | None, ...]
+    moments: tuple[Tensor | None, ...]
 
 
 def expert_gradients(
@@ -188,7 +189,7 @@ def expert_gradients(
 ) -> ExpertGradients:
     """Takes the gradient of an expert's output back through it, and weighs errors of its weights by it.
 
-    Sparsity is measured on the first `SPARSE_TOKENS` tokens, and samples are of these.
+    Sparsity is measured on the first `SPARSE_TOKENS` tokens.
 
     Args:    x: float32 [n, d], its tokens.   weights: float32 [n], of the router.   above: float32 [n, d], the gradient
              with respect to the weighted output.   thresholds: float32 [kinds, sparsities].
@@ -219,17 +220,14 @@ def expert_gradients(
             for width_idx, squares in enumerate(rounding_squares(rows)):
                 quantized[matrix_idx, width_idx] += (moments * squares).sum() / 2
             if num_neurons < COMPARED_NEURONS:
-                kept[matrix_idx].append(shares[:few, : COMPARED_NEURONS - num_neurons].clone())
+                kept[matrix_idx].append(moments[: COMPARED_NEURONS - num_neurons])
         num_neurons += len(block.up)
     bias = expert.down_bias()
     if bias is not None:
         by_weight += above @ bias
     sparse = (dropped * weights[:few]).square().sum(dim=-1) * (len(x) / max(few, 1) / 2)
-    samples = tuple(
-        RowSample(above[:few] if matrix == "down" else x[:few], torch.cat(pieces, dim=1)) if pieces else None
-        for matrix, pieces in zip(MATRICES, kept, strict=True)
-    )
-    return ExpertGradients(inputs, by_weight, quantized, sparse, samples)
+    firsts = tuple(torch.cat(pieces) if pieces else None for pieces in kept)
+    return ExpertGradients(inputs, by_weight, quantized, sparse, firsts)
 
 
 def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds: Tensor) -> None:
@@ -270,4 +268,4 @@ def _with_slope(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[T
 
 def _group_means(values: Tensor) -> Tensor:
     """Returns the mean square in each group of columns: float32 [n, d] gives [n, groups]."""
-    return values.square().view(len(values), -1, GROUP).mean(dim=2)
+    return values.square().view(len(values), values.shape[1] // GROUP, GROUP).mean(dim=2)

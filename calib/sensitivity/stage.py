@@ -60,7 +60,6 @@ from moe_pack.calib.sensitivity.errors import (
     WIDTHS,
     RoundedDense,
     RoundedExperts,
-    RowSample,
     calibrated_anchor,
     calibrated_formats,
     calibrated_ratios,
@@ -92,7 +91,6 @@ from moe_pack.formats import (
 from moe_pack.runtime.model import embed, run_expert
 
 _MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 8192}, 512
-_COPY_TOKENS = 1024
 _TRIED_TOKENS = 512
 _JUDGED_TOKENS = 512  # of an expert, to judge calibrated formats on
 _DENSE_TOKENS = 512  # to measure dense matrices on
@@ -135,7 +133,7 @@ class SensitivityPass:
         self.ids, S = given.ids, given.length
         wanted = min(max(given.ids.numel() // 4, _LEAST_TOKENS), _MOST_TOKENS[level])
         self.num_sequences = min(len(ids), -(-wanted // S))
-        self.num_copied = min(self.num_sequences, -(-_COPY_TOKENS // S))
+        self.num_copied = -(-self.num_sequences // 2)
         self._given = given
         self._folder = folder
         folder.mkdir(exist_ok=True)
@@ -323,18 +321,18 @@ class SensitivityPass:
 
         quantized, sparse = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, *thresholds.shape[1:])
         num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
-        popular, samples = int(num_tokens.argmax()), tuple[RowSample | None, ...]()
+        popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
         for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
             below.index_add_(0, token_idx, found.inputs.cpu())
             by_weight[token_idx, rank] = found.weights.cpu()
             quantized[expert], sparse[expert] = found.quantized.cpu(), found.sparse.cpu()
             if expert == popular:
-                samples = found.samples
+                moments = found.moments
             work_done = 2 * expert_multiplications(spec) * len(token_idx)
             progress.advance(work_done, f"layer {layer} expert {expert}")
             del found
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
-        ratios = self._ratios(layer_idx, popular, samples)
+        ratios = self._ratios(layer_idx, popular, moments)
         calibrated = self._calibrated(layer_idx, popular, tokens)
         solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
         quantized, sparse = (_shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, sparse))
@@ -352,15 +350,15 @@ class SensitivityPass:
         assert self._stored is not None, "the caller gives the losses it has stored"
         return self._stored(self.spec.moe_layers[layer_idx])
 
-    def _ratios(self, layer_idx: int, expert: int, samples: tuple[RowSample | None, ...]) -> Tensor:
+    def _ratios(self, layer_idx: int, expert: int, moments: tuple[Tensor | None, ...]) -> Tensor:
         every, reference = compared_formats(self.spec.hidden_size), self._reference(layer_idx)
-        number = max(sample.shares.shape[1] for sample in samples if sample is not None)
+        number = max(len(of_matrix) for of_matrix in moments if of_matrix is not None)
         block = joined(first_neurons(self.weights.expert(layer_idx, expert), number))
         matrices = block.gate, block.up, block.down
         if reference is None:
-            return format_ratios(matrices, samples, every)
+            return format_ratios(matrices, moments, every)
         table = torch.from_numpy(self._stored_losses(reference).ratios)
-        found = format_ratios(matrices, samples, self._anchors)
+        found = format_ratios(matrices, moments, self._anchors)
         of_width = torch.tensor([WIDTHS.index(part.width) for _, part in every])
         base = table[:, [every.index(anchor) for anchor in self._anchors]]
         return table * (found / base)[:, of_width]
