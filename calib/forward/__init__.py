@@ -18,7 +18,6 @@ from moe_pack.calib.forward.experts import (
     sample_places,
 )
 from moe_pack.calib.forward.layers import (
-    MAX_MEMORY_BYTES,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
@@ -48,7 +47,6 @@ __all__ = [
     "CHUNK_TOKENS",
     "HOT_SPARSITIES",
     "KINDS",
-    "MAX_MEMORY_BYTES",
     "NUM_BINS",
     "PROFILE_FILE",
     "Array",

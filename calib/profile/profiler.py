@@ -2,8 +2,8 @@
 
     statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
                     then path statistics from the routes
-    sensitivity     one pass over fewer tokens and their perturbed copies: a file for each layer; then what errors
-                    cost; with `exact` also a pass with each expert alone at 2 bits, which gives one file
+    sensitivity     one pass over fewer tokens and back: a file for each layer; then copies, which say how far the
+                    estimates are off; with `exact` also a pass with each expert alone at 2 bits, which gives one file
     predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
 
 The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
@@ -122,9 +122,9 @@ class ProfileOptions:
         default="fast",
         metadata=option(
             "--sensitivity",
-            help="How to measure what each width and sparsity costs. none: not at all. fast: on few tokens, with plain "
-            "rounding scaled to hqq. full: on more tokens, with hqq itself, one matrix at a time. exact: like full, "
-            "and also with each expert alone at 2 bits, as EdgeMoE does.",
+            help="How to measure what each width and sparsity costs. none: not at all. fast: on at most 2,048 tokens, "
+            "with all formats compared in one layer. full: on at most 4,096 tokens, with all formats compared in every "
+            "layer. exact: like full, and also with each expert alone at 2 bits, as EdgeMoE does.",
         ),
     )
     chunk_tokens: int = CHUNK_TOKENS
@@ -263,7 +263,7 @@ class _Run:
         self._store.write(PATHS_FILE, statistics.arrays())
 
     def sensitivity(self, level: Level) -> None:
-        """Runs the second stage: a file of errors for each decoder layer, then what errors cost."""
+        """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
         if self._store.has(EFFECTS_FILE):
             return
         stage = SensitivityPass(

@@ -90,7 +90,7 @@ from moe_pack.formats import (
 )
 from moe_pack.runtime.model import embed, run_expert
 
-_MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 8192}, 512
+_MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 4096}, 512
 _TRIED_TOKENS = 512
 _JUDGED_TOKENS = 512  # of an expert, to judge calibrated formats on
 _DENSE_TOKENS = 512  # to measure dense matrices on

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,3 +222,25 @@ def test_the_mean_square_along_prediction_gradients_is_twice_the_divergence(open
         kl = float((expected.exp() * (expected - changed)).sum())
         gradients = prediction_gradient(x.repeat(4000, 1), Tracked(weights), torch.Generator().manual_seed(0))
     assert float((gradients @ step[0]).square().mean()) / 2 == pytest.approx(kl, rel=0.1)
+
+
+def test_of_a_decoder_the_encoders_output_has_a_gradient_too(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write(Tiny("switch_transformers", "encoder and decoder"), tmp_path / "source"))
+    weights, d = LayerwiseWeights(CheckpointWeights(checkpoint)), checkpoint.spec.hidden_size
+    x, text, above = random(S, d, seed=1), random(S, d, seed=2), (random(S, d, seed=3), random(S, d, seed=4))
+    states = LayerStates(weights, lambda number: x, 1, S, tmp_path / "states", CPU, answer=lambda number: x)
+    layer = checkpoint.spec.num_hidden_layers - 1
+    with torch.inference_mode():
+        found = half_gradient(states, layer, x, text, Tracked(weights), above)
+        for place, gradient in enumerate(found):
+            assert gradient is not None
+            step = random(S, d, seed=5) * 1e-3
+            moved = 0.0
+            for sign in (1, -1):
+                given = [value + sign * step if place == idx else value for idx, value in enumerate((x, text))]
+                outputs = states.half_of(layer, given[0], given[1], weights)
+                moved += sign * sum(float((one * g).double().sum()) for one, g in zip(outputs, above, strict=True))
+            size = float(gradient.norm() * step.norm())
+            assert float((2 * gradient * step).sum()) == pytest.approx(moved, abs=5e-3 * size)
+            assert size > 0
+    checkpoint.close()
