@@ -287,7 +287,7 @@ def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile
 class Rounded(CheckpointWeights):
     """Experts of some layers with some of their matrices rounded."""
 
-    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int, str], int], rounding: Rounding) -> None:
+    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int, str], int], rounding: Rounder) -> None:
         super().__init__(checkpoint)
         self._width_of = width_of
         self._rounding = rounding
