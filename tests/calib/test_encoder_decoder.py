@@ -24,7 +24,7 @@ from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
 from moe_pack.calib.sensitivity import ExactPass, LayerLosses, SensitivityPass, copies_of
 from moe_pack.calib.sensitivity.effects import Copy, Divergences
-from moe_pack.calib.sensitivity.errors import RoundedDense, Rounding, plainly_rounded
+from moe_pack.calib.sensitivity.errors import RoundedDense, Rounder, Rounding, plainly_rounded
 from moe_pack.formats import ROW_GROUP, Pack
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights, embed
