@@ -18,7 +18,6 @@ from moe_pack.calib.forward.experts import (
     sample_places,
 )
 from moe_pack.calib.forward.layers import (
-    MAX_MEMORY_BYTES,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
@@ -28,6 +27,8 @@ from moe_pack.calib.forward.layers import (
     num_workers,
     stack_of,
     stack_tokens,
+    store_states,
+    whole_states,
 )
 from moe_pack.calib.forward.store import (
     PROFILE_FILE,
@@ -46,7 +47,6 @@ __all__ = [
     "CHUNK_TOKENS",
     "HOT_SPARSITIES",
     "KINDS",
-    "MAX_MEMORY_BYTES",
     "NUM_BINS",
     "PROFILE_FILE",
     "Array",
@@ -79,6 +79,8 @@ __all__ = [
     "source_digest",
     "stack_of",
     "stack_tokens",
+    "store_states",
     "tidy",
     "unseen_tokens",
+    "whole_states",
 ]

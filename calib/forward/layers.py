@@ -25,7 +25,7 @@ import itertools
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -303,6 +303,7 @@ class LayerStates:
              answer: with an encoder, returns the hidden states before the decoder's first layer likewise.
              origin: with an encoder, returns the number of the sequence from which a later one branched off, because
              both read the same text; needed if sequences branch off.
+             keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
     """
 
     def __init__(
@@ -316,6 +317,7 @@ class LayerStates:
         memory_bytes: int = MAX_MEMORY_BYTES,
         answer: Beginning | None = None,
         origin: Callable[[int], int] | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
@@ -326,25 +328,25 @@ class LayerStates:
         self._memory_bytes = memory_bytes
         self._answer = answer
         self._origin = origin
+        self._keeps_all = keeps_all
         assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
         self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
         folder.mkdir(exist_ok=True)
         self._attention = SequenceAttention(weights, sequence_length, device)
+        self._paths = dict[int, Path]()  # of the hidden states before each layer
         self.next_layer = self._resume()
 
-    @torch.inference_mode()
-    def enter(self, layer: int, branches: Sequence[tuple[Weights, int]] = ()) -> LayerTokens:
-        """Takes all sequences into layer `layer`, the next one, up to its routed experts, and returns their tokens.
-
-        Args:    branches: other weights for this layer, and how many of the first sequences go through it with them
-                 as well; from here on these are new sequences, after all others.
-        """
+    def enter(self, layer: int) -> LayerTokens:
+        """Takes all sequences into layer `layer`, the next one, up to its routed experts, and returns their tokens."""
         assert layer == self.next_layer, (layer, self.next_layer)
+        return self.inside(layer, self.num_sequences)
+
+    @torch.inference_mode()
+    def inside(self, layer: int, num_sequences: int) -> LayerTokens:
+        """Returns the tokens of the first sequences in a layer whose hidden states are there, up to its experts."""
         k = self.spec.router.num_experts_per_tok if layer in self.spec.moe_layers else 0
-        runs = [(number, self._weights) for number in range(self.num_sequences)]
-        runs += [(number, weights) for weights, number_of in branches for number in range(number_of)]
-        num_tokens = len(runs) * self.sequence_length
+        num_tokens = num_sequences * self.sequence_length
         mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._memory_bytes
         tokens = LayerTokens(
             x=self.allocate("x", num_tokens, mapped),
@@ -353,36 +355,29 @@ class LayerStates:
             weights=torch.empty((num_tokens, k)),
         )
 
-        def run_sequence(place: int) -> None:
-            number, weights = runs[place]
-            rows = slice(place * self.sequence_length, (place + 1) * self.sequence_length)
-            x, inputs = self.half(layer, number, weights)
+        def run_sequence(number: int) -> None:
+            rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
+            x, inputs = self.half(layer, number)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
             if k:
                 experts, router_weights = route_tokens(inputs, self._weights, layer)
                 tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
 
-        for _ in in_order(run_sequence, range(len(runs)), num_workers(self.spec)):
+        for _ in in_order(run_sequence, range(num_sequences), num_workers(self.spec)):
             pass
-        self.num_sequences = len(runs)
         return tokens
 
-    @torch.inference_mode()
-    def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each.
+    def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
+        """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each."""
+        return self.half_of(layer, self.at(layer, number), self.text(layer, number), self._weights)
 
-        Args:    number: of the sequence.   weights: of the layer.
-        """
-        text = self._text(number) if stack_of(self.spec, layer) else None
-        return self.half_of(layer, self.before(number), text, weights)
-
-    @torch.inference_mode()
     def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, d].
+        """Returns the same as `half`, for hidden states float32 [S, d] and the weights of the layer.
 
-        Args:    text: the encoder's output float32 [S, d], for a decoder layer after an encoder.
+        Args:    text: as `text` returns it.
         """
-        text = None if text is None else text.to(self.device)
+        if text is not None:
+            text = norm(text.to(self.device), weights, "encoder_norm")
         x = self._attention.added(x.to(self.device), weights, layer, text)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
@@ -402,40 +397,37 @@ class LayerStates:
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
             raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
-        crc32 = num_tokens = 0
-        unfinished = self._folder / "hidden.tmp"
-        with unfinished.open("wb") as file:
-            for hidden in chain((tokens.x,), more):
-                raw = hidden.numpy().reshape(-1).view(np.uint8)
-                raw.tofile(file)
-                crc32 = zlib.crc32(raw.data, crc32)
-                num_tokens += len(hidden)
-        path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
-        unfinished.rename(path)
+        path, num_tokens = store_states(self._folder, f"hidden-{layer + 1:03d}", chain((tokens.x,), more))
         if layer + 1 == self._decoder_start:
             self._text_path = path
         kept = (path, self._text_path if layer + 1 > self._decoder_start > 0 else path)
-        for other in self._folder.glob("hidden-*"):
-            if other not in kept:
-                other.unlink()
-        self._path = path
+        if not self._keeps_all:
+            for other in self._folder.glob("hidden-*"):
+                if other not in kept:
+                    other.unlink()
+        self._paths[layer + 1] = path
         self.num_sequences = num_tokens // self.sequence_length
         self.next_layer = layer + 1
 
     def before(self, number: int) -> Tensor:
         """Returns a sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
-        if self.next_layer == 0:
+        return self.at(self.next_layer, number)
+
+    def at(self, layer: int, number: int) -> Tensor:
+        """Returns a sequence's hidden states before this layer, which is the next one unless all are kept."""
+        if layer == 0:
             return self._first(number)
-        if self.next_layer == self._decoder_start:
+        if layer == self._decoder_start:
             assert self._answer is not None, "a layer at which a decoder begins"
             return self._answer(self._root_of(number, self._num_first))
-        return self._read_hidden(self._path, number)
+        return self._read_hidden(self._paths[layer], number)
 
-    def _text(self, number: int) -> Tensor:
-        """Returns the encoder's output for a sequence, float32 [S, d]."""
+    def text(self, layer: int, number: int) -> Tensor | None:
+        """Returns the encoder's output for a sequence, float32 [S, d], not normed; None outside of its decoder."""
+        if not stack_of(self.spec, layer):
+            return None
         num_read = self._text_path.stat().st_size // self._sequence_bytes
-        text = self._read_hidden(self._text_path, self._root_of(number, num_read)).to(self.device)
-        return norm(text, self._weights, "encoder_norm")
+        return self._read_hidden(self._text_path, self._root_of(number, num_read))
 
     def _root_of(self, number: int, num_sequences: int) -> int:
         """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
@@ -472,19 +464,41 @@ class LayerStates:
 
     def _resume(self) -> int:
         """Returns the layer to begin with: after the last whose hidden states are whole on disk, else the first."""
-        for path in sorted(self._folder.glob("hidden-*.bin"), reverse=True):
-            layer = int(path.stem.split("-")[1])
-            if not _is_whole(path):
-                continue
+        found = whole_states(self._folder, "hidden")
+        if self._keeps_all:
+            found = {layer: path for layer, path in found.items() if all(before in found for before in range(1, layer))}
+        for layer in sorted(found, reverse=True):
             if layer >= self._decoder_start > 0:
-                text = next(filter(_is_whole, self._folder.glob(f"hidden-{self._decoder_start:03d}-*.bin")), None)
-                if text is None:
+                if self._decoder_start not in found:
                     continue
-                self._text_path = text
-            self._path = path
-            self.num_sequences = path.stat().st_size // self._sequence_bytes
+                self._text_path = found[self._decoder_start]
+            self._paths = found if self._keeps_all else {layer: found[layer]}
+            self.num_sequences = found[layer].stat().st_size // self._sequence_bytes
             return layer
         return 0
+
+
+def store_states(folder: Path, name: str, pieces: Iterable[Tensor]) -> tuple[Path, int]:
+    """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
+
+    Args:    name: ends in a number; the checksum that is added to it tells whether the file is whole.
+    """
+    crc32 = num_tokens = 0
+    unfinished = folder / f"{name.split('-')[0]}.tmp"
+    with unfinished.open("wb") as file:
+        for piece in pieces:
+            raw = piece.numpy().reshape(-1).view(np.uint8)
+            raw.tofile(file)
+            crc32 = zlib.crc32(raw.data, crc32)
+            num_tokens += len(piece)
+    path = folder / f"{name}-{crc32:08x}.bin"
+    unfinished.rename(path)
+    return path, num_tokens
+
+
+def whole_states(folder: Path, name: str) -> dict[int, Path]:
+    """Returns the files of `store_states` that are whole, by the number in their name."""
+    return {int(path.stem.split("-")[1]): path for path in folder.glob(f"{name}-*.bin") if _is_whole(path)}
 
 
 def _is_whole(path: Path) -> bool:

@@ -24,7 +24,7 @@ from moe_pack.calib.sensitivity import (
     SPARSITIES,
     WIDTHS,
     Effects,
-    LayerErrors,
+    LayerLosses,
     base_width,
     calibrated_formats,
     compared_formats,
@@ -119,20 +119,20 @@ class Losses:
 def losses_of(profile: Profile) -> Losses:
     """Estimates losses from a profile.
 
-    Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width).
+    Meaning: loss(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) / ratio of groups of 64.
              More bits of the same codec and groups never lose more, and neither does less sparsity. Calibrated formats
              count as the width with which they were compared (`base_width`). An expert that no token reached when
-             errors were measured gets a share of its layer's loss, as if one token had chosen it: with a loss of 0, a
+             losses were measured gets a share of its layer's loss, as if one token had chosen it: with a loss of 0, a
              plan would give it the fewest bits. Dense matrices were rounded plainly; with hqq they lose somewhat less.
     Raises:  PackError if the profile has no sensitivity, or is damaged.
     """
     spec, effects = profile.spec, profile.effects()
-    layers = [profile.errors(layer) for layer in range(spec.num_hidden_layers)]
+    layers = [profile.layer_losses(layer) for layer in range(spec.num_hidden_layers)]
     with_experts = [layers[layer] for layer in spec.moe_layers]
     statistics = [profile.statistics(layer_idx) for layer_idx in range(len(with_experts))]
     tokens = np.stack([layer.tokens for layer in statistics])
     text = profile.facts.text.name
-    quantized, absmax = _quantized(with_experts, effects, tokens, spec)
+    quantized, absmax = _quantized(with_experts, tokens, spec)
     is_calibrated = profile.has_inputs
     calibrated = calibrated_formats(spec.hidden_size) if is_calibrated else ()
     return Losses(
@@ -140,12 +140,12 @@ def losses_of(profile: Profile) -> Losses:
         formats=(*quantized_formats(spec.hidden_size), BF16),
         quantized=quantized,
         calibrated_formats=(*calibrated, BF16),
-        calibrated=_calibrated(calibrated, with_experts, effects, tokens, spec),
+        calibrated=_calibrated(calibrated, with_experts, tokens, spec),
         absmax=absmax,
         importance=_importance(profile, absmax),
         kinds=KINDS,
         sparsities=(0.0, *SPARSITIES),
-        sparse=_sparse(with_experts, effects, tokens),
+        sparse=_sparse(with_experts, tokens),
         dense_widths=(16, *DENSE_WIDTHS),
         dense=_dense(layers, effects, spec),
         popularity=np.stack([layer.chosen() for layer in statistics]).astype(np.float64) / profile.num_tokens,
@@ -155,41 +155,36 @@ def losses_of(profile: Profile) -> Losses:
     )
 
 
-def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
+def _quantized(layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
     """Returns losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
     formats = tuple(part for _, part in compared_formats(spec.hidden_size))
     num_solved = len(quantized_formats(spec.hidden_size))
     ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
-    losses = _estimated(ratios, [part.width for part in formats], layers, effects, tokens, spec)
+    losses = _estimated(ratios, [part.width for part in formats], layers, tokens, spec)
     solved, absmax = slice(num_solved), slice(num_solved, None)
     return _with_bf16(falling(losses[..., solved], formats[solved])), _with_bf16(
         falling(losses[..., absmax], formats[absmax])
     )
 
 
-def _calibrated(
-    formats: tuple[PartFormat, ...], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
-) -> Floats:
+def _calibrated(formats: tuple[PartFormat, ...], layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> Floats:
     """Returns losses [L, E, 3, formats] of calibrated quantization with bfloat16's; only that without formats."""
     if not formats:
         return np.zeros((*tokens.shape, len(MATRICES), 1))
     ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
-    losses = _estimated(ratios, [base_width(part) for part in formats], layers, effects, tokens, spec)
+    losses = _estimated(ratios, [base_width(part) for part in formats], layers, tokens, spec)
     return _with_bf16(falling(losses, formats))
 
 
-def _estimated(
-    ratios: Floats, widths: list[int], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
-) -> Floats:
-    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the errors that were measured at `widths`."""
+def _estimated(ratios: Floats, widths: list[int], layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> Floats:
+    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the losses that were measured at `widths`."""
     width_idx = [WIDTHS.index(width) for width in widths]
-    errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
-    errors *= np.maximum(effects.quantized, 0.0)[:, None]
+    losses = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
     solved = quantized_formats(spec.hidden_size)
     base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
-    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # errors contain it already
+    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # losses contain it already
     scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
-    return _reached(errors[..., width_idx] * scale[:, None], tokens)
+    return _reached(losses[..., width_idx] * scale[:, None], tokens)
 
 
 def _importance(profile: Profile, absmax: Floats) -> Floats:
@@ -199,18 +194,18 @@ def _importance(profile: Profile, absmax: Floats) -> Floats:
     return np.asarray(absmax[..., 0].sum(axis=2))
 
 
-def _sparse(layers: list[LayerErrors], effects: Effects, tokens: Array) -> Floats:
+def _sparse(layers: list[LayerLosses], tokens: Array) -> Floats:
     """Returns losses [L, E, kinds, sparsities] with sparsity 0's."""
-    losses = np.stack([layer.sparse for layer in layers]) * np.maximum(effects.sparse, 0.0)[:, None].astype(np.float64)
+    losses = np.stack([layer.sparse for layer in layers]).astype(np.float64)
     losses = np.maximum.accumulate(_reached(losses, tokens), axis=3)
     return np.concatenate([np.zeros_like(losses[..., :1]), losses], axis=3)
 
 
-def _dense(layers: list[LayerErrors], effects: Effects, spec: ModelSpec) -> Floats:
+def _dense(layers: list[LayerLosses], effects: Effects, spec: ModelSpec) -> Floats:
     """Returns losses [roles, widths]; an embedding that is the head too has both losses."""
     known: dict[str, Array] = {}
-    for layer, errors in enumerate(layers):
-        known |= zip(roundable_roles(spec, layer), errors.dense * effects.dense[layer], strict=True)
+    for layer, losses in enumerate(layers):
+        known |= zip(roundable_roles(spec, layer), losses.dense, strict=True)
     for name in roundable_roles(spec, None):
         known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
     return np.stack([_dense_role(role, known) for role in dense_roles(spec)])

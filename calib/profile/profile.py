@@ -28,15 +28,14 @@ from moe_pack.calib.forward import (
 )
 from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
+    MOST_COPIES,
     SPARSITIES,
     WIDTHS,
     Effects,
-    LayerErrors,
+    LayerLosses,
     Level,
-    all_copies,
     calibrated_formats,
     compared_formats,
-    copies_of,
     roundable_roles,
 )
 from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
@@ -56,7 +55,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ContentFile, PackageVersion
 from moe_pack.runtime.offload import PathStatistics
 
-VERSION = 4
+VERSION = 5
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -210,13 +209,12 @@ class Profile:
         shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
         return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
 
-    def errors(self, layer: int) -> LayerErrors:
-        """Reads the squared errors that were measured in a decoder layer."""
+    def layer_losses(self, layer: int) -> LayerLosses:
+        """Reads what changes in a decoder layer cost, multiplied by the layer's growth."""
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
             "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
-            "copies": ("F32", (len(copies_of(spec, self._level, layer)),)),
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
             "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
@@ -229,18 +227,16 @@ class Profile:
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
-        return LayerErrors(**arrays)
+        growth = self.effects().growth[layer]
+        return LayerLosses(**arrays | {name: arrays[name] * growth for name in ("dense", "quantized", "sparse")})
 
     def effects(self) -> Effects:
-        """Reads what errors cost at the model's output."""
-        shape = (len(self.spec.moe_layers), len(MATRICES), len(WIDTHS))
+        """Reads what copies of the text measured at the model's output."""
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
-            "quantized": ("F32", shape),
-            "sparse": ("F32", (*shape[:2], len(SPARSITIES))),
-            "dense": ("F32", (self.spec.num_hidden_layers,)),
+            "growth": ("F32", (self.spec.num_hidden_layers,)),
             "embedding": ("F32", (len(DENSE_WIDTHS),)),
             "head": ("F32", (len(DENSE_WIDTHS),)),
-            "copies": ("F32", (len(all_copies(self.spec, self._level)), 2)),
+            "copies": ("F32", (min(MOST_COPIES, len(self.spec.moe_layers)), 2)),
             "nll_per_kl": ("F32", (1,)),
         }
         arrays = self._read(EFFECTS_FILE)

@@ -2,8 +2,8 @@
 
     statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
                     then path statistics from the routes
-    sensitivity     one pass over fewer tokens and their perturbed copies: a file for each layer; then what errors
-                    cost; with `exact` also a pass with each expert alone at 2 bits, which gives one file
+    sensitivity     one pass over fewer tokens and back: a file for each layer; then copies, which say how far the
+                    estimates are off; with `exact` also a pass with each expert alone at 2 bits, which gives one file
     predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
 
 The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
@@ -64,12 +64,13 @@ from moe_pack.calib.profile.profile import (
 from moe_pack.calib.sensitivity import (
     Cost,
     ExactPass,
-    LayerErrors,
+    LayerLosses,
     Level,
     SensitivityPass,
     Trial,
+    copies_of,
+    effects_of,
     expert_multiplications,
-    factors,
     half_multiplications,
     kind_of,
     kinds_of_layers,
@@ -121,9 +122,9 @@ class ProfileOptions:
         default="fast",
         metadata=option(
             "--sensitivity",
-            help="How to measure what each width and sparsity costs. none: not at all. fast: on few tokens, with plain "
-            "rounding scaled to hqq. full: on more tokens, with hqq itself, one matrix at a time. exact: like full, "
-            "and also with each expert alone at 2 bits, as EdgeMoE does.",
+            help="How to measure what each width and sparsity costs. none: not at all. fast: on at most 2,048 tokens, "
+            "with all formats compared in one layer. full: on at most 4,096 tokens, with all formats compared in every "
+            "layer. exact: like full, and also with each expert alone at 2 bits, as EdgeMoE does.",
         ),
     )
     chunk_tokens: int = CHUNK_TOKENS
@@ -262,7 +263,7 @@ class _Run:
         self._store.write(PATHS_FILE, statistics.arrays())
 
     def sensitivity(self, level: Level) -> None:
-        """Runs the second stage: a file of errors for each decoder layer, then what errors cost."""
+        """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
         if self._store.has(EFFECTS_FILE):
             return
         stage = SensitivityPass(
@@ -273,22 +274,29 @@ class _Run:
             self._store.work / "sensitivity",
             self._device,
             KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
+            self._layer_losses,
         )
-        layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        self._progress.begin((stage.cost(layers)).stage("sensitivity"))
+        self._progress.begin(stage.cost().stage("sensitivity"))
         give_back_freed()
-        for layer in layers:
-            layer_errors = stage.layer(layer, self._progress)
-            self._store.write(layer_file("sensitivity", layer), layer_errors.arrays())
-            stage.leave(layer)
+        while stage.states.next_layer < self._spec.num_hidden_layers:
+            stage.forward(self._progress)
             give_back_freed()
-        errors = [
-            LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
-        ]
-        measured = stage.divergences(self._progress)
-        self._store.write(EFFECTS_FILE, factors(errors, measured, self._spec, level).arrays())
-        stage.states.close()
+        while stage.next_back >= 0:
+            layer_losses = stage.back(self._progress)
+            self._store.write(layer_file("sensitivity", stage.next_back), layer_losses.arrays())
+            stage.leave_back()
+            give_back_freed()
+        moe_layers = self._spec.moe_layers
+        losses = [self._layer_losses(layer) for layer in moe_layers]
+        measured = stage.divergences(losses, self._progress)
+        copies = copies_of(losses, self._spec.hidden_size)
+        effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
+        self._store.write(EFFECTS_FILE, effects.arrays())
+        stage.close()
         self._progress.end()
+
+    def _layer_losses(self, layer: int) -> LayerLosses:
+        return LayerLosses(**self._read(layer_file("sensitivity", layer)))
 
     def exact(self) -> None:
         """Runs EdgeMoE's own measure after the second stage: one file."""

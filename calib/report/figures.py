@@ -306,11 +306,9 @@ def sparsity(counts: LayerCounts, levels: tuple[float, ...]) -> Sparsity:
 
 
 def predicted_kl(profile: Profile) -> tuple[Array, Array]:
-    """Returns error times effect in nats, float32 [L, E, 3, 4] each: by matrix and width, by kind and sparsity."""
-    effects = profile.effects()
-    errors = [profile.errors(layer) for layer in profile.spec.moe_layers]
-    quantized = np.stack([layer.quantized for layer in errors]) * effects.quantized[:, None]
-    return quantized, np.stack([layer.sparse for layer in errors]) * effects.sparse[:, None]
+    """Returns losses in nats, float32 [L, E, 3, 4] each: by matrix and width, by kind and sparsity."""
+    losses = [profile.layer_losses(layer) for layer in profile.spec.moe_layers]
+    return np.stack([layer.quantized for layer in losses]), np.stack([layer.sparse for layer in losses])
 
 
 def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivity:
@@ -318,7 +316,7 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
     effects = profile.effects()
     dense = []
     for layer in range(profile.spec.num_hidden_layers):
-        kls = profile.errors(layer).dense * effects.dense[layer]  # [M, 2]
+        kls = profile.layer_losses(layer).dense  # [M, 2]
         names = [role.removeprefix(f"layers.{layer}.") for role in roundable_roles(profile.spec, layer)]
         dense += [DenseMatrix(layer, name, _known(kl)) for name, kl in zip(names, kls, strict=True)]
     return Sensitivity(

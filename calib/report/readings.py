@@ -252,11 +252,11 @@ def coverage(head: Head, reached: Coverage) -> str:
     if unreached:
         sentences.append(
             f"No token reached {unreached:,} of {total:,} experts. Their quantiles are those of all tokens of their "
-            "layer, and their errors count as 0."
+            "layer, and their losses count as 0."
         )
     if scarce:
         sentences.append(
-            f"{scarce:,} of {total:,} experts had fewer than {reached.min_tokens} tokens. Their thresholds and errors "
+            f"{scarce:,} of {total:,} experts had fewer than {reached.min_tokens} tokens. Their thresholds and losses "
             "are only rough."
         )
     return f"{' '.join(sentences)} More text or other text (--tokens, --data) would reach more of them."

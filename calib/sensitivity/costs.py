@@ -5,31 +5,33 @@ each kind of work once, on random inputs and the model's own weights, and multip
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import LayerStates, measure_expert, stack_of
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, LayerStates, measure_expert, stack_of
 from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.sensitivity.effects import divergence, head_tokens, log_probabilities
 from moe_pack.calib.sensitivity.errors import (
     COMPARED_NEURONS,
-    QUANTIZED,
-    SPARSE,
-    WIDTHS,
     Rounding,
-    calibrated_multiplications,
     calibrated_ratios,
-    compared_formats,
+    first_neurons,
     format_ratios,
-    output_changes,
+    joined,
+)
+from moe_pack.calib.sensitivity.gradients import (
+    Tracked,
+    expert_gradients,
+    half_gradient,
+    prediction_gradient,
 )
 from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.statistics import cost as training_cost
-from moe_pack.formats import ModelSpec, NeuronFunction, dense_roles, size_text
+from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, PartFormat, Quantizer, dense_roles, size_text
 from moe_pack.formats.commands import Stage
 from moe_pack.runtime.model import Weights, run_expert
 
@@ -87,13 +89,6 @@ def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> i
 def expert_multiplications(spec: ModelSpec) -> int:
     """Returns the multiplications of one expert for one token."""
     return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
-
-
-def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
-    """Returns the multiplications of comparing formats on this many tokens: for each, five products with a matrix."""
-    num_compared = len(compared_formats(spec.hidden_size)) + len(WIDTHS)
-    neurons = min(COMPARED_NEURONS, spec.expert.intermediate_size)
-    return 5 * num_compared * num_tokens * spec.hidden_size * neurons
 
 
 def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
@@ -169,32 +164,44 @@ class Trial:
         return self._cost(num_tokens, seconds * num_tokens / number)
 
     @torch.inference_mode()
-    def changed(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """Returns the cost of measuring an expert's changes on this many tokens under this rounding."""
-        x, expert = self._random(num_tokens), self._weights.expert(0, 0)
-        thresholds = torch.zeros((3, 4), device=x.device)
-        seconds = _seconds(lambda: output_changes(expert, self._function, x, rounding, thresholds))
-        products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
-        one = self._spec.hidden_size * self._spec.expert.intermediate_size
-        return Cost(products * one * num_tokens, seconds)
+    def half_back(self, layer: int) -> Cost:
+        """Returns the cost of one sequence on the way back through a layer without its routed experts."""
+        S, x = self._states.sequence_length, self._states.before(0)
+        text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
+        above, weights = (x, x), Tracked(self._weights)
+        seconds = _seconds(lambda: half_gradient(self._states, layer, x, text, weights, above))
+        return Cost(2 * half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
-    def compared(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """Returns the cost of comparing an expert's errors in every format with this rounding's on some tokens."""
-        x, expert = self._random(num_tokens), self._weights.expert(0, 0)
-        weights = torch.ones(num_tokens, device=x.device)
-        seconds = _seconds(lambda: format_ratios(expert, self._function, x, weights, rounding))
-        return Cost(compared_multiplications(self._spec, num_tokens), seconds)
+    def back(self, num_tokens: float) -> Cost:
+        """Returns the cost of the way back through an expert, for this many tokens.
+
+        Rounding takes the same time for any number of tokens, so this number is tried.
+        """
+        number = max(1, round(num_tokens))
+        x, weights, expert = self._random(number), torch.ones(number), self._weights.expert(0, 0)
+        thresholds = torch.zeros((len(KINDS), len(HOT_SPARSITIES)), device=x.device)
+        seconds = _seconds(lambda: expert_gradients(expert, self._function, x, weights.to(x.device), x, thresholds))
+        return Cost(2 * expert_multiplications(self._spec) * number, seconds)
 
     @torch.inference_mode()
-    def calibrated(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """Returns the same for the calibrated quantizer, on the most tokens it takes for calibration."""
+    def compared(self, formats: Sequence[tuple[Quantizer, PartFormat]]) -> Cost:
+        """Returns the cost of comparing some rows of an expert in formats with plain rounding."""
+        block = joined(first_neurons(self._weights.expert(0, 0), COMPARED_NEURONS))
+        matrices = block.gate, block.up, block.down
+        moments = [torch.ones(len(block.up), 1, device=block.up.device)] * len(MATRICES)
+        Rounding("hqq")(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
+        return Cost(0, _seconds(lambda: format_ratios(matrices, moments, formats)))
+
+    @torch.inference_mode()
+    def calibrated(self, num_tokens: int, formats: Sequence[PartFormat]) -> Cost:
+        """Returns the cost of judging the calibrated quantizer, on the most tokens it takes for calibration."""
         x, expert = self._random(num_tokens), self._weights.expert(0, 0)
         number = MAX_OWN_TOKENS + MAX_OTHER_TOKENS
         tokens = ExpertTokens(self._random(number).cpu(), torch.ones(number))
         weights = torch.ones(num_tokens, device=x.device)
-        seconds = _seconds(lambda: calibrated_ratios(expert, self._function, x, weights, rounding, tokens))
-        return Cost(calibrated_multiplications(self._spec, num_tokens), seconds)
+        seconds = _seconds(lambda: calibrated_ratios(expert, self._function, x, weights, tokens, formats))
+        return Cost(0, seconds)
 
     @torch.inference_mode()
     def rounded(self, weights: Weights) -> Cost:
@@ -210,6 +217,14 @@ class Trial:
         seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
         seconds *= num_tokens / num_tried
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
+
+    @torch.inference_mode()
+    def predicted_back(self, num_tokens: int) -> Cost:
+        """Returns the cost of the gradient of the model's predictions for this many tokens."""
+        x, weights = self._random(head_tokens(self._spec.vocab_size)), Tracked(self._weights)
+        generator = torch.Generator().manual_seed(0)
+        seconds = _seconds(lambda: prediction_gradient(x, weights, generator)) * num_tokens / len(x)
+        return Cost(2 * num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
     def _function(self) -> NeuronFunction:

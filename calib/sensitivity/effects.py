@@ -1,12 +1,13 @@
-"""The cost of errors: the perturbed copies of a sensitivity pass, and the KL divergence of a unit of squared error.
+"""The cost of errors at the model's end: predictions, copies with real errors, and what estimates are multiplied by.
 
-A copy begins where something was changed and goes through the rest of the model unchanged (`SensitivityPass` carries
-it). Its KL divergence from the original, divided by the squared error with which it began, is the price of an error
-there. The divergence of next-token distributions is computed for some tokens at a time.
+`gradients` estimates divergences to second order, for errors without end smaller than those of 2 bits. Larger ones cost
+more, because they change routes and saturate. How much more is measured: some *copies* of sequences go through the
+model with all experts of some layers rounded. A copy's KL divergence over its estimate is the `growth` in its layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -14,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import Array
-from moe_pack.calib.sensitivity.errors import QUANTIZED, SPARSE, WIDTHS, Change, roundable_roles
-from moe_pack.formats import MATRICES, ModelSpec
+from moe_pack.calib.sensitivity.errors import WIDTHS, ratios_of_widths
 from moe_pack.runtime.model import Weights, head
 
 _MOST_TOKENS = 256
@@ -58,62 +58,36 @@ Level = Literal["fast", "full"]
 DENSE_WIDTHS = (8, 4)
 _NLL_DEVIATION = 0.1  # between models, of the log-likelihood lost for a nat of KL divergence, which is about 1
 _LEAST_NLL_PER_KL = 0.1
-# Copies of several changes at once. A change of gate or up goes through the rows of down. A change of down has
-# directions of its own and costs less than half as much for its size. So they have separate prices.
-_ALL_AT_2 = tuple(change for change in QUANTIZED if change.width == 2)
-_DOWN_AT_2 = Change(MATRICES.index("down"), 2)
-_ROWS_AT_2 = tuple(change for change in _ALL_AT_2 if change != _DOWN_AT_2)
+MOST_COPIES = 3
+_COPY_KL = 0.25  # nats: the most that a copy should diverge, so that it says something of usual losses
+_MOST_GROWTH = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A perturbed copy of the first sequences: where it begins, and what is changed there.
+    """Sequences in which all experts of consecutive MoE layers are rounded to `width` bits, and nothing else.
 
-    `kind`: `embedding` or `dense` at `width`; `experts` for all experts of a layer under the sum of `changes`.
+    `layers`: counts MoE layers.   `estimated`: its KL divergence by gradients.
     """
 
-    kind: Literal["embedding", "dense", "experts"]
-    layer: int
-    width: int = 16
-    changes: tuple[Change, ...] = ()
-
-
-def copies_of(spec: ModelSpec, level: Level, layer: int | None) -> tuple[Copy, ...]:
-    """Returns the copies that begin in a decoder layer, in order; for None, those before the first layer."""
-    if layer is None:
-        embedding = "embed" in roundable_roles(spec, None)
-        return tuple(Copy("embedding", -1, width) for width in DENSE_WIDTHS if embedding)
-    dense = (Copy("dense", layer, 4),) if roundable_roles(spec, layer) else ()
-    if layer not in spec.moe_layers:
-        return dense
-    if level == "fast":
-        return (*dense, *(Copy("experts", layer, changes=changes) for changes in (_ROWS_AT_2, (_DOWN_AT_2,))))
-    single = (*(change for change in QUANTIZED if change.width < 8), *(c for c in SPARSE if c.sparsity == 0.8))
-    return (*dense, Copy("experts", layer, changes=_ALL_AT_2), *(Copy("experts", layer, changes=(c,)) for c in single))
-
-
-def all_copies(spec: ModelSpec, level: Level) -> tuple[Copy, ...]:
-    """Returns all copies of a pass, in the order of their hidden states."""
-    layers: tuple[int | None, ...] = (None, *range(spec.num_hidden_layers))
-    return tuple(copy for layer in layers for copy in copies_of(spec, level, layer))
+    layers: range
+    width: int
+    estimated: float
 
 
 @dataclass(frozen=True, slots=True)
-class LayerErrors:
-    """Mean squared errors on a decoder layer's output, for a token and value.
+class LayerLosses:
+    """KL divergences in nats, estimated to second order, by what is changed in one layer.
 
-    Without experts in the layer all but the first two are [0].
-    `dense` f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `copies` f32 [C]: for
-    the copies that begin here.   `quantized` f32 [E, 3, 4]: for gate, up, down at 2, 3, 4, 8 bits.   `sparse` f32
-    [E, 3, 4]: for up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the errors in every format
-    (`compared_formats`) over those measured at the same width, by plain rounding or by hqq itself; `quantized` is
-    already multiplied by the ratios of hqq's groups of 64 with 16-bit scales.   `calibrated` f32 [3, C]: the errors of
-    the calibrated quantizer in every format (`calibrated_formats`) over those measured at its `base_width`; [0] if no
-    inputs are kept.
+    Without experts in the layer all but the first are [0].
+    `dense` f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `quantized` f32 [E, 3,
+    4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales.   `sparse` f32 [E, 3, 4]: for
+    up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the losses in every format (`compared_formats`)
+    over those of plain rounding at the same width.   `calibrated` f32 [3, C]: the same for the calibrated quantizer
+    (`calibrated_formats`), over plain rounding at its `base_width`; [0] if no inputs are kept.
     """
 
     dense: Array
-    copies: Array
     quantized: Array
     sparse: Array
     ratios: Array
@@ -123,47 +97,58 @@ class LayerErrors:
         """Returns all arrays by name, as stored."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def plain(self, num_cols: int) -> Array:
+        """Returns the loss of all experts by plain rounding at `WIDTHS`: float64 [4]."""
+        ratios = ratios_of_widths(self.ratios, num_cols).astype(np.float64)
+        total: Array = (self.quantized.sum(axis=0) / np.where(ratios > 0, ratios, 1.0)).sum(axis=0)
+        return total
+
+
+def copies_of(losses: Sequence[LayerLosses], num_cols: int) -> tuple[Copy, ...]:
+    """Returns the copies for the MoE layers' losses: consecutive groups of layers, each at the least width it bears."""
+    L = len(losses)
+    bounds = [L * place // MOST_COPIES for place in range(MOST_COPIES + 1)]
+    groups = [range(first, last) for first, last in pairwise(bounds) if first < last]
+    copies = []
+    for group in groups:
+        plain = np.sum([losses[layer_idx].plain(num_cols) for layer_idx in group], axis=0)
+        estimated = dict(zip(WIDTHS, plain.tolist(), strict=True))
+        width = next((width for width in WIDTHS[:-2] if estimated[width] <= _COPY_KL), WIDTHS[-2])
+        copies.append(Copy(group, width, estimated[width]))
+    return tuple(copies)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divergences:
-    """The divergences of copies at the model's end, as means over tokens, and those of the head.
+    """Divergences at the model's end, as means over tokens.
 
-    `kls` f32 [C]: KL divergences from the original.   `nlls` f32 [C]: the log-likelihood that the true next tokens
-    lose, of which there are `num_tokens`.   `head` f32 [2]: KL divergences with the head at 8 and 4 bits.
+    `kls` f32 [C]: KL divergences of the copies from the original.   `nlls` f32 [C]: the log-likelihood that the true
+    next tokens lose, of which there are `num_tokens`.   `embedding`, `head` f32 [2]: KL divergences with the embedding,
+    to second order, and with the head, at 8 and 4 bits.
     """
 
     kls: Array
     nlls: Array
-    head: Array
     num_tokens: int
+    embedding: Array
+    head: Array
 
 
-def factors(errors: list[LayerErrors], measured: Divergences, spec: ModelSpec, level: Level) -> "Effects":
-    """Returns the cost of a squared error in each layer, from the copies' errors and divergences."""
-    kls = measured.kls
-    copied = np.concatenate([np.full(len(copies_of(spec, level, None)), np.nan), *(layer.copies for layer in errors)])
-    per_error: dict[Copy, float] = {
-        copy: float(kl / error) if error > 0 else 0.0
-        for copy, kl, error in zip(all_copies(spec, level), kls, copied, strict=True)
-    }
-    by_layer = [[copy for copy in per_error if copy.layer == layer] for layer in range(spec.num_hidden_layers)]
-    dense = [next((per_error[c] for c in copies if c.kind == "dense"), 0.0) for copies in by_layer]
-    quantized, sparse = [], []
-    for layer in spec.moe_layers:
-        single = {c.changes[0]: per_error[c] for c in by_layer[layer] if c.kind == "experts" and len(c.changes) == 1}
-        # A change of `h` goes through down's rows, as the output of neurons that do not run does.
-        rows = next(per_error[c] for c in by_layer[layer] if len(c.changes) > 1)
-        quantized.append([_nearest_width(single, change, rows) for change in QUANTIZED])
-        sparse.append([single.get(Change(kind_idx=c.kind_idx, sparsity=0.8), rows) for c in SPARSE])
-    embedding = [float(kl) for copy, kl in zip(all_copies(spec, level), kls, strict=True) if copy.kind == "embedding"]
-    L = len(spec.moe_layers)
+def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequence[int], num_layers: int) -> "Effects":
+    """Returns what estimates are multiplied by, from what copies diverged.
+
+    Growth is that of the copy in the middle of its layers, and changes evenly between the copies' middles.
+    """
+    growth = [
+        min(max(float(kl) / copy.estimated, 1 / _MOST_GROWTH), _MOST_GROWTH) if copy.estimated > 0 else 1.0
+        for copy, kl in zip(copies, measured.kls, strict=True)
+    ]
+    middles = [(moe_layers[copy.layers[0]] + moe_layers[copy.layers[-1]]) / 2 for copy in copies]
     return Effects(
-        quantized=np.asarray(quantized, np.float32).reshape(L, 3, 4),
-        sparse=np.asarray(sparse, np.float32).reshape(L, 3, 4),
-        dense=np.asarray(dense, np.float32),
-        embedding=np.asarray(embedding or [0.0] * len(DENSE_WIDTHS), np.float32),
+        growth=np.interp(np.arange(num_layers), middles, growth).astype(np.float32),
+        embedding=(measured.embedding * growth[0]).astype(np.float32),
         head=measured.head,
-        copies=np.stack([kls, measured.nlls], axis=1).astype(np.float32),
+        copies=np.stack([measured.kls, measured.nlls], axis=1).astype(np.float32),
         nll_per_kl=np.asarray([_nll_per_kl(measured)], np.float32),
     )
 
@@ -180,25 +165,16 @@ def _nll_per_kl(measured: Divergences) -> float:
     return max((prior + weight * lost) / (prior + weight * max(diverged, 0.0)), _LEAST_NLL_PER_KL)
 
 
-def _nearest_width(single: dict[Change, float], change: Change, rows: float) -> float:
-    """Returns the price from the copy with this change, else with the next smaller width, else `rows`."""
-    smaller = (width for width in reversed(WIDTHS) if width <= change.width)
-    prices = (single.get(Change(change.matrix_idx, width)) for width in smaller)
-    return next((price for price in prices if price is not None), rows)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Effects:
-    """KL divergence in nats for each unit of squared error on a layer's output; KL itself for embedding and head.
+    """What a model's losses are multiplied by, and what is not in a layer.
 
-    `quantized` f32 [L, 3, 4] and `sparse` f32 [L, 3, 4]: by MoE layer, for the errors of `LayerErrors`.   `dense` f32
-    [layers].   `embedding`, `head` f32 [2]: KL at 8 and 4 bits.   `copies` f32 [C, 2]: the KL of each copy, and the
+    `growth` f32 [layers]: what the losses of a layer are multiplied by, because real errors are not small.
+    `embedding`, `head` f32 [2]: KL at 8 and 4 bits, as it is.   `copies` f32 [C, 2]: the KL of each copy, and the
     log-likelihood that the true next tokens lost.   `nll_per_kl` f32 [1]: the ratio of the two over all copies.
     """
 
-    quantized: Array
-    sparse: Array
-    dense: Array
+    growth: Array
     embedding: Array
     head: Array
     copies: Array

@@ -1,33 +1,31 @@
-"""Errors of an expert's output if its matrices have fewer bits or its weakest neurons do not run.
+"""Rounding errors of an expert's weights, in every format that a plan may choose.
 
-One matrix changes at a time: errors of different matrices and experts add, as long as they are small. Weights come in
-blocks of neurons, whose rows are quantized as conversion does it.
-
-`output_changes` measures plain quantization and sparsity at all widths and levels. `format_ratios` compares all formats
-on one expert, `calibrated_ratios` those of the calibrated quantizer. The latter calibrates on some tokens and judges on
-others, because GPTQ fits the tokens it knows better than new ones. Rows of gate and up are independent of each other,
-so it judges few of them. Rows of down make up for each other's errors, so it judges as many as conversion quantizes
-together, in some of their columns.
+`rounding_squares` are those of plain rounding at all widths, for every expert. `format_ratios` compares the other
+formats with it on some rows of one expert, by the second moments of its inputs and gradients (`gradients`).
+`calibrated_ratios` compares those of the calibrated quantizer by an expert's output, because GPTQ's errors are not
+independent. It calibrates on some tokens and judges on others, because GPTQ fits the tokens it knows better than new
+ones. Rows of gate and up are independent of each other, so it judges few of them. Rows of down make up for each other's
+errors, so it judges as many as conversion quantizes together, in some of their columns.
 
 `RoundedDense` and `RoundedExperts` are weights with some matrices rounded as conversion would store them.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array
+from moe_pack.calib.forward import HOT_SPARSITIES, Array
 from moe_pack.calib.quantize import (
     BLOCK_NEURONS,
-    MAX_OTHER_TOKENS,
-    MAX_OWN_TOKENS,
     Calibration,
     ExpertQuantizer,
     ExpertTokens,
     RowQuantizer,
+    needs_inputs,
 )
 from moe_pack.formats import (
     MATRICES,
@@ -53,23 +51,7 @@ GROUP = 64
 _GROUPS = (16, 32, 64, 128, ROW_GROUP)
 SPARSITIES = HOT_SPARSITIES
 ABSMAX_FORMATS = tuple(part_format(width, ROW_GROUP) for width in (2, 4, 8))  # EdgeMoE's
-COMPARED_NEURONS = 256  # of an expert, to compare formats on: ratios differ more between experts
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One way to make an expert smaller: a matrix at a width, or no neurons below a selector kind's quantile."""
-
-    matrix_idx: int = -1
-    width: int = 16
-    kind_idx: int = -1
-    sparsity: float = 0.0
-
-
-QUANTIZED = tuple(Change(matrix_idx, width) for matrix_idx in range(len(MATRICES)) for width in WIDTHS)
-SPARSE = tuple(
-    Change(kind_idx=kind_idx, sparsity=sparsity) for kind_idx in range(len(KINDS)) for sparsity in SPARSITIES
-)
+COMPARED_NEURONS = 64  # of an expert, to compare formats on: ratios differ more between experts and layers
 
 
 def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
@@ -91,6 +73,9 @@ def compared_formats(num_cols: int) -> tuple[tuple[Quantizer, PartFormat], ...]:
     """Returns the formats in which errors are compared: hqq's, then EdgeMoE's with one absmax scale a row."""
     solved: list[tuple[Quantizer, PartFormat]] = [("hqq", part) for part in quantized_formats(num_cols)]
     return (*solved, *(("absmax", part) for part in ABSMAX_FORMATS))
+
+
+Rounder = Callable[[Tensor, int], Tensor]  # from rows float32 [n, columns] and a width to rounded rows
 
 
 class Rounding:
@@ -121,47 +106,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def output_changes(
-    expert: Expert,
-    function: NeuronFunction,
-    x: Tensor,
-    rounding: Rounding,
-    thresholds: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns how an expert's outputs change under each of `QUANTIZED` and of `SPARSE`.
-
-    Args:    x: float32 [n, d], tokens of the expert.   thresholds: float32 [kinds, sparsities], None for no sparsity.
-    Returns: float32 [len(QUANTIZED), n, d]; [len(SPARSE), n, d], or [0, n, d] without thresholds. Zeros for a matrix
-             that the expert does not have.
-    """
-    quantized = x.new_zeros((len(QUANTIZED), *x.shape))
-    sparse = x.new_zeros((len(SPARSE) if thresholds is not None else 0, *x.shape))
-    for block in expert.blocks():
-        values = activations(x, block, function)
-        for change, output in zip(QUANTIZED, quantized, strict=True):
-            _add_quantized(change, block, values, x, function, rounding, output)
-        for change, output in zip(SPARSE if thresholds is not None else (), sparse, strict=True):
-            assert thresholds is not None, "there are as many outputs as sparse changes"
-            a = values.of(KINDS[change.kind_idx])
-            dropped = a.abs() < thresholds[change.kind_idx, SPARSITIES.index(change.sparsity)]
-            output.addmm_(torch.where(dropped, values.h, 0.0), block.down, alpha=-1)
-    return quantized, sparse
-
-
-def _add_quantized(
-    change: Change,
-    block: NeuronBlock,
-    values: Activations,
-    x: Tensor,
-    function: NeuronFunction,
-    rounding: Rounding,
-    output: Tensor,
-) -> None:
-    weights = (block.gate, block.up, block.down)[change.matrix_idx]
-    if weights is not None:
-        add_change(MATRICES[change.matrix_idx], rounding(weights, change.width), block, values, x, function, output)
 
 
 def add_change(
@@ -198,28 +142,50 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
     return weighted.mean(dim=1) if changes.shape[1] else weighted.new_zeros(len(changes))
 
 
-def format_ratios(expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
-    """Returns the errors in every format over those of `rounding` at the same width: float32 [3, F].
+def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
+    """Returns the squared errors of plain rounding in each group of 64 columns of rows float32 [n, d].
 
-    The rows are gate, up and down, the columns those of `compared_formats`; 1 if there is no error to compare. Judged
-    on the expert's first 256 neurons.
+    The steps of 8 bits are so fine that errors fall from those of 4 bits as the square of the step.
+
+    Returns: for each of `WIDTHS` float32 [n, groups].
     """
-    blocks = first_neurons(expert, COMPARED_NEURONS)
-    values = [activations(x, block, function) for block in blocks]
+    coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
+    return (*coarse, coarse[-1] * ((2 ** WIDTHS[-2] - 1) / (2 ** WIDTHS[-1] - 1)) ** 2)
 
-    def errors(rounding: Rounding, width: int) -> Tensor:
-        changes = x.new_zeros((len(MATRICES), *x.shape))
-        for block, of_block in zip(blocks, values, strict=True):
-            for matrix_idx, output in enumerate(changes):
-                _add_quantized(Change(matrix_idx, width), block, of_block, x, function, rounding, output)
-        return mean_square(changes, weights)  # [3]
 
-    base = {width: errors(rounding, width) for width in WIDTHS}
-    ratios = [
-        _ratio(errors(Rounding(quantizer, part.group, part.scale_bits), part.width), base[part.width])
-        for quantizer, part in compared_formats(x.shape[1])
-    ]
-    return torch.stack(ratios, dim=1)
+def plainly_rounded(rows: Tensor, width: int) -> Tensor:
+    """Returns rows float32 [n, d] rounded to even steps from the least to the largest weight of each group of 64."""
+    groups = rows.reshape(-1, GROUP)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    step = ((high - low) / (2**width - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    rounded: Tensor = ((groups - low) / step).round_().mul_(step).add_(low)
+    return rounded.view(rows.shape)
+
+
+def _group_squares(errors: Tensor) -> Tensor:
+    return errors.square().view(len(errors), -1, GROUP).sum(dim=2)
+
+
+def format_ratios(
+    matrices: Sequence[Tensor | None], moments: Sequence[Tensor | None], formats: Sequence[tuple[Quantizer, PartFormat]]
+) -> Tensor:
+    """Returns the losses in some formats over those of plain rounding at the same width: float32 [3, formats].
+
+    The rows are gate, up and down; 1 if there is no loss to compare.
+
+    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: what a squared error of these rows costs,
+             float32 [n, groups] (`ExpertGradients`).
+    """
+    ratios = torch.ones(len(MATRICES), len(formats))
+    for rows, costs, row in zip(matrices, moments, ratios, strict=True):
+        if rows is None or costs is None:
+            continue
+        base = dict(zip(WIDTHS, (float((costs * squares).sum()) for squares in rounding_squares(rows)), strict=True))
+        for idx, (quantizer, part) in enumerate(formats):
+            errors = Rounding(quantizer, part.group, part.scale_bits)(rows, part.width) - rows
+            if base[part.width] > 0:
+                row[idx] = float((costs * _group_squares(errors)).sum()) / base[part.width]
+    return ratios
 
 
 def _ratio(errors: Tensor, base: Tensor) -> Tensor:
@@ -255,7 +221,7 @@ def ratios_of_widths(ratios: Array, num_cols: int) -> Array:
 class RoundedDense:
     """The weights of `source` with these dense matrices at `width`; rows are rounded each time they are read."""
 
-    def __init__(self, source: Weights, roles: Collection[str], width: int, rounding: Rounding) -> None:
+    def __init__(self, source: Weights, roles: Collection[str], width: int, rounding: Rounder) -> None:
         self.spec: ModelSpec = source.spec
         self.selector: Selector = source.selector
         self.operations: Operations = source.operations
@@ -283,7 +249,7 @@ class RoundedDense:
 
 
 class _RoundedMatrix:
-    def __init__(self, matrix: DenseMatrix, width: int, rounding: Rounding) -> None:
+    def __init__(self, matrix: DenseMatrix, width: int, rounding: Rounder) -> None:
         self._matrix = matrix
         self._width = width
         self._rounding = rounding
@@ -296,7 +262,7 @@ class _RoundedMatrix:
 class RoundedExperts:
     """The weights of `source` with all routed experts at `width`; blocks are rounded each time they are read."""
 
-    def __init__(self, source: Weights, width: int, rounding: Rounding) -> None:
+    def __init__(self, source: Weights, width: int, rounding: Rounder) -> None:
         self.spec: ModelSpec = source.spec
         self.selector: Selector = source.selector
         self.operations: Operations = source.operations
@@ -322,7 +288,7 @@ class RoundedExperts:
 
 
 class _RoundedExpert:
-    def __init__(self, expert: Expert, width: int, rounding: Rounding) -> None:
+    def __init__(self, expert: Expert, width: int, rounding: Rounder) -> None:
         self._expert = expert
         self._width = width
         self._rounding = rounding
@@ -354,8 +320,11 @@ def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:
 # Groups with bits of scales: short groups have many scales, of one byte. They help affine codes more than a trellis.
 _TRELLIS_GROUPS = ((ROW_GROUP, 16), (128, 8), (32, 8))
 _AFFINE_GROUPS = ((ROW_GROUP, 16), (64, 8), (32, 8))
-_JUDGED_WEIGHTS = 1 << 18  # of a matrix, to judge formats on
-_LEAST_ROWS, _MOST_ROWS, _LEAST_COLUMNS = 64, 256, 256
+_JUDGED_WEIGHTS = 1 << 16  # of a matrix, to judge formats on
+_LEAST_ROWS, _MOST_ROWS, _LEAST_COLUMNS = 32, 128, 128
+_ANCHOR_BITS = 2
+_CODECS = ("affine", "trellis")
+_LEAST_ERROR = 1e-30
 _COLUMN_STEP = 128  # the longest group
 
 
@@ -384,36 +353,77 @@ def judged_columns(num_cols: int, num_neurons: int) -> int:
     return min(max(columns, _LEAST_COLUMNS), num_cols)
 
 
-def calibrated_ratios(
-    expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, rounding: Rounding, tokens: ExpertTokens
-) -> Tensor:
-    """Returns the errors of the calibrated quantizer over those of `rounding` at the `base_width`: float32 [3, C].
+def calibrated_anchor(formats: Sequence[PartFormat]) -> PartFormat:
+    """Returns the calibrated format by which a layer's others may be scaled: the first of those nearest to 2 bits."""
+    return min(filter(needs_inputs, formats), key=lambda part: abs(part.bits - _ANCHOR_BITS))
 
-    The rows are gate, up and down, the columns those of `calibrated_formats`; 1 if there is no error to compare.
+
+def measured_formats(formats: Sequence[PartFormat]) -> tuple[PartFormat, ...]:
+    """Returns the calibrated formats whose errors are measured; those of the others lie between them.
+
+    Meaning: of each codec the fewest and the most bits, and the anchor's; for a trellis, which gains little from groups
+             shorter than the row, these only with the anchor's bits. Formats that need no inputs are all measured.
+    """
+    anchor = calibrated_anchor(formats)
+    bits = {codec: [p.bits for p in formats if p.codec == codec and needs_inputs(p)] for codec in _CODECS}
+
+    def is_measured(part: PartFormat) -> bool:
+        if not needs_inputs(part) or part.bits == anchor.bits:
+            return True
+        return part.bits in (min(bits[part.codec]), max(bits[part.codec])) and (
+            part.codec == "affine" or part.group == ROW_GROUP
+        )
+
+    return tuple(filter(is_measured, formats))
+
+
+def calibrated_ratios(
+    expert: Expert,
+    function: NeuronFunction,
+    x: Tensor,
+    weights: Tensor,
+    tokens: ExpertTokens,
+    formats: Sequence[PartFormat],
+) -> Tensor:
+    """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`.
+
+    Those of `measured_formats` are measured. Between them the logarithm of a row's error changes evenly with its bits,
+    and so does the gain of a shorter group.
+
+    Returns: float32 [3, formats]. The rows are gate, up and down; 1 if there is no error to compare.
 
     Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: other tokens, to
-             calibrate on.
+             calibrate on.   formats: one, or all.
     """
     judged = _Judged.of(expert, function, x)
     base = {
-        width: judged.errors({matrix: rounding(rows, width) for matrix, rows in judged.matrices().items()}, weights)
-        for width in WIDTHS
+        width: judged.errors({m: plainly_rounded(rows, width) for m, rows in judged.matrices().items()}, weights)
+        for width in sorted({base_width(part) for part in formats})
     }
     calibration = _BlockCalibration(tokens, function)
-    ratios = [
-        _ratio(judged.errors(judged.rounded(part, calibration), weights), base[base_width(part)])
-        for part in calibrated_formats(x.shape[1])
-    ]
-    return torch.stack(ratios, dim=1)
+    with _one_thread():
+        found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
+    return torch.stack([_ratio(_between(part, found), base[base_width(part)]) for part in formats], dim=1)
 
 
-def calibrated_multiplications(spec: ModelSpec, num_tokens: int) -> int:
-    """Returns the multiplications of judging all formats on some tokens and of the Hessians, without the search."""
-    d, f, num_gates = spec.hidden_size, spec.expert.intermediate_size, len(spec.expert.matrices) - 1
-    num_judged, neurons = len(calibrated_formats(d)) + len(WIDTHS), min(f, BLOCK_NEURONS)
-    one = 2 * num_gates * judged_rows(d, f) * d + neurons * judged_columns(d, f)
-    hessians = d * d + num_gates * neurons * d + neurons * neurons
-    return num_judged * num_tokens * one + (MAX_OWN_TOKENS + MAX_OTHER_TOKENS) * hessians
+def _between(part: PartFormat, found: dict[PartFormat, Tensor]) -> Tensor:
+    """Returns the errors [3] of a format from those that were measured."""
+    if part in found:
+        return found[part]
+
+    def interpolated(points: list[tuple[float, Tensor]]) -> Tensor:
+        bits, logarithms = zip(*sorted(points, key=lambda point: point[0]), strict=True)
+        columns = torch.stack(logarithms, dim=1).tolist()  # [3, points]
+        return torch.tensor([np.interp(part.bits, bits, column) for column in columns], dtype=torch.float32)
+
+    logarithms = {p: e.cpu().clamp(min=_LEAST_ERROR).log() for p, e in found.items() if p.codec == part.codec}
+    rows = {p.width: (p.bits, e) for p, e in logarithms.items() if p.group == ROW_GROUP and needs_inputs(p)}
+    result = interpolated(list(rows.values()))
+    if part.group != ROW_GROUP:
+        alike = {p.width: e for p, e in logarithms.items() if (p.group, p.scale_bits) == (part.group, part.scale_bits)}
+        gains = [(bits, alike[width] - error) for width, (bits, error) in rows.items() if width in alike]
+        result = result + interpolated(gains)
+    return result.exp().to(next(iter(found.values())).device)
 
 
 class _BlockCalibration(Calibration):
@@ -443,7 +453,7 @@ class _Judged:
 
     @classmethod
     def of(cls, expert: Expert, function: NeuronFunction, x: Tensor) -> "_Judged":
-        whole = _joined(first_neurons(expert, BLOCK_NEURONS))
+        whole = joined(first_neurons(expert, BLOCK_NEURONS))
         num_neurons, num_cols = whole.up.shape
         few = cut(whole, judged_rows(num_cols, num_neurons))
         columns = judged_columns(num_cols, num_neurons)
@@ -486,7 +496,7 @@ def _on_cpu(block: NeuronBlock) -> NeuronBlock:
     return NeuronBlock(gate, block.up.cpu(), block.down.cpu(), gate_bias, up_bias)
 
 
-def _joined(blocks: list[NeuronBlock]) -> NeuronBlock:
+def joined(blocks: list[NeuronBlock]) -> NeuronBlock:
     """Returns consecutive blocks as one."""
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:

@@ -1,13 +1,19 @@
 """The sensitivity stage: the cost of each matrix at each width, as the KL divergence of the model's predictions.
 
-The pass takes some sequences through the model, and with them *copies* of the first ones. A copy begins where something
-was changed (a layer's experts at 2 bits, its dense matrices at 4) and goes through the unchanged rest of the model. At
-the end, its KL divergence from the original says what a squared error in that layer does to predictions. Errors of
-single matrices are measured on the output of their layer. KL grows with the square of a small error, and errors of
-different matrices, experts and layers are nearly independent. So estimated KLs add.
+    forward     some sequences go through the model; the hidden states before each layer stay on disk
+    back        from the last layer to the first, gradients of predictions meet the errors of weights (`gradients`):
+                a result for each layer
+    copies      some of the sequences go through the model with experts rounded, from which the estimates' scale and
+                the loss of log-likelihood follow (`effects`)
+
+Estimated KLs add: errors of different matrices, experts and layers are nearly independent.
+
+Formats are compared on one expert of a layer: all formats in the last layer and, with `full`, in every layer. `fast`
+compares few formats in the other layers and scales the last layer's results by them.
 """
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +22,21 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
-    MAX_MEMORY_BYTES,
     Array,
     KeptInputs,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
     Sequences,
-    sample_places,
+    in_order,
+    num_workers,
+    store_states,
+    whole_states,
 )
+from moe_pack.calib.quantize import needs_inputs
 from moe_pack.calib.sensitivity.costs import (
     Cost,
     Trial,
-    compared_multiplications,
     expert_multiplications,
     half_multiplications,
     kind_of,
@@ -36,10 +44,11 @@ from moe_pack.calib.sensitivity.costs import (
 )
 from moe_pack.calib.sensitivity.effects import (
     DENSE_WIDTHS,
+    MOST_COPIES,
+    Copy,
     Divergences,
-    LayerErrors,
+    LayerLosses,
     Level,
-    all_copies,
     copies_of,
     divergence,
     head_pieces,
@@ -47,40 +56,57 @@ from moe_pack.calib.sensitivity.effects import (
     log_probabilities,
 )
 from moe_pack.calib.sensitivity.errors import (
-    QUANTIZED,
-    SPARSE,
-    Change,
+    GROUP,
+    WIDTHS,
     RoundedDense,
-    Rounding,
-    calibrated_multiplications,
+    RoundedExperts,
+    calibrated_anchor,
+    calibrated_formats,
     calibrated_ratios,
+    compared_formats,
+    first_neurons,
     format_ratios,
-    mean_square,
-    output_changes,
+    joined,
+    measured_formats,
+    plainly_rounded,
     ratios_of_widths,
     roundable_roles,
 )
-from moe_pack.formats import NO_PROGRESS, Progress
+from moe_pack.calib.sensitivity.gradients import (
+    ExpertGradients,
+    Tracked,
+    expert_gradients,
+    half_gradient,
+    prediction_gradient,
+    router_gradient,
+)
+from moe_pack.formats import (
+    MATRICES,
+    NO_PROGRESS,
+    PartFormat,
+    Progress,
+    Quantizer,
+    part_format,
+)
 from moe_pack.runtime.model import embed, run_expert
 
-_FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, to measure errors on
-_MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
+_MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 4096}, 512
 _TRIED_TOKENS = 512
+_JUDGED_TOKENS = 512  # of an expert, to judge calibrated formats on
+_DENSE_TOKENS = 512  # to measure dense matrices on
 _HEAD_TOKENS = 256  # to judge a rounded head on
-CHANGES_BYTES = 128 << 20  # of changed outputs at once
-DELTA_BYTES = 128 << 20  # of new copies' changes in memory
-ARRAY_BYTES = MAX_MEMORY_BYTES - CHANGES_BYTES - DELTA_BYTES  # of a layer's arrays: they grow with the copies
-_CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
+_SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mixed with
+Compared = tuple[Quantizer, PartFormat]
 
 
 class SensitivityPass:
-    """Runs the stage layer by layer. `states` says how far it is.
+    """Runs the stage layer by layer. A killed pass goes on in `folder`.
 
-    `ids` int64 [N, n]: the tokens of the decoder (`Sequences`).
     Args:    ids: int64 [N, S], all sequences of the profile; the pass uses as many of the first as it needs.
              thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
              kept: the inputs of experts to calibrate on; None if none are kept.
-             folder: for hidden states; a killed pass goes on there.
+             folder: for hidden states and gradients.
+             stored: returns the losses of a layer that `back` returned; needed unless formats are compared in all.
     """
 
     def __init__(
@@ -92,326 +118,417 @@ class SensitivityPass:
         folder: Path,
         device: torch.device,
         kept: KeptInputs | None = None,
+        stored: Callable[[int], LayerLosses] | None = None,
     ) -> None:
         spec = weights.spec
         self.weights = weights
-        self.kept = kept
         self.spec = spec
-        given = Sequences.of(spec, ids)
-        self.ids = given.ids
+        self.kept = kept
+        self._stored = stored
         self.level: Level = level
         self.thresholds = thresholds
         self.device = device
-        self.plain = Rounding("nearest")
-        self.solved = Rounding("hqq")
-        self.rounding = self.solved if level == "full" else self.plain
-        self.expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
-        S = given.length
-        # Three copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
-        copied = 4 * given.ids.numel() // (3 * spec.num_hidden_layers)
-        copied = min(max(copied, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
-        self.num_copied = min(len(ids), -(-copied // S))  # sequences
-        wanted = self.expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
-        self.num_base = min(len(ids), max(self.num_copied, -(-wanted // S)))
-        embeddings = copies_of(spec, level, None)
-        rounded = [RoundedDense(weights, ("embed",), copy.width, self.plain) for copy in embeddings]
-
-        def embedded(ids: Tensor, number: int) -> Tensor:
-            if number < self.num_base:
-                return embed(ids[number], weights)
-            copy, place = divmod(number - self.num_base, self.num_copied)
-            return embed(ids[place], rounded[copy])
-
-        def origin(branched: int) -> int:
-            return (branched - self.num_base) % self.num_copied
-
-        num_sequences = self.num_base + len(embeddings) * self.num_copied
-        first, answer = given.begun(embedded)
+        self._tracked = Tracked(weights)
+        given = Sequences.of(spec, ids)
+        self.ids, S = given.ids, given.length
+        wanted = min(max(given.ids.numel() // 4, _LEAST_TOKENS), _MOST_TOKENS[level])
+        self.num_sequences = min(len(ids), -(-wanted // S))
+        self.num_copied = -(-self.num_sequences // 2)
+        self._given = given
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
         self.states = LayerStates(
-            weights, first, num_sequences, S, folder, device, ARRAY_BYTES, answer=answer, origin=origin
+            weights, first, self.num_sequences, S, folder / "forward", device, answer=answer, keeps_all=True
         )
+        self.next_back, self._above, self._other = self._resume()
 
     @property
-    def num_copy_tokens(self) -> int:
-        """The number of tokens of one copy."""
-        return self.num_copied * self.states.sequence_length
+    def num_tokens(self) -> int:
+        """The number of tokens that losses are measured on."""
+        return self.num_sequences * self.states.sequence_length
 
     @property
-    def usual_tokens(self) -> int:
-        """The number of tokens that errors are measured on, for an expert of average popularity."""
-        router = self.spec.router
-        return max(self.expert_tokens, self.num_copy_tokens * router.num_experts_per_tok // router.num_experts)
+    def first_decoder_layer(self) -> int:
+        """The layer at which the decoder begins: 0 without an encoder."""
+        return 0 if self.spec.encoder is None else self.spec.encoder.num_layers
 
-    @property
-    def changed_tokens(self) -> int:
-        """The number of an expert's tokens whose changed outputs are in memory at once."""
-        one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
-        return max(1, CHANGES_BYTES // one)
-
-    @property
-    def compared_tokens(self) -> int:
-        """The number of tokens that formats are compared on, for an expert of average popularity."""
-        return min(self.usual_tokens, self.changed_tokens, self.num_base * self.states.sequence_length)
-
-    @torch.inference_mode()
-    def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> LayerErrors:
-        """Takes all sequences through the next layer and measures; after it `leave` begins the layer's copies."""
-        spec, states = self.spec, self.states
-        roles = roundable_roles(spec, layer)
-        begun = copies_of(spec, self.level, layer)
-        originals = [states.half(layer, number, self.weights)[0] for number in range(self.num_copied) if roles]
-        dense_errors = [[self._dense_error(layer, originals, r, width) for width in DENSE_WIDTHS] for r in roles]
-        del originals
-        branches = [
-            (RoundedDense(self.weights, roles, copy.width, self.plain), self.num_copied)
-            for copy in begun
-            if copy.kind == "dense"
-        ]
-        num_before = states.num_sequences
-        tokens = states.enter(layer, branches)
-        half = half_multiplications(spec, layer, states.sequence_length)
-        progress.advance(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
-        errors = [self._branch_error(tokens, num_before)] if branches else []
-        deltas = self._allocate_deltas(sum(copy.kind == "experts" for copy in begun))
-        quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
-        if layer in spec.moe_layers:
-            changes = [copy.changes for copy in begun if copy.kind == "experts"]
-            experts = _Experts(self, layer, tokens, changes, deltas)
-            quantized, sparse, ratios, calibrated = experts.measure(progress)
-        errors += [float(delta.square().mean()) for delta in deltas]
-        self._measured = tokens, deltas
-        return LayerErrors(
-            dense=np.asarray(dense_errors, np.float32).reshape(len(roles), len(DENSE_WIDTHS)),
-            copies=np.asarray(errors, np.float32),
-            quantized=quantized.numpy(),
-            sparse=sparse.numpy(),
-            ratios=ratios.numpy(),
-            calibrated=calibrated.numpy(),
-        )
-
-    def _allocate_deltas(self, number: int) -> list[Tensor]:
-        """Returns this many zeros float32 [copied tokens, d], in mapped files if they take much memory."""
-        mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > DELTA_BYTES
-        return [self.states.allocate(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
-
-    def leave(self, layer: int) -> None:
-        """Ends the layer that was measured last; the caller has stored the result of `layer`."""
-        tokens, deltas = self._measured
-        self.states.leave(layer, tokens, (tokens.x[: self.num_copy_tokens] + delta for delta in deltas))
-        del self._measured
-
-    def cost(self, layers: range) -> Cost:
-        """Returns the estimated cost of these layers, with the divergences after them."""
-        spec, trial = self.spec, Trial(self.weights, self.states)
-        router = spec.router
+    def cost(self) -> Cost:
+        """Returns the estimated cost of what is left of the pass."""
+        spec, trial, S = self.spec, Trial(self.weights, self.states), self.states.sequence_length
+        router, every = spec.router, calibrated_formats(spec.hidden_size)
+        choices = self.num_tokens * router.num_experts_per_tok
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
-        plain = trial.plain(_TRIED_TOKENS)
-        self.solved(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
-        number = self.usual_tokens
-        at_once = min(number, self.changed_tokens)
-        changed = trial.changed(at_once, self.rounding) * (number / at_once)
-        compared = trial.compared(self.compared_tokens, self.rounding)
+        halves_back = {kind: trial.half_back(kind) for kind in kinds_of_layers(spec)}
+        plain = trial.plain(_TRIED_TOKENS) * (1 / _TRIED_TOKENS)
+        back = trial.back(choices / router.num_experts) * router.num_experts
+        anchored = trial.compared(self._anchors)
+        compared = anchored * (len(compared_formats(spec.hidden_size)) / len(self._anchors))
         if self.kept is not None:
-            compared += trial.calibrated(self.compared_tokens, self.rounding)
-        total = trial.predicted(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
-        num_sequences = self.states.num_sequences
-        for layer in layers:
-            begun = copies_of(spec, self.level, layer)
-            num_sequences += self.num_copied * sum(copy.kind == "dense" for copy in begun)
-            tried = self._tried_tokens(layer) / self.states.sequence_length
-            total += halves[kind_of(spec, layer)] * (num_sequences + tried)
-            if layer in spec.moe_layers:
-                tokens = num_sequences * self.states.sequence_length * router.num_experts_per_tok
-                total += plain * (tokens / _TRIED_TOKENS) + changed * router.num_experts + compared
-            num_sequences += self.num_copied * sum(copy.kind == "experts" for copy in begun)
+            judged = min(_JUDGED_TOKENS, choices // router.num_experts)
+            one = trial.calibrated(judged, (calibrated_anchor(every),))
+            anchored, compared = anchored + one, compared + one * len(measured_formats(every))
+        copied, num_copies = self.num_copied * S, min(MOST_COPIES, len(spec.moe_layers))
+        rounded = trial.rounded(RoundedExperts(self.weights, WIDTHS[0], plainly_rounded)) * router.num_experts
+        total = trial.predicted(copied) * (1 + num_copies)
+        if self._above is None:
+            total += trial.predicted_back(self.num_tokens)
+        for layer in range(spec.num_hidden_layers):
+            half, is_moe = halves[kind_of(spec, layer)], layer in spec.moe_layers
+            if layer >= self.states.next_layer:
+                total += half * self.num_sequences + plain * (choices * is_moe)
+            if layer <= self.next_back:
+                tried = self._num_dense_sequences(layer) * (len(roundable_roles(spec, layer)) + 1)
+                total += half * (self.num_sequences + tried) + halves_back[kind_of(spec, layer)] * self.num_sequences
+                if is_moe:
+                    own = self._reference(spec.moe_layers.index(layer)) is None
+                    total += back + (compared if own else anchored)
+            begun = self._num_begun(layer, num_copies)
+            total += half * (self.num_copied * begun)
+            if is_moe:
+                total += plain * (copied * begun * router.num_experts_per_tok) + rounded
         return total
 
-    def _tried_tokens(self, layer: int) -> int:
-        """Returns how many tokens go through a layer's first half again, to measure its dense matrices."""
-        number = len(roundable_roles(self.spec, layer))
-        return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
+    def _num_begun(self, layer: int, num_copies: int) -> int:
+        """Returns how many of the copies run through a layer."""
+        L = len(self.spec.moe_layers)
+        firsts = [0, *(self.spec.moe_layers[L * place // num_copies] for place in range(1, num_copies))]
+        return num_copies if self.spec.encoder is not None else sum(first <= layer for first in firsts)
+
+    @property
+    def _anchors(self) -> tuple[Compared, ...]:
+        """The formats by which a layer's others are scaled, by width."""
+        return tuple(("hqq", part_format(width, GROUP)) for width in WIDTHS)
+
+    # --- forward
 
     @torch.inference_mode()
-    def divergences(self, progress: Progress = NO_PROGRESS) -> Divergences:
-        """Returns the divergences of the copies' predictions, and of those with the head at 8 and 4 bits.
+    def forward(self, progress: Progress = NO_PROGRESS) -> None:
+        """Takes all sequences through the next layer."""
+        states, layer = self.states, self.states.next_layer
+        tokens = states.enter(layer)
+        progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
+        if layer in self.spec.moe_layers:
+            layer_idx = self.spec.moe_layers.index(layer)
+            for expert in range(self.spec.router.num_experts):
+                token_idx, weights = tokens.of_expert(expert)
+                self._run(states, tokens, token_idx, weights, self.weights, layer_idx, expert)
+                progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+        states.leave(layer, tokens)
 
-        A head that is also the embedding is changed as the head only. A head that cannot be quantized has 0.
+    def _run(
+        self,
+        states: LayerStates,
+        tokens: LayerTokens,
+        token_idx: Tensor,
+        weights: Tensor,
+        model: LayerwiseWeights | RoundedExperts,
+        layer_idx: int,
+        expert: int,
+    ) -> None:
+        """Adds an expert's outputs for some tokens."""
+        for start in range(0, len(token_idx), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            x = tokens.inputs[token_idx[chunk]].to(self.device)
+            output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert.function, "none", 0.0)
+            states.add(tokens, token_idx[chunk], weights[chunk], output)
+
+    # --- back
+
+    @torch.inference_mode()
+    def back(self, progress: Progress = NO_PROGRESS) -> LayerLosses:
+        """Takes gradients back through layer `next_back` and measures it; after it comes `leave_back`."""
+        spec, states, layer = self.spec, self.states, self.next_back
+        if self._above is None:
+            self._above = self._prediction_gradients(progress)
+        tokens, above = states.inside(layer, self.num_sequences), self._above
+        num_tokens = len(tokens.x)
+        progress.advance(self._half(layer) * num_tokens, f"layer {layer}")
+        below = torch.zeros_like(above)  # with respect to `inputs`
+        quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
+        if layer in spec.moe_layers:
+            quantized, sparse, ratios, calibrated = self._experts_back(layer, tokens, above, below, progress)
+        dense = self._dense_losses(layer, above, below, progress)
+        S, gradients = states.sequence_length, torch.empty_like(above)
+        for number in range(self.num_sequences):
+            rows = slice(number * S, (number + 1) * S)
+            gradient, of_text = half_gradient(
+                states,
+                layer,
+                states.at(layer, number),
+                states.text(layer, number),
+                self._tracked,
+                (above[rows], below[rows]),
+            )
+            gradients[rows] = gradient.cpu()
+            if of_text is not None:
+                self._other[rows] += of_text.cpu()
+        progress.advance(2 * self._half(layer) * num_tokens, f"layer {layer}")
+        # Below the decoder's first layer comes the encoder's last one.
+        if layer == self.first_decoder_layer > 0:
+            gradients, self._other = self._other, gradients
+        self._above = gradients
+        return LayerLosses(dense, quantized.numpy(), sparse.numpy(), ratios.numpy(), calibrated.numpy())
+
+    def leave_back(self) -> None:
+        """Ends the layer that was measured last; the caller has stored the result of `back`."""
+        assert self._above is not None, "a layer was measured"
+        path, _ = store_states(self._folder, f"gradient-{self.next_back:03d}", (self._above, self._other))
+        for other in self._folder.glob("gradient-*"):
+            if other != path:
+                other.unlink()
+        self.next_back -= 1
+
+    def _resume(self) -> tuple[int, Tensor | None, Tensor]:
+        """Returns the next layer on the way back, the gradient above it if it is known, and the other stack's."""
+        d, found = self.spec.hidden_size, whole_states(self._folder, "gradient")
+        has_encoder = self.spec.encoder is not None
+        if not found:
+            return self.spec.num_hidden_layers - 1, None, torch.zeros(self.num_tokens * has_encoder, d)
+        layer = min(found)
+        values = torch.from_numpy(np.fromfile(found[layer], np.float32)).view(-1, d)
+        return layer - 1, values[: self.num_tokens], values[self.num_tokens :]
+
+    def _prediction_gradients(self, progress: Progress) -> Tensor:
+        pieces, last = list[Tensor](), self.spec.num_hidden_layers
+        for number in range(self.num_sequences):
+            generator, hidden = torch.Generator().manual_seed(number), self.states.at(last, number)
+            for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
+                pieces.append(prediction_gradient(hidden[rows].to(self.device), self._tracked, generator).cpu())
+            progress.advance(2 * len(hidden) * self.spec.hidden_size * self.spec.vocab_size, "predictions")
+        return torch.cat(pieces)
+
+    def _experts_back(
+        self, layer: int, tokens: LayerTokens, above: Tensor, below: Tensor, progress: Progress
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Adds the experts' gradients to `below`; returns `quantized`, `sparse`, `ratios`, `calibrated`."""
+        spec, layer_idx = self.spec, self.spec.moe_layers.index(layer)
+        E, function, scale = spec.router.num_experts, spec.expert.function, spec.residual_multiplier
+        thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
+        by_weight = torch.zeros_like(tokens.weights)
+
+        def work(expert: int) -> tuple[Tensor, Tensor, ExpertGradients]:
+            token_idx, rank = torch.where((tokens.experts == expert) & (tokens.weights != 0))
+            found = expert_gradients(
+                self.weights.expert(layer_idx, expert),
+                function,
+                tokens.inputs[token_idx].to(self.device),
+                tokens.weights[token_idx, rank].to(self.device),
+                (above[token_idx] * scale).to(self.device),
+                thresholds[expert],
+            )
+            return token_idx, rank, found
+
+        quantized, sparse = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, *thresholds.shape[1:])
+        num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
+        popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
+        for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
+            below.index_add_(0, token_idx, found.inputs.cpu())
+            by_weight[token_idx, rank] = found.weights.cpu()
+            quantized[expert], sparse[expert] = found.quantized.cpu(), found.sparse.cpu()
+            if expert == popular:
+                moments = found.moments
+            work_done = 2 * expert_multiplications(spec) * len(token_idx)
+            progress.advance(work_done, f"layer {layer} expert {expert}")
+            del found
+        below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
+        ratios = self._ratios(layer_idx, popular, moments)
+        calibrated = self._calibrated(layer_idx, popular, tokens)
+        solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
+        quantized, sparse = (_shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, sparse))
+        return quantized * solved, sparse, ratios, calibrated
+
+    def _reference(self, layer_idx: int) -> int | None:
+        """Returns the MoE layer whose comparison of formats is scaled to this one; None: it has its own.
+
+        Layers are measured from the last to the first.
         """
-        copies = all_copies(self.spec, self.level)
-        sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
-        for number in range(self.num_copied):
-            base, next_ids = self.states.before(number), self.ids[number, 1:]
-            copied = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
-            for rows in head_pieces(0, len(base), self.spec.vocab_size):
-                original = self._log_probabilities(base[rows], self.weights)
-                for copy, hidden in enumerate(copied):
-                    changed = self._log_probabilities(hidden[rows], self.weights)
-                    sums[0, copy] += divergence(original, changed)
-                    sums[1, copy] += likelihood_lost(original, changed, next_ids[rows])
-            done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
-            progress.advance(done, "predictions")
-        num_judged = self.num_copied * (self.states.sequence_length - 1)  # the last tokens have none after them
-        kls, nlls = sums[0] / self.num_copy_tokens, sums[1] / max(num_judged, 1)
-        return Divergences(kls.astype(np.float32), nlls.astype(np.float32), self._head_divergences(), num_judged)
+        last = len(self.spec.moe_layers) - 1
+        return None if layer_idx == last or self.level == "full" else last
 
-    def _number_of(self, copy: int, number: int) -> int:
-        return self.num_base + copy * self.num_copied + number
+    def _stored_losses(self, layer_idx: int) -> LayerLosses:
+        assert self._stored is not None, "the caller gives the losses it has stored"
+        return self._stored(self.spec.moe_layers[layer_idx])
+
+    def _ratios(self, layer_idx: int, expert: int, moments: tuple[Tensor | None, ...]) -> Tensor:
+        every, reference = compared_formats(self.spec.hidden_size), self._reference(layer_idx)
+        number = max(len(of_matrix) for of_matrix in moments if of_matrix is not None)
+        block = joined(first_neurons(self.weights.expert(layer_idx, expert), number))
+        matrices = block.gate, block.up, block.down
+        if reference is None:
+            return format_ratios(matrices, moments, every)
+        table = torch.from_numpy(self._stored_losses(reference).ratios)
+        found = format_ratios(matrices, moments, self._anchors)
+        of_width = torch.tensor([WIDTHS.index(part.width) for _, part in every])
+        base = table[:, [every.index(anchor) for anchor in self._anchors]]
+        return table * (found / base)[:, of_width]
+
+    def _calibrated(self, layer_idx: int, expert: int, tokens: LayerTokens) -> Tensor:
+        """Returns `calibrated`, judged on other tokens than those it calibrates on; [0] without inputs."""
+        if self.kept is None:
+            return torch.zeros(0)
+        every, reference = calibrated_formats(self.spec.hidden_size), self._reference(layer_idx)
+        num_judged, first_kept = self.kept.split(self.num_tokens)
+        token_idx, weights = tokens.of_expert(expert)
+        judged = (token_idx < num_judged).nonzero()[:_JUDGED_TOKENS, 0]
+        x = tokens.inputs[token_idx[judged]].to(self.device)
+        with self.kept.open(layer_idx) as inputs:
+            calibration = inputs.of_expert(expert, first_kept)
+        model_expert = self.weights.expert(layer_idx, expert)
+        function, weights = self.spec.expert.function, weights[judged].to(x.device)
+        anchor = calibrated_anchor(every)
+        formats = every if reference is None else (anchor,)
+        found = calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()
+        if reference is None:
+            return found
+        table = torch.from_numpy(self._stored_losses(reference).calibrated)
+        scale = found / table[:, every.index(anchor), None]
+        return table * torch.where(torch.tensor([needs_inputs(part) for part in every]), scale, 1.0)
+
+    def _dense_losses(self, layer: int, above: Tensor, below: Tensor, progress: Progress) -> Array:
+        """Returns `dense` of the layer, measured at the least width; errors fall as the square of the step."""
+        roles, states, S = roundable_roles(self.spec, layer), self.states, self.states.sequence_length
+        number = self._num_dense_sequences(layer)
+        losses = np.zeros((len(roles), len(DENSE_WIDTHS)), np.float32)
+        least = min(DENSE_WIDTHS)
+        steps = np.asarray([((2**least - 1) / (2**width - 1)) ** 2 for width in DENSE_WIDTHS])
+        for sequence in range(number):
+            rows = slice(sequence * S, (sequence + 1) * S)
+            hidden, text = states.at(layer, sequence), states.text(layer, sequence)
+            original = states.half_of(layer, hidden, text, self.weights)
+            for idx, role in enumerate(roles):
+                rounded = RoundedDense(self.weights, (role,), least, plainly_rounded)
+                changed = states.half_of(layer, hidden, text, rounded)
+                moved = sum(
+                    ((now - before).cpu() * gradient[rows]).sum(dim=1)
+                    for now, before, gradient in zip(changed, original, (above, below), strict=True)
+                )
+                assert isinstance(moved, Tensor), "a sum of two"
+                losses[idx] += float(moved.square().mean()) / 2 / number * steps
+            progress.advance(self._half(layer) * S * (len(roles) + 1), f"layer {layer}")
+        return losses
+
+    def _num_dense_sequences(self, layer: int) -> int:
+        """Returns on how many sequences a layer's dense matrices are measured."""
+        wanted = -(-_DENSE_TOKENS // self.states.sequence_length) if roundable_roles(self.spec, layer) else 0
+        return min(self.num_sequences, wanted)
+
+    # --- copies
+
+    @torch.inference_mode()
+    def divergences(self, losses: list[LayerLosses], progress: Progress = NO_PROGRESS) -> Divergences:
+        """Returns what copies diverge by; `losses` are those of the MoE layers. The way back is done."""
+        copies, original = copies_of(losses, self.spec.hidden_size), self.states
+        states, S = self._copied_states(copies), self.states.sequence_length
+        while states.next_layer < self.spec.num_hidden_layers:
+            layer = states.next_layer
+            tokens = states.enter(layer)
+            progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
+            if layer in self.spec.moe_layers:
+                self._run_copies(states, tokens, copies, layer, progress)
+            states.leave(layer, tokens, self._begun(copies, layer + 1))
+        sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
+        last = self.spec.num_hidden_layers
+        for number in range(self.num_copied):
+            base, next_ids = original.at(last, number), self.ids[number, 1:]
+            changed = [states.at(last, copy * self.num_copied + number) for copy in range(len(copies))]
+            for rows in head_pieces(0, S, self.spec.vocab_size):
+                expected = log_probabilities(base[rows], self.weights, self.device)
+                for copy, hidden in enumerate(changed):
+                    found = log_probabilities(hidden[rows], self.weights, self.device)
+                    sums[0, copy] += divergence(expected, found)
+                    sums[1, copy] += likelihood_lost(expected, found, next_ids[rows])
+            progress.advance(S * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size, "predictions")
+        states.close()
+        num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
+        kls, nlls = sums[0] / (self.num_copied * S), sums[1] / max(num_judged, 1)
+        embedding = self._embedding_divergences()
+        return Divergences(
+            kls.astype(np.float32), nlls.astype(np.float32), num_judged, embedding, self._head_divergences()
+        )
+
+    def close(self) -> None:
+        """Removes the folder; the pass is done."""
+        self.states.close()
+        shutil.rmtree(self._folder)
+
+    def _copied_states(self, copies: tuple[Copy, ...]) -> LayerStates:
+        """Returns the states of the copies that begin with the text; the others begin with their first layer.
+
+        With an encoder all begin with the text, because each has its own of what the encoder read.
+        """
+        number = self.num_copied
+
+        def embedded(ids: Tensor, place: int) -> Tensor:
+            return embed(ids[place % number], self.weights)
+
+        first, answer = self._given.begun(embedded)
+        begun = number * (len(copies) if self.spec.encoder is not None else 1)
+        S, folder = self.states.sequence_length, self._folder / "copies"
+        return LayerStates(self.weights, first, begun, S, folder, self.device, answer=answer)
+
+    def _begun(self, copies: tuple[Copy, ...], layer: int) -> Iterator[Tensor]:
+        """Yields the hidden states of the copies that begin before this layer."""
+        if self.spec.encoder is None:
+            for copy in copies[1:]:
+                if self.spec.moe_layers[copy.layers[0]] == layer:
+                    yield torch.cat([self.states.at(layer, number) for number in range(self.num_copied)])
+
+    def _run_copies(
+        self, states: LayerStates, tokens: LayerTokens, copies: tuple[Copy, ...], layer: int, progress: Progress
+    ) -> None:
+        layer_idx = self.spec.moe_layers.index(layer)
+        copy_tokens = self.num_copied * states.sequence_length
+        (rounded_idx,) = (idx for idx, copy in enumerate(copies) if layer_idx in copy.layers)
+        rounded = RoundedExperts(self.weights, copies[rounded_idx].width, plainly_rounded)
+        for expert in range(self.spec.router.num_experts):
+            token_idx, weights = tokens.of_expert(expert)
+            changes = token_idx // copy_tokens == rounded_idx
+            for chosen, model in ((changes, rounded), (~changes, self.weights)):
+                self._run(states, tokens, token_idx[chosen], weights[chosen], model, layer_idx, expert)
+            progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+
+    def _embedding_divergences(self) -> Array:
+        """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order; 0 if it cannot be rounded."""
+        kls = np.zeros(len(DENSE_WIDTHS), np.float32)
+        if "embed" not in roundable_roles(self.spec, None):
+            return kls
+        assert self._above is not None, "the way back is done"
+        S, gradients = self.states.sequence_length, (self._above, self._other)
+        for idx, width in enumerate(DENSE_WIDTHS):
+            rounded = RoundedDense(self.weights, ("embed",), width, plainly_rounded)
+            for ids, gradient in zip(self._given.stacks, gradients[: len(self._given.stacks)], strict=True):
+                for number in range(self.num_sequences):
+                    change = embed(ids[number], rounded) - embed(ids[number], self.weights)
+                    moved = (change.cpu() * gradient[number * S : (number + 1) * S]).sum(dim=1)
+                    kls[idx] += float(moved.square().sum()) / 2 / self.num_tokens
+        return kls
 
     def _head_divergences(self) -> Array:
+        """Returns the KL divergences with the head at `DENSE_WIDTHS`; 0 if it cannot be rounded.
+
+        A head that is also the embedding is changed as the head only.
+        """
         kls = np.zeros(len(DENSE_WIDTHS), np.float32)
         role = "embed" if self.spec.tied_head else "head"
         if role not in roundable_roles(self.spec, None):
             return kls
-        hidden = self.states.before(0)[:_HEAD_TOKENS]
-        copies = [RoundedDense(self.weights, (role,), width, self.plain) for width in DENSE_WIDTHS]
+        hidden = self.states.at(self.spec.num_hidden_layers, 0)[:_HEAD_TOKENS]
         for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
-            original = self._log_probabilities(hidden[rows], self.weights)
-            for idx, rounded in enumerate(copies):
-                kls[idx] += divergence(original, self._log_probabilities(hidden[rows], rounded)) / len(hidden)
+            original = log_probabilities(hidden[rows], self.weights, self.device)
+            for idx, width in enumerate(DENSE_WIDTHS):
+                rounded = RoundedDense(self.weights, (role,), width, plainly_rounded)
+                changed = log_probabilities(hidden[rows], rounded, self.device)
+                kls[idx] += divergence(original, changed) / len(hidden)
         return kls
 
-    def _log_probabilities(self, hidden: Tensor, weights: LayerwiseWeights | RoundedDense) -> Tensor:
-        return log_probabilities(hidden, weights, self.device)
-
-    def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:
-        """Returns the mean squared change of the copied sequences' hidden states by one dense matrix at this width."""
-        rounded, total = RoundedDense(self.weights, (role,), width, self.plain), 0.0
-        for number, original in enumerate(originals):
-            changed, _ = self.states.half(layer, number, rounded)
-            total += float((changed - original).square().mean())
-        return total / self.num_copied
-
-    def _branch_error(self, tokens: LayerTokens, num_before: int) -> float:
-        start = num_before * self.states.sequence_length
-        changed = tokens.x[start : start + self.num_copy_tokens]
-        return float((changed - tokens.x[: self.num_copy_tokens]).square().mean())
+    def _half(self, layer: int) -> int:
+        return half_multiplications(self.spec, layer, self.states.sequence_length)
 
 
-class _Experts:
-    """A layer's routed experts: runs them for all tokens and measures them on some of the original's."""
-
-    def __init__(
-        self,
-        stage: SensitivityPass,
-        layer: int,
-        tokens: LayerTokens,
-        changes: list[tuple[Change, ...]],
-        deltas: list[Tensor],
-    ) -> None:
-        self._stage = stage
-        self._tokens = tokens
-        self._changes = changes
-        self._deltas = deltas
-        self._layer = layer
-        self._layer_idx = stage.spec.moe_layers.index(layer)
-        self._num_base_tokens = stage.num_base * stage.states.sequence_length
-        self._thresholds = torch.from_numpy(stage.thresholds(self._layer_idx)).to(stage.device)
-        self._chunk = stage.changed_tokens
-
-    def measure(self, progress: Progress) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Runs and measures all experts; returns `quantized`, `sparse`, `ratios` and `calibrated` of `LayerErrors`."""
-        spec = self._stage.spec
-        reached = [self._tokens.of_expert(expert)[0] for expert in range(spec.router.num_experts)]
-        num_tokens = [len(token_idx) for token_idx in reached]
-        popular = int(np.argmax([int((token_idx < self._num_base_tokens).sum()) for token_idx in reached]))
-        del reached
-        ratios, calibrated = self._ratios(popular, progress), self._calibrated(popular, progress)
-        # Of the measured errors to hqq's: `full` measures those of hqq itself, whose ratios are 1.
-        ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
-        quantized, sparse = [], []
-        for expert in range(spec.router.num_experts):
-            self._run(expert)
-            expert_quantized, expert_sparse = self._measure_expert(expert, ratio)
-            quantized.append(expert_quantized)
-            sparse.append(expert_sparse)
-            work = expert_multiplications(spec) * (num_tokens[expert] + _CHANGES_COST * self._stage.usual_tokens)
-            progress.advance(work, f"layer {self._layer} expert {expert}")
-        # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
-        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios, calibrated
-
-    def _run(self, expert: int) -> None:
-        """Adds the expert's outputs for the tokens of all sequences, copies included."""
-        stage = self._stage
-        token_idx, weights = self._tokens.of_expert(expert)
-        for start in range(0, len(token_idx), CHUNK_TOKENS):
-            chunk = token_idx[start : start + CHUNK_TOKENS]
-            x = self._tokens.inputs[chunk].to(stage.device)
-            output = run_expert(
-                x, stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function, "none", 0.0
-            )
-            stage.states.add(self._tokens, chunk, weights[start : start + CHUNK_TOKENS], output)
-
-    def _sample(self, expert: int) -> tuple[Tensor, Tensor, int]:
-        """Returns the tokens that errors are measured on, those of the copies first, and their router weights.
-
-        The third value is how many of the original's tokens the expert has in all.
-        """
-        stage = self._stage
-        token_idx, weights = self._tokens.of_expert(expert)
-        num_tokens = int((token_idx < self._num_base_tokens).sum())
-        num_copied = int((token_idx < stage.num_copy_tokens).sum())
-        more = sample_places(num_tokens - num_copied, max(stage.expert_tokens - num_copied, 0)) + num_copied
-        places = torch.cat((torch.arange(num_copied), more))
-        return token_idx[places], weights[places], num_tokens
-
-    def _ratios(self, expert: int, progress: Progress) -> Tensor:
-        """Returns the errors of an expert in every format over the measured ones: float32 [3, F]."""
-        stage = self._stage
-        token_idx, weights, _ = self._sample(expert)
-        token_idx, weights = token_idx[: self._chunk], weights[: self._chunk]
-        x = self._tokens.inputs[token_idx].to(stage.device)
-        weights = weights.to(x.device)
-        model_expert = stage.weights.expert(self._layer_idx, expert)
-        ratios = format_ratios(model_expert, stage.spec.expert.function, x, weights, stage.rounding).cpu()
-        progress.advance(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
-        return ratios
-
-    def _calibrated(self, expert: int, progress: Progress) -> Tensor:
-        """Returns the same for the calibrated quantizer, float32 [3, C], judged on other tokens; [0] without inputs."""
-        stage, kept = self._stage, self._stage.kept
-        if kept is None:
-            return torch.zeros(0)
-        num_judged, first_kept = kept.split(self._num_base_tokens)
-        token_idx, weights, _ = self._sample(expert)
-        judged = (token_idx < num_judged).nonzero()[: self._chunk, 0]
-        x = self._tokens.inputs[token_idx[judged]].to(stage.device)
-        with kept.open(self._layer_idx) as inputs:
-            tokens = inputs.of_expert(expert, first_kept)
-        weights = weights[judged].to(x.device)
-        model_expert, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
-        ratios = calibrated_ratios(model_expert, function, x, weights, stage.rounding, tokens).cpu()
-        progress.advance(
-            calibrated_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} calibrated formats"
-        )
-        return ratios
-
-    def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns errors for a token, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds to the copies' deltas."""
-        stage = self._stage
-        token_idx, weights, num_tokens = self._sample(expert)
-        if not num_tokens:
-            return torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
-        scaled = weights * stage.spec.residual_multiplier
-        sums = torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
-        size = dict(zip(QUANTIZED, ratio.sqrt().tolist(), strict=True))
-        for idx, part in zip(torch.split(token_idx, self._chunk), torch.split(scaled, self._chunk), strict=True):
-            x = self._tokens.inputs[idx].to(stage.device)
-            model_expert, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
-            changes = output_changes(model_expert, function, x, stage.rounding, self._thresholds[expert])
-            for total, outputs in zip(sums, changes, strict=True):
-                total += mean_square(outputs, part.to(stage.device)).cpu() * (len(idx) / len(token_idx))
-            self._add_to_copies(idx, part, changes, size)
-        share = num_tokens / self._num_base_tokens
-        return sums[0] * ratio * share, sums[1] * share
-
-    def _add_to_copies(
-        self, token_idx: Tensor, weights: Tensor, outputs: tuple[Tensor, Tensor], size: dict[Change, float]
-    ) -> None:
-        """Adds changes of outputs to the copies that begin with them; `size` scales those of quantization."""
-        quantized, sparse = outputs
-        copied = token_idx < self._stage.num_copy_tokens
-        for changes, delta in zip(self._changes, self._deltas, strict=True):
-            for change in changes:
-                changed = quantized[QUANTIZED.index(change)] if change in size else sparse[SPARSE.index(change)]
-                output = changed.cpu()[copied] * (weights[copied, None] * size.get(change, 1.0))
-                delta.index_add_(0, token_idx[copied], output)
+def _shrunk(losses: Tensor, num_tokens: Tensor) -> Tensor:
+    """Returns losses [E, ...] of experts with few tokens [E] drawn to what a token of the layer loses on average."""
+    average = losses.sum(dim=0) / num_tokens.sum().clamp(min=1)
+    num_tokens = num_tokens.view(-1, *(1,) * (losses.dim() - 1))
+    share = num_tokens / (num_tokens + _SHRUNK_TOKENS)
+    return losses * share + average * num_tokens * (1 - share)

@@ -14,13 +14,14 @@ from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.sensitivity import (
     Cost,
     Trial,
+    compared_formats,
     expert_multiplications,
     half_multiplications,
     kind_of,
     kinds_of_layers,
     prediction_cost,
 )
-from moe_pack.calib.sensitivity.errors import Rounding
+from moe_pack.formats import trellis_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
 
@@ -94,20 +95,16 @@ def test_costs_add_and_scale() -> None:
 
 @pytest.mark.slow
 def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -> None:
-    plain = Rounding("nearest")
-    # Once the expert's outputs, then of each matrix at 4 widths what it changes, then 12 times without some neurons.
-    changed = (2 + 4 * (2 + 2 + 1) + 12) * 128 * 448
     found = {
         trial.half(0): HALF * S,
         trial.counted(20): EXPERT * 20,
         trial.counted(2.5): EXPERT * 2.5,
         trial.plain(20): EXPERT * 20,
-        trial.changed(16, plain): changed * 16,
-        trial.compared(16, plain): 5
-        * (36 + 3 + 4)
-        * 128
-        * 256
-        * 16,  # in 36 formats of hqq, 3 of absmax and at 4 widths, 256 neurons
+        trial.half_back(0): 2 * HALF * S,
+        trial.back(20): 2 * EXPERT * 20,
+        trial.predicted_back(100): 2 * 100 * 128 * 4096,
+        trial.compared(compared_formats(128)[:2]): 0,  # of rounding nothing is counted
+        trial.calibrated(16, (trellis_format(4, 0),)): 0,
         trial.predicted(100): 100 * 128 * 4096,
     }
     for cost, multiplications in found.items():

@@ -1,7 +1,6 @@
 """The pass layer by layer against the decoder, for every shape of a model; branches, resuming, and mapped arrays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,11 @@ from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.forward import MAX_MEMORY_BYTES, LayerStates, LayerTokens, LayerwiseWeights, Sequences
-from moe_pack.formats import ModelSpec, Selector
+from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import (
-    TORCH,
     CheckpointWeights,
-    Decoder,
     EncoderDecoder,
-    Expert,
-    Matrix,
     Weights,
     embed,
     head,
@@ -45,14 +39,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("mixtral")))))
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Another model's weights, of the same shape."""
-    source = TinyMixtral(**{**MODEL.__dict__, "seed": 1}).write(tmp_path_factory.mktemp("other"))
-    return CheckpointWeights(Checkpoint(source))
-
-
-def states_of(weights: Weights, folder: Path, memory_bytes: int = MAX_MEMORY_BYTES) -> LayerStates:
+def states_of(weights: Weights, folder: Path, memory_bytes: int = 1 << 29) -> LayerStates:
     ids = sequences()
     folder.mkdir(exist_ok=True)
     return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, memory_bytes)
@@ -135,58 +122,6 @@ def test_tokens_of_an_expert_come_rising_with_their_weights() -> None:
     assert len(nobody) == len(nothing) == 0
 
 
-@dataclass
-class OneLayerOfAnother:
-    """A model whose dense matrices in one layer are another model's, its router apart."""
-
-    base: Weights
-    other: Weights
-    layer: int
-    spec: ModelSpec = field(init=False)
-    selector: Selector = "none"
-    operations = TORCH
-
-    def __post_init__(self) -> None:
-        self.spec = self.base.spec
-
-    def _of(self, role: str) -> Weights:
-        return self.other if role.startswith(f"layers.{self.layer}.") and "router" not in role else self.base
-
-    def vector(self, role: str) -> Tensor:
-        return self._of(role).vector(role)
-
-    def matrix(self, role: str) -> Matrix:
-        return self._of(role).matrix(role)
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        return self.base.expert(layer_idx, expert)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        return 0.0
-
-
-@pytest.mark.parametrize("layer", range(3))
-def test_a_branch_is_the_model_with_one_layers_other_weights(
-    layer: int, weights: Weights, others: Weights, tmp_path: Path
-) -> None:
-    states = states_of(weights, tmp_path)
-    run(states, weights, layer)
-    tokens = states.enter(layer, [(others, 2), (weights, 1)])
-    assert states.num_sequences == N + 3 and len(tokens.x) == (N + 3) * S
-    run_layer(states, weights, layer, tokens)
-    states.leave(layer, tokens)
-    found = final(run(states, weights))
-    assert is_close(found[:N], final(run(states_of(weights, tmp_path / "alone"), weights)))
-    decoder = Decoder(OneLayerOfAnother(weights, others, layer), S)
-    for number, sequence in enumerate(sequences()[:2].tolist()):
-        decoder.reset()
-        with torch.inference_mode():
-            logits = head(found[N + number], weights)
-        assert (logits - decoder.logits(sequence)).abs().max() < 1e-5  # sums in another order; logits reach 1 to 10
-        assert not torch.allclose(found[N + number], found[number], atol=0.1)
-    assert is_close(found[N + 2], found[0])
-
-
 @pytest.mark.parametrize("layer", range(3))
 def test_sequences_that_begin_later_go_on_from_their_hidden_states(
     layer: int, weights: Weights, tmp_path: Path
@@ -204,7 +139,7 @@ def test_sequences_that_begin_later_go_on_from_their_hidden_states(
 def test_a_killed_pass_goes_on_to_the_same_bits(killed_after: int, weights: Weights, tmp_path: Path) -> None:
     def branched(states: LayerStates) -> LayerStates:
         if states.next_layer == 0:
-            tokens = states.enter(0, [(weights, 1)])
+            tokens = states.enter(0)
             run_layer(states, weights, 0, tokens)
             states.leave(0, tokens, [2 * tokens.x[:S]])
         return states
@@ -213,7 +148,7 @@ def test_a_killed_pass_goes_on_to_the_same_bits(killed_after: int, weights: Weig
     folder = tmp_path / "killed"
     run(branched(states_of(weights, folder)), weights, killed_after + 1)
     resumed = states_of(weights, folder)
-    assert (resumed.next_layer, resumed.num_sequences) == (killed_after + 1, N + 2)
+    assert (resumed.next_layer, resumed.num_sequences) == (killed_after + 1, N + 1)
     assert torch.equal(final(run(branched(resumed), weights)), expected)
 
 
@@ -285,3 +220,28 @@ def test_after_every_layer_one_file_is_left_and_none_once_closed(weights: Weight
         assert [path.name.split("-")[1] for path in (tmp_path / "pass").iterdir()] == [f"{end:03d}"]
     states.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_all_hidden_states_are_kept_where_a_pass_comes_back(weights: Weights, tmp_path: Path) -> None:
+    """Before every layer, also after the pass was killed; a layer whose file is lost takes the later ones with it."""
+    ids = sequences()
+
+    def begun() -> LayerStates:
+        folder = tmp_path / "kept"
+        return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, keeps_all=True)
+
+    states, before = begun(), [torch.stack([embed(ids[number], weights) for number in range(N)])]
+    while states.next_layer < 3:
+        layer = states.next_layer
+        tokens = states.enter(layer)
+        run_layer(states, weights, layer, tokens)
+        states.leave(layer, tokens)
+        before.append(torch.stack([states.before(number) for number in range(N)]))
+    for again in (states, begun()):
+        assert again.next_layer == 3
+        for layer, expected in enumerate(before):
+            assert torch.equal(torch.stack([again.at(layer, number) for number in range(N)]), expected)
+        inside = again.inside(1, 2)
+        assert inside.x.shape == inside.inputs.shape == (2 * S, MODEL.hidden_size)
+    next((tmp_path / "kept").glob("hidden-002-*")).unlink()
+    assert begun().next_layer == 1

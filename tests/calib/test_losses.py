@@ -42,22 +42,21 @@ def losses(profile: Profile) -> Losses:
 
 
 @pytest.mark.slow
-def test_a_reached_experts_loss_is_its_error_times_ratio_times_effect(profile: Profile, losses: Losses) -> None:
-    effects, formats = profile.effects(), quantized_formats(MODEL.hidden_size)
+def test_an_experts_loss_is_that_of_groups_of_64_times_the_formats_ratio(profile: Profile, losses: Losses) -> None:
+    formats = quantized_formats(MODEL.hidden_size)
     for l, layer in enumerate(profile.spec.moe_layers):
-        errors, layer_ratios = profile.errors(layer), profile.errors(layer).ratios
+        stored, layer_ratios = profile.layer_losses(layer), profile.layer_losses(layer).ratios
         for e in profile.statistics(l).tokens.nonzero()[0].tolist():
             for matrix, idx in np.ndindex(3, len(formats)):
                 width = WIDTHS.index(formats[idx].width)
                 scale = layer_ratios[matrix, idx] / layer_ratios[matrix, formats.index(part_format(WIDTHS[width], 64))]
-                expected = errors.quantized[e, matrix, width] * scale * effects.quantized[l, matrix, width]
+                expected = stored.quantized[e, matrix, width] * scale
                 found = losses.quantized[l, e, matrix, idx]
                 assert found == pytest.approx(expected, rel=1e-5) or found < expected  # as a lesser width lost less
 
 
 def test_losses_at_groups_of_64_are_those_the_profile_estimates(profile: Profile, losses: Losses) -> None:
-    expected = np.stack([profile.errors(layer).quantized for layer in profile.spec.moe_layers])
-    expected = expected * profile.effects().quantized[:, None]
+    expected = np.stack([profile.layer_losses(layer).quantized for layer in profile.spec.moe_layers])
     places = [losses.formats.index(part_format(width, 64)) for width in WIDTHS]
     reached = np.stack([profile.statistics(l).tokens > 0 for l in range(2)])
     assert reached.sum() >= 8
@@ -66,17 +65,17 @@ def test_losses_at_groups_of_64_are_those_the_profile_estimates(profile: Profile
 
 def test_rows_by_absmax_lose_what_the_profile_estimates(profile: Profile, losses: Losses) -> None:
     """The last three of a layer's ratios, at 2, 4 and 8 bits, over hqq's at the same width in groups of 64."""
-    effects, formats = profile.effects(), quantized_formats(64)
+    formats = quantized_formats(64)
     assert losses.absmax.shape == (2, 5, 3, 4) and not losses.absmax[..., 3].any()
     assert losses.of("absmax") == ((part_format(2, 0), part_format(4, 0), part_format(8, 0), BF16), losses.absmax)
-    errors, tokens = profile.errors(1), profile.statistics(1).tokens
+    stored, tokens = profile.layer_losses(1), profile.statistics(1).tokens
     for e in tokens.nonzero()[0].tolist():
         for matrix, (place, width_idx) in product(range(3), enumerate((0, 2, 3))):
             ratio = (
-                errors.ratios[matrix, place - 3]
-                / errors.ratios[matrix, formats.index(part_format((2, 4, 8)[place], 64))]
+                stored.ratios[matrix, place - 3]
+                / stored.ratios[matrix, formats.index(part_format((2, 4, 8)[place], 64))]
             )
-            expected = errors.quantized[e, matrix, width_idx] * ratio * effects.quantized[1, matrix, width_idx]
+            expected = stored.quantized[e, matrix, width_idx] * ratio
             assert losses.absmax[1, e, matrix, place] == pytest.approx(expected, rel=1e-5)
 
 
@@ -140,10 +139,10 @@ def test_an_expert_that_no_token_reached_loses_what_one_token_of_the_layers_does
 ) -> None:
     tokens = profile.statistics(0).tokens
     assert tokens[3] == 0 and tokens.sum() == 2 * 96
-    assert not profile.errors(0).quantized[3].any()
+    assert not profile.layer_losses(0).quantized[3].any()
     others = [0, 1, 2, 4]
     np.testing.assert_allclose(losses.quantized[0, 3], losses.quantized[0, others].sum(axis=0) / 192, rtol=0.05)
-    np.testing.assert_allclose(losses.sparse[0, 3], losses.sparse[0, others].sum(axis=0) / 192, rtol=0.05)
+    np.testing.assert_allclose(losses.sparse[0, 3], losses.sparse[0, others].sum(axis=0) / 192, rtol=0.15)
     assert (losses.sparse[0, 3, :, 1:] > 0).all()
 
 
@@ -154,7 +153,7 @@ def test_sparsity_loses_what_the_profile_estimates_and_never_less_than_a_lesser_
     assert losses.kinds == ("up", "gate", "both")
     assert (losses.sparse[..., 0] == 0).all()
     assert (np.diff(losses.sparse, axis=3) >= 0).all()
-    expected = profile.errors(0).sparse[1, :, -1] * profile.effects().sparse[0, :, -1]
+    expected = profile.layer_losses(0).sparse[1, :, -1]
     np.testing.assert_allclose(losses.sparse[0, 1, :, -1], expected, rtol=1e-5)
 
 
@@ -169,7 +168,7 @@ def test_dense_losses_are_in_the_order_of_roles_and_infinite_where_none_was_meas
     assert losses.dense[names.index("embed"), 1:] == pytest.approx(effects.embedding.tolist())
     assert losses.dense[names.index("head"), 1:] == pytest.approx(effects.head.tolist())
     row = roundable_roles(spec, 1).index("layers.1.attention.v")
-    expected = profile.errors(1).dense[row] * effects.dense[1]
+    expected = profile.layer_losses(1).dense[row]
     assert losses.dense[names.index("layers.1.attention.v"), 1:] == pytest.approx(expected.tolist())
     assert np.isinf(losses.dense[names.index("layers.1.router"), 1:]).all()
 

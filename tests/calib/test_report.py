@@ -70,19 +70,19 @@ def test_the_page_of_a_large_model_has_fewer_quantiles_and_says_so(tmp_path: Pat
     np.testing.assert_array_equal(unpacked(found["quantiles"]), expected)
 
 
-def test_predicted_divergences_are_errors_times_effects(profile: Profile) -> None:
+def test_predicted_divergences_are_losses_times_growth(profile: Profile) -> None:
     found = held(report_html(profile))["sensitivity"]
-    files = HandMade().errors(profile.spec)
+    files = HandMade().losses(profile.spec)
     effects = files["effects.safetensors"]
     for l in range(3):
-        errors = files[layer_file("sensitivity", l)]
+        losses = files[layer_file("sensitivity", l)]
         for name in ("quantized", "sparse"):
             expected = np.empty((6, 3, 4))
             for place in np.ndindex(expected.shape):
-                expected[place] = float(errors[name][place]) * float(effects[name][l, *place[1:]])
+                expected[place] = float(losses[name][place]) * float(effects["growth"][l])
             np.testing.assert_allclose(unpacked(found[name])[l], expected, rtol=1e-6)  # float32 holds 7 digits
         dense = [matrix["kl"] for matrix in found["dense"] if matrix["layer"] == l]
-        np.testing.assert_allclose(dense, errors["dense"] * effects["dense"][l], rtol=1e-6)
+        np.testing.assert_allclose(dense, losses["dense"] * effects["growth"][l], rtol=1e-6)
     assert found["head"] == effects["head"].tolist()
 
 
@@ -211,8 +211,8 @@ class Broken(HandMade):
             arrays["experts"] = arrays["experts"][:4]
         return arrays
 
-    def errors(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
-        files = HandMade.errors(self, spec)
+    def losses(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
+        files = HandMade.losses(self, spec)
         if self.wrong == "sparse":
             files[layer_file("sensitivity", 0)]["sparse"] = np.zeros((self.E, 3, 3), np.float32)
         return files
@@ -296,9 +296,9 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
         point = next(point for point in prices[name] if f"{100 * point['x']:.0f}" == said.group(1))
         assert float(said.group(2)) == pytest.approx(point["kl"], rel=1e-4)  # five digits are shown
     assert len(found["KL divergence by sparsity"]) == 3
-    costs, effects = found["Heat map of predicted KL divergence by layer and expert"], whole.effects()
+    costs = found["Heat map of predicted KL divergence by layer and expert"]
     for l in range(3):
-        layer, errors = made.statistics(l), whole.errors(l)
+        layer, losses = made.statistics(l), whole.layer_losses(l)
         for e in range(6):
             title, num_tokens = f"layer {l}, expert {e}", int(layer["tokens"][e])
             assert chosen[title][0].startswith(f"{num_tokens} of 200 tokens, 95% interval ")
@@ -307,7 +307,7 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
             assert said is not None, dropped[title]
             expected = np.interp(float(said.group(2)), layer["quantiles"][e, 0], QUANTILE_LEVELS)
             assert float(said.group(1)) == pytest.approx(100 * expected, abs=0.006)  # two decimals are shown
-            cost = sum(float(errors.quantized[e, m, 0]) * float(effects.quantized[l, m, 0]) for m in range(3))
+            cost = sum(float(losses.quantized[e, m, 0]) for m in range(3))
             said = re.fullmatch(r"all three at 2 bits: (\S+) nats", costs[title][0])
             assert said is not None, costs[title]
             assert float(said.group(1)) == pytest.approx(cost, rel=1e-4)  # five digits are shown

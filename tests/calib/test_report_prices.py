@@ -28,30 +28,30 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 def test_width_prices_are_sums_of_predicted_losses_over_the_bits_of_stored_rows(profile: Profile) -> None:
     curves = {curve["name"]: curve["points"] for curve in held(report_html(profile))["prices"]["widths"]}
-    files = HandMade().errors(profile.spec)
-    effects = files["effects.safetensors"]["quantized"].astype(np.float64)
+    files = HandMade().losses(profile.spec)
+    growth = files["effects.safetensors"]["growth"].astype(np.float64)
     assert len(curves) == 7  # groups of 16, 32, 64, with scales of 16 bits or a byte; and the row
     for place, width in enumerate((2, 3, 4, 8)):
         point = curves["groups of 64"][place]
-        lost = [np.minimum.accumulate(_predicted(files, effects, l), axis=2)[..., place].sum() for l in range(3)]
+        lost = [np.minimum.accumulate(_predicted(files, growth, l), axis=2)[..., place].sum() for l in range(3)]
         assert point["note"] == f"{width} bits" and point["kl"] == pytest.approx(sum(lost), rel=1e-5)
         # Up's row, and a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
         rows = [-(-(n * (8 * width + 4) + 4) // 16) * 16 for n in (1, 2)]
         assert point["x"] == pytest.approx(8 * sum(rows) / (3 * 64))
 
 
-def _predicted(files: dict[str, dict[str, Array]], effects: Array, l: int) -> Array:
-    errors = files[layer_file("sensitivity", l)]["quantized"]
-    found: Array = errors.astype(np.float64) * effects[l]
+def _predicted(files: dict[str, dict[str, Array]], growth: Array, l: int) -> Array:
+    losses = files[layer_file("sensitivity", l)]["quantized"]
+    found: Array = losses.astype(np.float64) * growth[l]
     return found
 
 
 def test_sparsity_prices_rise_and_are_sums_over_experts(profile: Profile) -> None:
     curves = held(report_html(profile))["prices"]["sparsity"]
-    files = HandMade().errors(profile.spec)
-    effects = files["effects.safetensors"]["sparse"].astype(np.float64)
+    files = HandMade().losses(profile.spec)
+    growth = files["effects.safetensors"]["growth"].astype(np.float64)
     for kind, curve in enumerate(curves):
-        found = [files[layer_file("sensitivity", l)]["sparse"].astype(np.float64) * effects[l] for l in range(3)]
+        found = [files[layer_file("sensitivity", l)]["sparse"].astype(np.float64) * growth[l] for l in range(3)]
         lost = np.maximum.accumulate(np.stack(found), axis=3)[:, :, kind].sum(axis=(0, 1))
         assert [point["x"] for point in curve["points"]] == [0.5, 0.7, 0.8, 0.9]
         assert [point["kl"] for point in curve["points"]] == pytest.approx(lost.tolist(), rel=1e-5)
@@ -60,9 +60,9 @@ def test_sparsity_prices_rise_and_are_sums_over_experts(profile: Profile) -> Non
 
 def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -> None:
     layers, embed, head = held(report_html(profile))["prices"]["dense"]
-    files = HandMade().errors(profile.spec)
+    files = HandMade().losses(profile.spec)
     effects = files["effects.safetensors"]
-    found = [files[layer_file("sensitivity", l)]["dense"] * effects["dense"][l] for l in range(3)]
+    found = [files[layer_file("sensitivity", l)]["dense"] * effects["growth"][l] for l in range(3)]
     eight, four = np.maximum.accumulate(np.concatenate(found), axis=1).sum(axis=0)
     assert [(point["x"], point["kl"]) for point in layers["points"]] == [
         (4, pytest.approx(four)),

@@ -3,66 +3,12 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from models import TinyMixtral
 from profiles import SMALLEST, Recorder, random_tokens
 
-from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.profile import ProfileOptions, make_profile
-from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.calib.sensitivity import stage as sensitivity
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights
-
-MODEL = TinyMixtral(num_layers=3, num_experts=4)
-IDS = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(7))
-NUM_SEQUENCES = 4 + 2 * 4 + 4  # in layer 0: the original's, the embedding's two copies, the dense matrices' one
-
-
-def run_pass(folder: Path) -> tuple[list[np.ndarray], list[set[str]]]:
-    """All that is measured, and the files each layer's arrays lie in."""
-    weights = LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
-    limits = np.full((4, 3, 4), 0.1, np.float32)
-    stage = SensitivityPass(weights, IDS, "fast", lambda layer_idx: limits, folder / "pass", torch.device("cpu"))
-    found, files = [], []
-    for layer in range(MODEL.num_layers):
-        found += list(stage.layer(layer).arrays().values())
-        stage.leave(layer)
-        files.append({path.name for path in (folder / "pass").glob("held-*")})
-    measured = stage.divergences()
-    return [*found, measured.kls, measured.nlls, measured.head], files
-
-
-def test_what_does_not_fit_in_memory_lies_in_mapped_files_and_gives_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, none = run_pass(tmp_path / "held")
-    assert none == [set()] * 3
-    monkeypatch.setattr(sensitivity, "ARRAY_BYTES", 2 * 4 * NUM_SEQUENCES * 32 * MODEL.hidden_size)
-    monkeypatch.setattr(sensitivity, "DELTA_BYTES", 0)
-    found, files = run_pass(tmp_path / "mapped")
-    arrays, deltas = {"held-x.bin", "held-inputs.bin"}, {"held-delta-0.bin", "held-delta-1.bin"}  # two copies a layer
-    assert files == [deltas, deltas | arrays, deltas | arrays]
-    assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def test_changes_measured_in_pieces_are_those_measured_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of rounding are scaled by a ratio that the first piece alone gives: those of sparsity are compared."""
-
-    def sparse(folder: Path) -> list[np.ndarray]:
-        weights = LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
-        limits = np.full((4, 3, 4), 0.1, np.float32)
-        stage = SensitivityPass(weights, IDS, "fast", lambda layer_idx: limits, folder / "pass", torch.device("cpu"))
-        return [stage.layer(0).sparse, np.asarray(stage.changed_tokens)]
-
-    at_once, all_tokens = sparse(tmp_path / "whole")
-    monkeypatch.setattr(sensitivity, "CHANGES_BYTES", 7 * sensitivity.CHANGES_BYTES // int(all_tokens))
-    in_pieces, piece_tokens = sparse(tmp_path / "pieces")
-    assert 1 <= piece_tokens <= 7
-    np.testing.assert_allclose(in_pieces, at_once, rtol=1e-5)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.profile.profile import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
-from moe_pack.calib.sensitivity import all_copies, compared_formats, copies_of, roundable_roles
+from moe_pack.calib.sensitivity import MOST_COPIES, compared_formats, roundable_roles
 from moe_pack.calib.statistics import LayerPredictors, learn_paths
 from moe_pack.calib.statistics.popularity import coactivation
 from moe_pack.formats import ModelSpec
@@ -81,7 +81,7 @@ class HandMade:
         learned = self.routes()[: self.num_tokens - held_out]
         files["paths.safetensors"] = learn_paths(learned, self.E, 1 << 20).arrays()
         if self.sensitivity != "none":
-            files |= self.errors(spec)
+            files |= self.losses(spec)
         if self.num_held_out:
             files |= {layer_file("predictors", l): self.predictors(l) for l in range(1, self.L)}
         listed = []
@@ -114,13 +114,12 @@ class HandMade:
             "cosine": np.asarray(cosine, np.float32),
         }
 
-    def errors(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
+    def losses(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
         files, scale = {}, np.asarray([1, 0.3, 0.08, 0.0004])
         for l in range(self.L):
             generator = np.random.default_rng(200 + l)
             files[layer_file("sensitivity", l)] = {
                 "dense": generator.uniform(0, [1e-5, 1e-3], (len(roundable_roles(spec, l)), 2)).astype(np.float32),
-                "copies": np.ones(len(copies_of(spec, "fast", l)), np.float32),
                 "quantized": (generator.lognormal(0, 1, (self.E, 3, 4)) * scale * 1e-4).astype(np.float32),
                 "sparse": (generator.lognormal(0, 1, (self.E, 3, 4)) * [1, 3, 6, 20] * 1e-5).astype(np.float32),
                 "ratios": np.ones((3, len(compared_formats(spec.hidden_size))), np.float32),
@@ -128,12 +127,10 @@ class HandMade:
             }
         generator = np.random.default_rng(300)
         files["effects.safetensors"] = {
-            "quantized": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
-            "sparse": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
-            "dense": generator.uniform(0.5, 2, self.L).astype(np.float32),
+            "growth": generator.uniform(0.5, 2, self.L).astype(np.float32),
             "embedding": np.asarray([1e-5, 2e-4], np.float32),
             "head": np.asarray([2e-5, 4e-3], np.float32),
-            "copies": np.ones((len(all_copies(spec, "fast")), 2), np.float32),
+            "copies": np.ones((min(MOST_COPIES, self.L), 2), np.float32),
             "nll_per_kl": np.ones(1, np.float32),
         }
         return files

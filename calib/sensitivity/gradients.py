@@ -1,0 +1,271 @@
+"""Gradients of the model's predictions, one layer at a time, and what rounding costs by them.
+
+A change `dz` of a token's logits has, to second order, the KL divergence `1/2 dz^T F dz` from the original's
+predictions, with `F = diag(p) - p p^T`. For random `v` with the covariance `F` that is the mean of `1/2 (v . dz)^2`. So
+`v` is drawn once for each token and goes back through the model: the gradient `g` of `v . z` with respect to a hidden
+state says what a change `dx` of that state costs, `1/2 (g . dx)^2`. One pass back gives this for all layers.
+
+Changes of different tokens are taken to be independent. So are the errors of different weights, whose squares then add:
+for a token with input `x`, router weight `w` and gradient `g` of its output, in which `D` is the derivative of
+`h(gate . x, up . x)` by either product,
+
+    gate, up    1/2 w^2 sum over neurons i of  (D_i down_i . g)^2  sum over columns j of  dW_ij^2 x_j^2
+    down        1/2 w^2 sum over neurons i of  h_i^2               sum over columns j of  dW_ij^2 g_j^2
+    sparsity    1/2 w^2 (sum over neurons i that do not run of  h_i down_i . g)^2
+
+The factors next to `dW^2` are second moments that do not depend on the format: they are summed over tokens for groups
+of columns, and all widths follow by trace. Nothing is multiplied with rounded weights.
+
+Gradients are recomputed layer by layer from the hidden states before it, and an expert's block by block, so no more
+than the pass forward keeps is in memory. `Tracked` weights let torch differentiate everything but the experts without
+keeping weights in float32.
+
+Source: the factored Fisher information of predictions, as in K-FAC (arXiv 1503.05671), sections 2 and 3.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens
+from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, rounding_squares
+from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, Selector
+from moe_pack.runtime.model import (
+    NEURONS,
+    Activations,
+    Expert,
+    Matrix,
+    NeuronBlock,
+    Operations,
+    Weights,
+    head,
+    linear,
+)
+from moe_pack.runtime.model.layer import router_logits
+from moe_pack.runtime.model.matrix import InMemoryMatrix
+from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.router import router_weights
+
+SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
+
+
+# --- differentiable weights
+
+
+class _Product(torch.autograd.Function):
+    """`x @ matrix.T`; its gradient reads the matrix again, a block of rows at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Matrix) -> Tensor:
+        ctx.matrix = matrix
+        return linear(x, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), matrix = grads, ctx.matrix
+        total = grad.new_zeros((len(grad), matrix.num_cols))
+        for start, stop in row_blocks(matrix.num_rows, matrix.num_cols):
+            total.addmm_(grad[:, start:stop], matrix.rows(start, stop))
+        return total, None
+
+
+class _TrackedMatrix(InMemoryMatrix):
+    """A matrix through whose products gradients flow."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._matrix = matrix
+        self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._matrix.rows(start, stop).clone()
+
+    def take(self, ids: Tensor) -> Tensor:
+        return torch.stack([self._matrix.rows(number, number + 1)[0] for number in ids.tolist()])
+
+    def product(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(x, self._matrix)  # type: ignore[no-untyped-call]  # torch has no type for it
+        return product
+
+
+class Tracked:
+    """The weights of `source`, through which torch finds gradients with respect to hidden states."""
+
+    def __init__(self, source: Weights) -> None:
+        self.spec: ModelSpec = source.spec
+        self.selector: Selector = source.selector
+        self.operations: Operations = source.operations
+        self._source = source
+
+    def vector(self, role: str) -> Tensor:
+        """Returns a norm's weight or a bias, float32 [n]: a copy, because torch keeps none from inference mode."""
+        return self._source.vector(role).clone()
+
+    def matrix(self, role: str) -> Matrix:
+        """Returns a dense matrix by its role."""
+        return _TrackedMatrix(self._source.matrix(role))
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """Returns an expert of `source`."""
+        return self._source.expert(layer_idx, expert)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """Returns the expert's threshold on `abs(a)`."""
+        return self._source.threshold(layer_idx, expert)
+
+
+# --- back through the parts of a model
+
+
+def prediction_gradient(hidden: Tensor, weights: Tracked, generator: torch.Generator) -> Tensor:
+    """Returns the gradient of `v . logits` for final hidden states float32 [n, d], with a random `v` for each token.
+
+    Meaning: `v = sqrt(p) e - p (sqrt(p) . e)` with standard normal `e` has the covariance `diag(p) - p p^T`.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        hidden = hidden.clone().requires_grad_()
+        logits = head(hidden, weights)
+        p = logits.detach().softmax(dim=-1)
+        v = p.sqrt() * torch.randn(p.shape, generator=generator).to(p.device)
+        v -= p * v.sum(dim=-1, keepdim=True)
+        (gradient,) = torch.autograd.grad(logits, hidden, v)
+    return gradient
+
+
+def half_gradient(
+    states: LayerStates,
+    layer: int,
+    hidden: Tensor,
+    text: Tensor | None,
+    weights: Tracked,
+    above: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradient before a layer's first half, and that of the encoder's output, float32 [S, d] each.
+
+    Args:    hidden, text: of a sequence, as for `LayerStates.half_of`.   above: the gradients with respect to `x` and
+             `inputs` of `LayerTokens`.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        hidden = hidden.to(states.device).clone().requires_grad_()
+        text = None if text is None else text.to(states.device).clone().requires_grad_()
+        outputs = states.half_of(layer, hidden, text, weights)
+        sources = [hidden] if text is None else [hidden, text]
+        gradients = torch.autograd.grad(outputs, sources, [gradient.to(states.device).clone() for gradient in above])
+    return gradients[0], gradients[1] if text is not None else None
+
+
+def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer: int) -> Tensor:
+    """Returns the gradient with respect to a router's inputs float32 [T, d], from that of its weights [T, k]."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        x = tokens.inputs.to(above.device).clone().requires_grad_()
+        experts, runs = tokens.experts.to(x.device).clone(), (tokens.weights != 0).to(x.device)
+        chosen = router_weights(router_logits(x, weights, layer), experts, weights.spec.router)
+        (gradient,) = torch.autograd.grad(chosen, x, above * runs)
+    return gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertGradients:
+    """An expert's n tokens on the way back.
+
+    `inputs` float32 [n, d]: the gradient with respect to its input.   `weights` float32 [n]: with respect to its router
+    weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `sparse` float32
+    [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
+    what a squared error of a weight costs, summed over tokens, float32 [neurons, groups], for the first neurons; None
+    for a matrix that the expert lacks.
+    """
+
+    inputs: Tensor
+    weights: Tensor
+    quantized: Tensor
+    sparse: Tensor
+    moments: tuple[Tensor | None, ...]
+
+
+def expert_gradients(
+    expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, above: Tensor, thresholds: Tensor
+) -> ExpertGradients:
+    """Takes the gradient of an expert's output back through it, and weighs errors of its weights by it.
+
+    Sparsity is measured on the first `SPARSE_TOKENS` tokens.
+
+    Args:    x: float32 [n, d], its tokens.   weights: float32 [n], of the router.   above: float32 [n, d], the gradient
+             with respect to the weighted output.   thresholds: float32 [kinds, sparsities].
+    """
+    few = min(len(x), SPARSE_TOKENS)
+    inputs, by_weight = torch.zeros_like(x), x.new_zeros(len(x))
+    quantized = x.new_zeros((len(MATRICES), len(WIDTHS)))
+    dropped = x.new_zeros((*thresholds.shape, few))
+    kept: list[list[Tensor]] = [[] for _ in MATRICES]
+    x_squares, above_squares = _group_means(x), _group_means(above)
+    num_neurons = 0
+    for block in expert.blocks():
+        values, slopes = _neurons(x, block, function)
+        gains = above @ block.down.T  # of a unit of h
+        by_weight += (values.h * gains).sum(dim=1)
+        _add_dropped(dropped, values, gains[:few], thresholds)
+        gains *= weights[:, None]
+        h = values.h * weights[:, None]
+        for matrix_idx, rows in enumerate((block.gate, block.up, block.down)):
+            if rows is None:
+                continue
+            is_down = rows is block.down
+            shares = h if is_down else slopes[matrix_idx] * gains
+            if not is_down:
+                inputs.addmm_(shares, rows)
+            shares = shares.square_()
+            moments = shares.T @ (above_squares if is_down else x_squares)  # [neurons, groups]
+            for width_idx, squares in enumerate(rounding_squares(rows)):
+                quantized[matrix_idx, width_idx] += (moments * squares).sum() / 2
+            if num_neurons < COMPARED_NEURONS:
+                kept[matrix_idx].append(moments[: COMPARED_NEURONS - num_neurons])
+        num_neurons += len(block.up)
+    bias = expert.down_bias()
+    if bias is not None:
+        by_weight += above @ bias
+    sparse = (dropped * weights[:few]).square().sum(dim=-1) * (len(x) / max(few, 1) / 2)
+    firsts = tuple(torch.cat(pieces) if pieces else None for pieces in kept)
+    return ExpertGradients(inputs, by_weight, quantized, sparse, firsts)
+
+
+def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds: Tensor) -> None:
+    """Adds what a block's neurons below each threshold contribute: float32 [kinds, sparsities, n]."""
+    few = len(gains)
+    share = values.h[:few] * gains
+    for kind_idx, kind in enumerate(KINDS):
+        a = values.of(kind)[:few].abs()
+        for of_threshold, threshold in zip(dropped[kind_idx], thresholds[kind_idx], strict=True):
+            of_threshold += (share * (a < threshold)).sum(dim=1)
+
+
+def _neurons(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> tuple[Activations, tuple[Tensor, Tensor]]:
+    """Returns what a block's neurons compute, and the derivatives of h by the products with gate and with up."""
+    neuron = NEURONS[function]
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        up = _products(x, block.up, block.up_bias)
+        if block.gate is None:
+            h, slope = _with_slope(neuron.act, up)
+            return Activations(h, h, h), (slope, slope)
+        act, act_slope = _with_slope(neuron.act, _products(x, block.gate, block.gate_bias))
+        factor, factor_slope = _with_slope(neuron.factor, up)
+    return Activations(up=factor, gate=act, h=act * factor), (act_slope * factor, act * factor_slope)
+
+
+def _products(x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.mm(x, rows.T) if bias is None else torch.addmm(bias, x, rows.T)
+    return product.clone() if product.is_inference() else product
+
+
+def _with_slope(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a function of each value, and its derivative."""
+    values.requires_grad_()
+    result = function(values)
+    (slope,) = torch.autograd.grad(result, values, torch.ones_like(result))
+    return result.detach(), slope
+
+
+def _group_means(values: Tensor) -> Tensor:
+    """Returns the mean square in each group of columns: float32 [n, d] gives [n, groups]."""
+    return values.square().view(len(values), values.shape[1] // GROUP, GROUP).mean(dim=2)
