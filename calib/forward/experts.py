@@ -258,7 +258,8 @@ def input_bytes(spec: ModelSpec, num_tokens: int) -> int:
 def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kept: Tensor) -> Iterator[bytes]:
     """Yields a layer's file in pieces, so that it is never whole in memory.
 
-    Args:    tokens: all tokens of the layer.   kept: the sequences to keep, rising int64 [n].
+    Args:    tokens: all tokens of the layer, with its outputs added to `x`.   kept: the sequences to keep, rising int64
+             [n].
     """
     token_idx = (kept[:, None] * sequence_length + torch.arange(sequence_length)).flatten()  # [n S]
     layout = lay_out([[tensor] for tensor in _tensors(spec, len(token_idx))], _ALIGN_BYTES)
@@ -271,6 +272,9 @@ def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kep
             yield tokens.experts[token_idx].numpy().astype("<u2").tobytes()
         elif entry.name == "weights":
             yield tokens.weights[token_idx].numpy().astype("<f4").tobytes()
+        elif entry.name == "norms":
+            for rows in torch.split(token_idx, _PIECE_TOKENS):
+                yield tokens.x[rows].square().mean(dim=1).sqrt().numpy().astype("<f4").tobytes()
         else:
             yield bytes(entry.num_bytes)
 
@@ -303,7 +307,8 @@ class ExpertInputs:
     """A layer's file of T tokens, open for reading by several threads; `close` it or use it in a `with`.
 
     `experts` u16 [T, k]: the experts of every token, best first.   `weights` f32 [T, k]: their router weights; 0 for an
-    expert that was beyond its capacity and did not run.
+    expert that was beyond its capacity and did not run.   `norms` f32 [T]: the root mean square of the hidden state
+    after the layer.
     Raises:  PackError if the file does not have the tensors that a profile of this model has.
     """
 
@@ -323,9 +328,12 @@ class ExpertInputs:
         self._reader = RangeReader(path, PackError)
         self._hidden_size = spec.hidden_size
         self._first_byte = entries["inputs"].offset
-        routes, weights = (self._reader.read(entries[n].offset, entries[n].num_bytes) for n in ("experts", "weights"))
+        routes, weights, norms = (
+            self._reader.read(entries[n].offset, entries[n].num_bytes) for n in ("experts", "weights", "norms")
+        )
         self.experts: Array = routes.view("<u2").reshape(wanted["experts"][1])
         self.weights: Array = weights.view("<f4").reshape(wanted["weights"][1])
+        self.norms: Array = norms.view("<f4")
         if self.experts.max(initial=0) >= spec.router.num_experts:
             self.close()
             raise PackError(
@@ -345,7 +353,9 @@ class ExpertInputs:
         """Reads the tokens that an expert is calibrated on, from `first_token` on: its own and a few of its layer.
 
         Meaning: at most `MAX_OWN_TOKENS` of the tokens it runs for, evenly spread, each with the square of its router
-                 weight, because that is how an error of the expert's output enters the layer's. At most
+                 weight over the norm of its hidden state after the layer. An error of the expert's output enters the
+                 layer's with the router weight, and the next layer's norm divides it. So tokens with massive hidden
+                 states, as the first of a sequence often has, count little. At most
                  `MAX_OTHER_TOKENS` of the layer's other tokens, evenly spread; together they count as `OTHERS_COUNT`
                  average tokens of its own. They draw an expert of few tokens towards its layer. An expert that no
                  token reached has them alone, and each counts 1.
@@ -355,12 +365,24 @@ class ExpertInputs:
         token_idx, rank = (torch.from_numpy(indices) for indices in np.nonzero(runs))
         own = sample_places(len(token_idx), MAX_OWN_TOKENS)
         token_idx, rank = token_idx[own], rank[own]
-        squares = torch.from_numpy(self.weights)[token_idx, rank].square()  # [n]
+        shares = self._shares(first_token)
+        squares = torch.from_numpy(self.weights)[token_idx, rank].square() * shares[token_idx]  # [n]
         others = torch.from_numpy(first_token + np.flatnonzero(~runs[first_token:].any(axis=1)))
         others = others[sample_places(len(others), MAX_OTHER_TOKENS)]
-        other_weight = float(squares.mean()) * OTHERS_COUNT / max(len(others), 1) if len(squares) else 1.0
-        weights = torch.cat((squares, torch.full((len(others),), other_weight)))
+        other_weights = shares[others]
+        if len(squares):
+            other_weights *= float(squares.mean() / shares[token_idx].mean()) * OTHERS_COUNT / max(len(others), 1)
+        weights = torch.cat((squares, other_weights))
         return ExpertTokens(self.rows(torch.cat((token_idx, others))), weights)
+
+    def _shares(self, first_token: int) -> Tensor:
+        """Returns how much a squared error counts at each token, float32 [T]: the inverse of its squared norm.
+
+        Relative to the median from `first_token` on; a hidden state of zeros counts as one that is a thousandth of it.
+        """
+        norms = torch.from_numpy(self.norms)
+        median = norms[first_token:].median() if first_token < len(norms) else torch.ones(())
+        return 1 / (norms / median.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-3).square()
 
     def close(self) -> None:
         """Closes the file."""
@@ -381,5 +403,6 @@ def _tensors(spec: ModelSpec, num_tokens: int) -> tuple[tuple[str, str, tuple[in
     return (
         ("experts", "U16", (num_tokens, k)),
         ("weights", "F32", (num_tokens, k)),
+        ("norms", "F32", (num_tokens,)),
         ("inputs", "BF16", (num_tokens, spec.hidden_size)),
     )

@@ -233,9 +233,6 @@ class _Run:
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
         layer_idx = self._spec.moe_layers.index(layer)
         one = expert_multiplications(self._spec)
-        if len(self._kept):  # written before the statistics, whose file says that the layer is done
-            pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
-            self._store.replace(layer_file("inputs", layer), pieces)
 
         def on_expert(expert: int, num_tokens: int) -> None:
             self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
@@ -251,6 +248,9 @@ class _Run:
             self._options.chunk_tokens,
             self._device,
         )
+        if len(self._kept):  # written before the statistics, whose file says that the layer is done
+            pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
+            self._store.replace(layer_file("inputs", layer), pieces)
         self._store.write(layer_file("statistics", layer), statistics.arrays())
 
     def paths(self) -> None:

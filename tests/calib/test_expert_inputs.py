@@ -36,12 +36,13 @@ SPEC = replace(GROUPED, hidden_size=D, router=replace(GROUPED.router, num_expert
 
 
 def made_up(experts: Tensor) -> LayerTokens:
-    """Tokens of these routes [T, k]: input t is t, then noise."""
+    """Tokens of these routes [T, k]: input t is t, then noise; hidden states of one norm."""
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn((len(experts), D), generator=generator)
     inputs[:, 0] = torch.arange(len(experts)) % 256  # exact in bfloat16
     inputs[:, 1] = torch.arange(len(experts)) // 256
-    return LayerTokens(inputs, inputs, experts, torch.rand(experts.shape, generator=generator) + 0.1)
+    hidden = torch.ones_like(inputs)
+    return LayerTokens(hidden, inputs, experts, torch.rand(experts.shape, generator=generator) + 0.1)
 
 
 def random_routes(num_tokens: int) -> Tensor:
@@ -78,6 +79,7 @@ def test_the_safetensors_package_reads_what_was_kept(tmp_path: Path) -> None:
     assert torch.equal(found["inputs"], tokens.inputs[rows].to(torch.bfloat16))
     assert torch.equal(found["experts"].to(torch.int64), tokens.experts[rows])
     assert torch.equal(found["weights"], tokens.weights[rows])
+    assert torch.equal(found["norms"], torch.ones(len(rows)))
 
 
 @pytest.mark.parametrize("num_sequences", [1, 7])
@@ -156,6 +158,15 @@ def test_an_expert_has_its_own_tokens_with_squared_weights_and_its_layers_as_32(
     assert float(found.weights[50:].sum()) == pytest.approx(OTHERS_COUNT * float(squares.mean()), rel=1e-5)
 
 
+def test_an_error_counts_in_the_measure_of_the_hidden_state_that_it_enters(tmp_path: Path) -> None:
+    tokens = made_up(torch.tensor([[0, 1]] * 6 + [[2, 3]] * 6))
+    tokens.x[2], tokens.x[7], tokens.x[4] = 500.0, 0.5, 0.0
+    found = of_expert(tokens, 0, tmp_path)
+    shares = torch.tensor([1, 1, 500.0**-2, 1, 1e6, 1])  # the fifth: a thousandth of the median
+    torch.testing.assert_close(found.weights[:6], tokens.weights[:6, 0].square() * shares)
+    torch.testing.assert_close(found.weights[7], 4 * found.weights[6])  # of the layer's others
+
+
 def test_an_expert_of_many_tokens_has_some_of_them_evenly_spread(tmp_path: Path) -> None:
     tokens = made_up(torch.tensor([[0, 1], [0, 2], [1, 2]] * 2400))
     found = of_expert(tokens, 0, tmp_path)
@@ -171,7 +182,8 @@ def test_an_expert_of_many_tokens_has_some_of_them_evenly_spread(tmp_path: Path)
 
 def test_of_tokens_from_one_on_an_expert_has_what_a_file_of_these_alone_would_give(tmp_path: Path) -> None:
     tokens, first = made_up(random_routes(20 * S)), 7 * S
-    later = LayerTokens(tokens.inputs[first:], tokens.inputs[first:], tokens.experts[first:], tokens.weights[first:])
+    tokens.x[-3:] *= 3
+    later = LayerTokens(tokens.x[first:], tokens.inputs[first:], tokens.experts[first:], tokens.weights[first:])
     with ExpertInputs(kept(tokens, tmp_path), SPEC, len(tokens.x)) as opened:
         found = opened.of_expert(2, first)
     expected = of_expert(later, 2, tmp_path)
@@ -265,6 +277,8 @@ def test_a_profile_keeps_what_experts_were_given_of_text_that_is_not_held_out(sh
         with profile.inputs(layer_idx) as found:
             assert torch.equal(torch.from_numpy(found.experts.astype("i8")), tokens.experts[: 4 * n])
             torch.testing.assert_close(torch.from_numpy(found.weights), tokens.weights[: 4 * n])
+            norms = tokens.x[: 4 * n].square().mean(dim=1).sqrt()  # with the outputs of the experts
+            torch.testing.assert_close(torch.from_numpy(found.norms), norms)
             rows = found.rows(torch.arange(4 * n))
             torch.testing.assert_close(rows, tokens.inputs[: 4 * n], rtol=2**-8, atol=1e-6)  # bfloat16's rounding
 
