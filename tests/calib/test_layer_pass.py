@@ -164,6 +164,9 @@ class OneLayerOfAnother:
     def threshold(self, layer_idx: int, expert: int) -> float:
         return 0.0
 
+    def rotation(self, layer_idx: int) -> None:
+        return None
+
 
 @pytest.mark.parametrize("layer", range(3))
 def test_a_branch_is_the_model_with_one_layers_other_weights(

@@ -473,6 +473,9 @@ class Changed:
             return 0.0
         return float(thresholds(layer_idx, self.spec.router.num_experts)[expert][place(self._sparse)])
 
+    def rotation(self, layer_idx: int) -> None:
+        return None
+
 
 def test_an_expert_copys_divergence_is_that_of_a_model_with_its_experts_changed(
     passes: Passes, references: References
