@@ -112,6 +112,13 @@ def _launch(
 
 
 @triton.jit
+def _stage(y, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Returns a stage of the Hadamard transform: sums and differences of values `STRIDE` apart."""
+    a, b = tl.split(tl.permute(tl.reshape(y, [SIZE // (2 * STRIDE), 2, STRIDE]), [0, 2, 1]))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [SIZE])
+
+
+@triton.jit
 def _rotate_kernel(
     x_ptr,
     vector_ptr,
@@ -140,10 +147,7 @@ def _rotate_kernel(
         else:
             y += tl.load(matrix_ptr + row * M + j) * values
     for stage in tl.static_range(STAGES):
-        stride: tl.constexpr = 1 << stage
-        pairs = tl.permute(tl.reshape(y, [SIZE // (2 * stride), 2, stride]), [0, 2, 1])
-        a, b = tl.split(pairs)
-        y = tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [SIZE])
+        y = _stage(y, SIZE, 1 << stage)
     y *= FACTOR
     place = row * SIZE + c
     if not IS_SCALED_FIRST:
