@@ -15,6 +15,7 @@ from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
 from moe_pack.convert import (
     MEMORY_BYTES,
+    SOURCE,
     AutoPacker,
     AutoPackResult,
     ConversionResult,
@@ -171,6 +172,11 @@ class ConvertOptions:
 
         Raises:  UsageError.
         """
+        if self.rotate != "off" and SOURCE in (self.plan.selector_bits, self.plan.record_bits):
+            raise UsageError(
+                "--rotate rounds the experts' weights, which source would keep; give a width such as 16, or remove "
+                "--rotate"
+            )
         if self.target is not None:
             self._check_with(self.target)
         elif wrong := given(self, "target"):

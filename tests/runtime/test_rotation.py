@@ -1,6 +1,7 @@
 """Rotated packs: every engine of the CPU gives the answer of the same weights rotated back, by brute force."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from moe_pack.runtime.model import (
     open_weights,
 )
 from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.offload import PRESETS, OffloadedWeights
+from moe_pack.runtime.offload import PRESETS, OffloadedWeights, least_budget
 
 CPU, CONTEXT, NUM_PROMPT = torch.device("cpu"), 32, 14
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
@@ -174,6 +175,14 @@ def test_experts_that_stream_give_the_same_answer_whatever_predicts(
             with Engine(opened, options, CONTEXT) as engine:
                 assert isinstance(engine.weights, OffloadedWeights)
                 torch.testing.assert_close(answers(engine.decoder, IDS), expected[name], rtol=0, atol=1e-4)
+
+
+def test_a_budget_counts_the_vectors(demo: dict[str, Path]) -> None:
+    with Pack(demo["whole"]) as opened:
+        assert opened.layout.rotation_bytes > 2 * 4 * 4 * opened.spec.hidden_size
+        plain = replace(opened.layout, rotation_bytes=0)
+        grown = least_budget(opened.layout, CONTEXT, 0) - least_budget(plain, CONTEXT, 0)
+        assert grown == opened.layout.rotation_bytes
 
 
 OTHERS = (
