@@ -23,6 +23,7 @@ SOURCES = (
     "rows",
     "attention",
     "norm",
+    "rotation",
     "router",
     "layout",
     "extent",

@@ -23,6 +23,7 @@ from moe_pack.formats.manifest import (
     FORMAT,
     INDEX_FILE,
     ORDER_FILE,
+    ROTATION_FILE,
     SOURCE_FILE,
     THRESHOLDS_FILE,
     VERSION,
@@ -31,6 +32,7 @@ from moe_pack.formats.manifest import (
     Manifest,
     PackageVersion,
     QuantizedDense,
+    RotationVectors,
     Totals,
     account_bytes,
     index_bytes,
@@ -38,6 +40,7 @@ from moe_pack.formats.manifest import (
     order_bytes,
     order_fault,
     root_digest,
+    rotation_bytes,
     thresholds_bytes,
 )
 from moe_pack.formats.plan import dense_quantizer
@@ -50,7 +53,7 @@ class Recipe:
     """A checkpoint, the plan for it, and the layout that follows.
 
     `order`: the source's neuron in each row, u32 [L, E, f]; None: the source's order.   `calibration`: the profile with
-    whose inputs a calibrated plan is quantized; None for other plans.
+    whose inputs a calibrated plan is quantized; None for other plans.   `rotation`: None if no layer is rotated.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +61,7 @@ class Recipe:
     layout: PackLayout
     order: NDArray[np.uint32] | None
     calibration: Profile | None = None
+    rotation: RotationVectors | None = None
 
 
 def check_calibration(checkpoint: Checkpoint, plan: Plan, profile: Profile | None) -> None:
@@ -118,15 +122,18 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()
+    if recipe.rotation is not None:
+        decisions["rotation"] = hashlib.sha256(rotation_bytes(recipe.rotation)).hexdigest()
     origin = PackOrigin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
     shape = (len(checkpoint.spec.moe_layers), checkpoint.spec.router.num_experts)
-    return PackRecord(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order)
+    return PackRecord(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order, recipe.rotation)
 
 
 class PackRecord:
     """The facts of one pack, without its large files. `conversion`: a digest of everything that decides its bytes.
 
-    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's order.
+    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's order.   rotation: None if no
+             layer is rotated.
     """
 
     def __init__(
@@ -136,8 +143,10 @@ class PackRecord:
         origin: PackOrigin,
         thresholds: NDArray[np.float32],
         order: NDArray[np.uint32] | None = None,
+        rotation: RotationVectors | None = None,
     ) -> None:
         self._layout = layout
+        self._rotation = rotation
         self._plan = plan
         self.origin = origin
         self._thresholds = thresholds
@@ -158,6 +167,7 @@ class PackRecord:
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
             (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
             (ORDER_FILE, order_bytes(self._order)),
+            *([] if self._rotation is None else [(ROTATION_FILE, rotation_bytes(self._rotation))]),
             (SOURCE_FILE, self.origin.source),
             *self.origin.copied,
         ]
@@ -182,7 +192,7 @@ class PackRecord:
             Manifest(
                 format=FORMAT,
                 version=VERSION,
-                features=_features(layout),
+                features=_features(layout, self._rotation is not None),
                 model=layout.spec,
                 selector=self._plan.selector,
                 quantizer=self._plan.quantizer,
@@ -231,7 +241,7 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     )
 
 
-def _features(layout: PackLayout) -> tuple[str, ...]:
+def _features(layout: PackLayout, is_rotated: bool) -> tuple[str, ...]:
     """Returns the features that a reader must support to read this pack."""
     features: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
@@ -243,6 +253,8 @@ def _features(layout: PackLayout) -> tuple[str, ...]:
             features.add("byte_scales")
     if dense:
         features.add("dense_rows")
+    if is_rotated:
+        features.add("rotated")
     if layout.unused_file is not None:
         features.add("unused")
     return tuple(sorted(features))

@@ -11,6 +11,7 @@ other, so the next plan gets the last plan's nats times the allowed loss over th
 pack that is within the limit but uses little of it is followed by an attempt with more loss.
 """
 
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from moe_pack.convert.plan import (
 )
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import MANIFEST_FILE
+from moe_pack.formats.manifest import MANIFEST_FILE, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import SteppedFolder
@@ -105,7 +106,7 @@ class PackGoal:
 
     `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
     many nats.   `first_nats`: of the first attempt.   `allowed`: the largest value of `measure`; None: any.
-    `verdict`: returns a line on a measured loss, for people.
+    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the layers; None if none is rotated.
     """
 
     identity: Mapping[str, str]
@@ -114,6 +115,7 @@ class PackGoal:
     allowed: float | None
     measure: Callable[[Quality], float]
     verdict: Callable[[Quality], str]
+    rotation: RotationVectors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +140,17 @@ class AutoPackResult:
     quality: Quality
 
 
-def pack_goal(model: PlanningModel, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> PackGoal:
+def pack_goal(
+    model: PlanningModel,
+    planner: Planner,
+    profile: Profile,
+    tokens: Tokens,
+    target: Target,
+    rotation: RotationVectors | None = None,
+) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
 
-    Args:    tokens: the text on which packs are measured.
+    Args:    tokens: the text on which packs are measured.   rotation: of the layers; None if none is rotated.
     """
 
     def decide(nats: float) -> Decision:
@@ -157,6 +166,7 @@ def pack_goal(model: PlanningModel, planner: Planner, profile: Profile, tokens: 
             "profile": profile.facts.sha256,
             "text": tokens.sha256,
             "target": canonical(dump(target)).decode(),
+            **({} if rotation is None else {"rotation": hashlib.sha256(rotation_bytes(rotation)).hexdigest()}),
             **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
         },
         decide=decide,
@@ -164,6 +174,7 @@ def pack_goal(model: PlanningModel, planner: Planner, profile: Profile, tokens: 
         allowed=None if target.preset is not None else allowed,
         measure=lambda quality: measured_loss(quality, limit),
         verdict=loss_text,
+        rotation=rotation,
     )
 
 
@@ -344,7 +355,7 @@ class AutoPacker:
     def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
         checkpoint = self._checkpoint
         order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
-        layout = layout_for(checkpoint, decision.plan)
+        layout = layout_for(checkpoint, decision.plan, self._goal.rotation)
         if limited := memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
             self._progress.say(limited)
         convert(
@@ -358,6 +369,7 @@ class AutoPacker:
             earlier=earlier,
             calibration=self._profile,
             memory_bytes=self._memory_bytes,
+            rotation=self._goal.rotation,
         )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:

@@ -14,6 +14,7 @@ are in memory at once, because the inputs of down depend on gate and up.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from threading import Event
 
@@ -32,6 +33,7 @@ from moe_pack.calib.quantize import (
     calibration_bytes,
     check_finite,
 )
+from moe_pack.convert.rotation import UNROTATED, LayerRotation
 from moe_pack.formats import (
     BF16,
     MATRICES,
@@ -46,6 +48,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.codecs import E5m2, Fp8, Mxfp4, decode_part, e2m1_values
 from moe_pack.formats.families import Checkpoint, SourceMatrix
+from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
 from moe_pack.formats.spec import selector_matrices
 from moe_pack.runtime.model import NeuronBlock, read_rows
@@ -77,12 +80,20 @@ def next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Itera
 class MatrixRows:
     """The weights of a matrix of the source, with a row for each output, or for each neuron of an expert.
 
-    Args:    stop: if it is set, reading ends.
+    Args:    stop: if it is set, reading ends.   stored: returns rows [n, num_cols] in the coordinates of the pack; None
+             for the source's.
     Raises:  CheckpointError as `weights`; StoppedError.
     """
 
-    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: SourceMatrix,
+        stop: Event,
+        stored: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
+        self._stored = stored
         self._source = source
         self._across: Tensor | None = None
         self.num_cols = source.num_cols
@@ -96,8 +107,10 @@ class MatrixRows:
         Raises:  CheckpointError for a weight that is not finite.
         """
         if self._across is not None:
-            return self._across[first:end]
-        return read_checked(self._checkpoint, self._source, first, end)
+            rows = self._across[first:end]
+        else:
+            rows = read_checked(self._checkpoint, self._source, first, end)
+        return rows if self._stored is None else self._stored(rows)
 
     def unrepresentable(self, first: int, fault: UnrepresentableError) -> CheckpointError:
         """Returns the error for a row, counted from `first`, that a format cannot represent."""
@@ -110,18 +123,24 @@ class EncodedRows:
     """A matrix of the source as rows of one part of a pack.
 
     Args:    part: the format; a format that keeps codes needs a source in these codes.   quantizer: for other formats.
-             stop: if it is set, reading ends.
+             stop: if it is set, reading ends.   stored: as for `MatrixRows`; not for a format that keeps codes.
     Raises:  CheckpointError as `rows`; StoppedError.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, quantizer: Quantizer, stop: Event
+        self,
+        checkpoint: Checkpoint,
+        source: SourceMatrix,
+        part: PartFormat,
+        quantizer: Quantizer,
+        stop: Event,
+        stored: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._quantized: tuple[MatrixRows, RowQuantizer] | None = None
         if part.keeps_source:
             self._copied = CopiedRows(checkpoint, source, part, stop)
         else:
-            rows = MatrixRows(checkpoint, source, stop)
+            rows = MatrixRows(checkpoint, source, stop, stored)
             self._quantized = rows, RowQuantizer(part, rows.num_cols, quantizer)
 
     def rows(self, first: int, end: int) -> NDArray[np.uint8]:
@@ -261,21 +280,27 @@ def calibrated_rows(
     formats: ExpertFormat,
     biases: Mapping[Matrix, Bytes2D],
     stop: Event,
+    rotation: LayerRotation = UNROTATED,
 ) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
     """Yields (first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
 
-    Args:    place: MoE layer and expert.   biases: of gate and up, float32 as bytes, u8 [f, 4].
+    Args:    place: MoE layer and expert.   biases: of gate and up, float32 as bytes, u8 [f, 4].   rotation: of the
+             layer, for rows and inputs.
     Raises:  CheckpointError for a weight that is not finite, or that a format cannot represent; PackError if the
              profile is damaged; StoppedError.
     """
     spec = checkpoint.spec
     with profile.inputs(place[0]) as inputs:
-        calibration = Calibration(inputs.of_expert(place[1]), spec.expert.function)
+        tokens = inputs.of_expert(place[1])
+    calibration = Calibration(replace(tokens, inputs=rotation.inputs(tokens.inputs)), spec.expert.function)
     quantizer = ExpertQuantizer(formats, calibration, spec.hidden_size)
     sources = {matrix: checkpoint.expert_source(*place, matrix) for matrix in spec.expert.matrices}
     if any(matrix != "down" for matrix in quantizer.matrices):
         _ = calibration.runs  # before matrices are in memory, because computing them takes the most memory
-    rows = {matrix: MatrixRows(checkpoint, source, stop) for matrix, source in sources.items()}
+    rows = {
+        matrix: MatrixRows(checkpoint, source, stop, partial(rotation.rows, matrix))
+        for matrix, source in sources.items()
+    }
     copied = {
         matrix: CopiedRows(checkpoint, source, part, stop)
         for matrix, source in sources.items()
@@ -412,10 +437,12 @@ def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
             _check_kept(checkpoint, checkpoint.dense_source(role.name), part)
 
 
-def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
+def kept_text(plan: Plan, checkpoint: Checkpoint, rotation: RotationVectors | None = None) -> str | None:
     """Returns a line on the experts' matrices that a plan keeps as the checkpoint has them; None if there are none."""
     kept: Counter[tuple[Matrix, str]] = Counter()
     for layer_idx, layer in enumerate(plan.experts):
+        if rotation is not None and rotation.is_rotated(layer_idx):
+            continue  # rotated weights are rounded, in any format
         for e, expert in enumerate(layer):
             for matrix in checkpoint.spec.expert.matrices:
                 coded = checkpoint.expert_source(layer_idx, e, matrix).codec != "plain"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -35,6 +36,7 @@ from moe_pack.convert.matrix_bytes import (
     read_checked,
     transposed_bytes,
 )
+from moe_pack.convert.rotation import LayerRotation, check_rotation, same_rotation, with_rotation
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -54,7 +56,7 @@ from moe_pack.formats import (
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, pack_layout, seal_rows, write_rows
-from moe_pack.formats.manifest import SOURCE_FILE, Digests
+from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
 from moe_pack.formats.plan import dense_quantizer
 from moe_pack.formats.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime.model import read_vector
@@ -63,9 +65,10 @@ from moe_pack.runtime.model import read_vector
 class EarlierPack:
     """An earlier pack of the same checkpoint, and the items of a recipe that it contains. Owns the open pack.
 
-    It contains an expert if selector kind, quantizer, all formats and the neuron order are the same, and a dense tensor
-    if format and quantizer are the same. It contains nothing if the account of the source or a package version differs.
-    It does not check that the source's weights are the same: the caller made the earlier pack of this checkpoint.
+    It contains an expert if selector kind, quantizer, all formats, the neuron order and the layer's rotation are the
+    same, and a dense tensor if format and quantizer are the same. It contains nothing if the account of the source or a
+    package version differs. It does not check that the source's weights are the same: the caller made the earlier pack
+    of this checkpoint.
     Raises:  PackError if the folder is not a valid pack.
     """
 
@@ -124,6 +127,7 @@ class EarlierPack:
         expected = np.arange(len(order), dtype=np.uint32) if recipe.order is None else recipe.order[place]
         formats = self._pack.index.experts[item.layer][item.expert]
         same_kind = self._pack.manifest.selector == recipe.plan.selector
+        same_kind = same_kind and same_rotation(self._pack.rotation, recipe.rotation, item.layer)
         return same_kind and formats == recipe.plan.experts[item.layer][item.expert] and np.array_equal(order, expected)
 
     def _contains_dense(self, item: Item) -> bool:
@@ -202,7 +206,8 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     """
     layout = recipe.layout
     expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
-    biases = {m: _bias(recipe.checkpoint, item, m) for m in spec.bias}
+    rotation = LayerRotation.of(recipe.rotation, item.layer)
+    biases = {m: _bias(recipe.checkpoint, item, m, rotation) for m in spec.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
     if expert.extra is not None:  # the bias of down belongs to no neuron: it is behind the rows
         extra = extent[-expert.extra_bytes :].reshape(1, -1)
@@ -234,15 +239,16 @@ def _neurons(
     """Yields (first, end) of consecutive neurons, and the bytes of each matrix's rows."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
     formats, spec = plan.experts[item.layer][item.expert], recipe.layout.spec.expert
+    rotation = LayerRotation.of(recipe.rotation, item.layer)
     if is_calibrated(plan, formats):
         assert recipe.calibration is not None, "a calibrated plan comes with a profile"
         place = (item.layer, item.expert)
-        yield from calibrated_rows(checkpoint, recipe.calibration, place, formats, biases, stop)
+        yield from calibrated_rows(checkpoint, recipe.calibration, place, formats, biases, stop, rotation)
         return
     quantizer = dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
-        m: EncodedRows(checkpoint, source, part, quantizer, stop)
+        m: EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
         for m, source in sources.items()
         if (part := formats.of(m))
     }
@@ -268,11 +274,13 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
     return places
 
 
-def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix) -> NDArray[np.uint8]:
-    """Returns the bias of a matrix in float32, as bytes: u8 [n, 4]."""
+def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix, rotation: LayerRotation) -> NDArray[np.uint8]:
+    """Returns the bias of a matrix in float32, as bytes: u8 [n, 4]; that of down is in the coordinates of its rows."""
     source = checkpoint.bias_source(item.layer, item.expert, matrix)
     values = read_vector(checkpoint, source).unsqueeze(1)
     check_finite(values, checkpoint.place(source), CheckpointError, source.number)
+    if matrix == "down":
+        values = rotation.rows(matrix, values.view(1, -1)).view(-1, 1)
     return values.view(torch.uint8).numpy()
 
 
@@ -311,9 +319,10 @@ def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
 
 
-def layout_for(checkpoint: Checkpoint, plan: Plan) -> PackLayout:
+def layout_for(checkpoint: Checkpoint, plan: Plan, rotation: RotationVectors | None = None) -> PackLayout:
     """Returns the layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
-    return pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused())
+    layout = pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused())
+    return with_rotation(layout, rotation)
 
 
 def convert(
@@ -327,6 +336,7 @@ def convert(
     earlier: Path | None = None,
     calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
+    rotation: RotationVectors | None = None,
 ) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
@@ -336,7 +346,8 @@ def convert(
              earlier: a pack of the same checkpoint and, if it is calibrated, of the same profile; items that both plans
              store in the same way are copied from it.   calibration: the profile with whose inputs a calibrated plan is
              quantized; other plans need none.   memory_bytes: an approximate limit for all items that are worked on at
-             once; one item is always allowed, however large.
+             once; one item is always allowed, however large.   rotation: the coordinates in which layers store their
+             experts; None: the source's.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
@@ -344,8 +355,11 @@ def convert(
         check_order(order, checkpoint.spec)
     check_kept(checkpoint, plan)
     check_calibration(checkpoint, plan, calibration)
-    layout = layout_for(checkpoint, plan)
-    recipe = Recipe(checkpoint, plan, layout, order, calibration if plan.quantizer == "calibrated" else None)
+    if rotation is not None:
+        check_rotation(rotation, plan, checkpoint.spec)
+    layout = layout_for(checkpoint, plan, rotation)
+    inputs = calibration if plan.quantizer == "calibrated" else None
+    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation)
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     with ExitStack() as stack:

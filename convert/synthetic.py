@@ -37,6 +37,7 @@ from torch import Tensor
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.pipeline import ConversionResult, ItemWork, write_pack
+from moe_pack.convert.rotation import check_rotation, with_rotation
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,
@@ -55,7 +56,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_values
 from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
-from moe_pack.formats.manifest import NO_SOURCE, PackageVersion
+from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
 from moe_pack.formats.plan import E5M2, FP8
 from moe_pack.formats.spec import DenseRole
 from moe_pack.formats.version import installed_version
@@ -474,22 +475,26 @@ def synthesize(
     workers: int,
     progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
+    rotation: RotationVectors | None = None,
 ) -> ConversionResult:
     """Writes a synthetic pack into `folder`; continues where a killed run stopped. Same arguments, same bytes.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.
+             on_step: called before each change of the disk.   rotation: of the layers; random rows are as random in any
+             coordinates, so it decides only what the runtime computes.
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
     torch.set_num_threads(1)
-    layout = synthetic_layout(spec, plan)
+    if rotation is not None:
+        check_rotation(rotation, plan, spec)
+    layout = with_rotation(synthetic_layout(spec, plan), rotation)
     model = _SyntheticModel(layout, traits)
-    account = _account(layout, plan, traits)
+    account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
     return write_pack(writer, layout, account, ItemWork(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
 
 
-def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits) -> PackRecord:
+def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: RotationVectors | None) -> PackRecord:
     spec, seed = layout.spec, traits.seed
     decisions = {
         "sparsity": repr(traits.sparsity),
@@ -497,9 +502,11 @@ def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits) -> PackRec
         "path_correlation": repr(traits.path_correlation),
         "seed": str(seed),
     }
+    if rotation is not None:
+        decisions["rotation"] = hashlib.sha256(rotation_bytes(rotation)).hexdigest()
     made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
     thresholds = _thresholds(spec, plan, traits.sparsity, seed)
-    return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds)
+    return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation)
 
 
 class _SyntheticModel:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality, check_source
 from moe_pack.convert.account import totals
+from moe_pack.convert.rotation import LayerRotation
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -40,7 +41,7 @@ from moe_pack.formats import (
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
-from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, read_account
+from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, RotationVectors, read_account
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
@@ -183,9 +184,10 @@ def _compare_expert(
     number: tuple[int, int],
     formats: ExpertFormat,
     order: Tensor,
+    vectors: RotationVectors | None,
     sums: dict[tuple[str, str], _Sums],
 ) -> None:
-    """Compares an expert's matrices.
+    """Compares an expert's matrices; with the source's rows in rotated coordinates, where the pack's are.
 
     Args:    number: the MoE layer and the expert.   order: int64 [f], the source's neuron in each row.
     """
@@ -195,7 +197,9 @@ def _compare_expert(
     biased = checkpoint.spec.expert.bias
     biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
     packed = weights.expert(layer_idx, expert)
-    _check_bias(number, "down", packed.down_bias(), biases.pop("down", None))
+    rotation = LayerRotation.of(vectors, layer_idx)
+    down_bias = biases.pop("down", None)
+    _check_bias(number, "down", packed.down_bias(), None if down_bias is None else rotation.rows("down", down_bias))
     start = 0
     for block in packed.blocks():
         rows = order[start : start + len(block.up)]
@@ -208,7 +212,8 @@ def _compare_expert(
                 _check_bias(
                     number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
                 )
-            expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
+            expected = rotation.rows(matrix, source[rows])
+            expected = (expected.to(torch.bfloat16) if part.codec == "bf16" else expected).to(torch.float32)
             if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
                 raise PackError(
                     f"layer {layer_idx} expert {expert}: {matrix} does not match the checkpoint's "
@@ -243,7 +248,7 @@ def compare_weights(
         for expert, layout in enumerate(layer):
             formats = pack.index.experts[layer_idx][expert]
             rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
-            _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, sums)
+            _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, pack.rotation, sums)
             progress.advance(layout.num_bytes)
     _compare_unused(pack, checkpoint)
     progress.end()
@@ -318,6 +323,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             ]
             for layer, experts in enumerate(pack.index.experts)
         ],
+        "rotated": [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))],
         "dense": {dense.name: dump(dense.format) for dense in manifest.dense},
         "routing": _routing(pack),
         "quality": None if quality is None else dump(quality),

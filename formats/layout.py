@@ -231,7 +231,8 @@ class Item:
 class PackLayout:
     """The files and extents of a pack. In `experts[l][e]` and `expert_files[l]`, `l` counts MoE layers.
 
-    `offsets[l][e]` is the offset of the expert's extent in its layer's file, in bytes.
+    `offsets[l][e]` is the offset of the expert's extent in its layer's file, in bytes.   `rotation_bytes`: of the
+    vectors of rotated layers; 0 if no layer is rotated.
     """
 
     spec: ModelSpec
@@ -241,6 +242,7 @@ class PackLayout:
     dense: tuple[DenseLayout, ...]
     dense_file: TensorFileLayout
     unused_file: TensorFileLayout | None = None
+    rotation_bytes: int = 0
 
     def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
         """Yields name and layout of each large file: those that are laid out before they are written."""

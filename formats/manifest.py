@@ -1,4 +1,4 @@
-"""The tables of a pack: `index.safetensors`, thresholds, order, `manifest.json` and `source.json`.
+"""The tables of a pack: `index.safetensors`, thresholds, order, rotation, `manifest.json` and `source.json`.
 
 The index has the facts of every expert as arrays `[L, E]`: L MoE layers of E experts. Formats are stored in the order
 gate, up, down. Every array is checked as a whole; offsets and sizes must be those that follow from the formats
@@ -32,6 +32,7 @@ INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"
 NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # during a rewrite (`writer`)
 ORDER_FILE = "order.safetensors"
+ROTATION_FILE = "rotation.safetensors"
 
 NO_PART = 0  # codec of a matrix that the expert does not have
 _CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
@@ -241,12 +242,67 @@ def order_fault(order: NDArray[np.uint32]) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RotationVectors:
+    """The vectors of the rotated coordinates in which layers store their experts: f32 [L, d] each.
+
+    A layer's experts get `R (input * x)`, and `output * R y` is added for their weighted sum y; the rotation R is fixed
+    (docs/format.md, section 11). The rows of a layer that is not rotated are zeros.
+    """
+
+    input: NDArray[np.float32]
+    output: NDArray[np.float32]
+
+    def is_rotated(self, layer_idx: int) -> bool:
+        """Returns whether a MoE layer's experts are stored in rotated coordinates."""
+        return bool(self.input[layer_idx].any())
+
+    def layers(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Returns the decoder layers that are rotated, rising."""
+        return tuple(layer for layer_idx, layer in enumerate(spec.moe_layers) if self.is_rotated(layer_idx))
+
+
+def rotation_bytes(vectors: RotationVectors) -> bytes:
+    """Returns the bytes of `rotation.safetensors`."""
+    arrays = (("input", vectors.input), ("output", vectors.output))
+    return assemble((name, "F32", array.shape, array.astype("<f4").tobytes()) for name, array in arrays)
+
+
+def read_rotation(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> RotationVectors:
+    """Reads the vectors of rotated layers.
+
+    Raises:  PackError that names the first layer whose vectors are not allowed.
+    """
+    shape = (len(spec.moe_layers), spec.hidden_size)
+    arrays = read_arrays(raw, entries, ROTATION_FILE, {"input": ("F32", shape), "output": ("F32", shape)})
+    vectors = RotationVectors(arrays["input"].copy(), arrays["output"].copy())  # the file's bytes are not kept
+    fault = rotation_fault(vectors)
+    if fault:
+        raise PackError(f"{ROTATION_FILE}: {fault}")
+    return vectors
+
+
+def rotation_fault(vectors: RotationVectors) -> str:
+    """Returns what is wrong with the first wrong vector; empty if all are right and at least one layer is rotated."""
+    for l in range(len(vectors.input)):
+        rotated = vectors.is_rotated(l)
+        for name, values in (("input", vectors.input[l]), ("output", vectors.output[l])):
+            wrong = ~np.isfinite(values) | (values == 0) if rotated else values != 0
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                expected = "a finite number other than 0" if rotated else "0, because input is all zeros"
+                return f"{name} {i} of layer {l} is {values[i]}, expected {expected}"
+    return "" if vectors.input.any() else "no layer is rotated; a pack without rotated layers has no such file"
+
+
 MANIFEST_FILE = "manifest.json"
 SOURCE_FILE = "source.json"
 FORMAT: Literal["moe-pack"] = "moe-pack"
-VERSION = 2
+VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
-FEATURES = frozenset({"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "unused"})
+FEATURES = frozenset(
+    {"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "rotated", "unused"}
+)
 REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",
@@ -305,8 +361,8 @@ class PackageVersion:
 class Totals:
     """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
 
-    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, source account.
-    `copied`: the source's small files.   `unused`: tensors that are not run.
+    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, rotation, source
+    account.   `copied`: the source's small files.   `unused`: tensors that are not run.
     """
 
     selectors: int
@@ -395,9 +451,11 @@ def _check_files(manifest: Manifest) -> None:
     if twice is not None:
         raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
     for file in manifest.files:
-        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE):
+        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE):
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
         _check_size_and_digest(file.name, file.bytes, file.sha256)
+    if (ROTATION_FILE in names) != ("rotated" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'rotated' and file {ROTATION_FILE!r} must be present together")
     for required in REQUIRED_FILES:
         if required not in names:
             raise PackError(f"{MANIFEST_FILE}: file {required!r} is not listed")

@@ -9,6 +9,7 @@ it is read, and an expert's extent by its CRC-32 at its first read. It never dec
 import hashlib
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -25,13 +26,16 @@ from moe_pack.formats.manifest import (
     NEW_THRESHOLDS_FILE,
     NO_SOURCE,
     ORDER_FILE,
+    ROTATION_FILE,
     SOURCE_FILE,
     THRESHOLDS_FILE,
     ContentFile,
+    RotationVectors,
     read_account,
     read_index,
     read_manifest,
     read_order,
+    read_rotation,
     read_thresholds,
 )
 from moe_pack.formats.plan import PartFormat, format_fault
@@ -53,7 +57,8 @@ def is_listed(path: Path, listed: ContentFile) -> bool:
 class Pack:
     """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
 
-    `manifest`, `spec`, `layout`, `index`: checked facts.   `thresholds`: f32 [L, E].
+    `manifest`, `spec`, `layout`, `index`: checked facts.   `thresholds`: f32 [L, E].   `rotation`: None if no layer's
+    experts are rotated.
     Raises:  PackError for the first fault.
     """
 
@@ -196,11 +201,13 @@ class Pack:
             if actual_bytes != num_bytes:
                 raise PackError(f"{name}: {actual_bytes} bytes, expected {num_bytes}; the file is cut or damaged")
         self.index = read_index(*self._table(INDEX_FILE), self.spec)
-        self.layout = self._layout()
+        rotation_bytes = self._files[ROTATION_FILE].bytes if self.has(ROTATION_FILE) else 0
+        self.layout = replace(self._layout(), rotation_bytes=rotation_bytes)
         self.index.check_layout(self.layout)
         for layer_idx in range(len(self.layout.expert_files)):
             self._check_expert_header(layer_idx)
         self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
+        self.rotation = self._read_rotation()
 
     def _find_thresholds(self) -> None:
         """Finds the thresholds in their new file if a rewrite was killed between the manifest and the last rename."""
@@ -261,6 +268,10 @@ class Pack:
             return []
         entries = read_header(self.folder / UNUSED_FILE, PackError)
         return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
+
+    def _read_rotation(self) -> RotationVectors | None:
+        """Reads the vectors of rotated layers, if there are any."""
+        return read_rotation(*self._table(ROTATION_FILE), self.spec) if self.has(ROTATION_FILE) else None
 
     def _check_expert_header(self, layer_idx: int) -> None:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]

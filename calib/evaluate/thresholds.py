@@ -283,7 +283,7 @@ class _Run:
 
     def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
         histogram = Histogram()
-        for x, _ in input_chunks(tokens, token_idx, self._device):
+        for x, _ in input_chunks(tokens, self._weights, layer_idx, token_idx, self._device):
             for block in self._weights.expert(layer_idx, expert).blocks():
                 values = activations(x, block, self._spec.expert.function)
                 histogram.add(values.of(self._weights.selector).abs())

@@ -30,6 +30,7 @@ from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RangeReader, 
 from moe_pack.formats.safetensors import lay_out, read_header
 from moe_pack.runtime.model import Activations, Expert, Weights, activations, running
 from moe_pack.runtime.model.expert import resting_output
+from moe_pack.runtime.model.weights import from_experts, to_experts
 
 _MANTISSA_BITS = 10
 _SHIFT = 23 - _MANTISSA_BITS
@@ -196,11 +197,16 @@ def _copy_magnitudes(values: Activations, sample: Tensor) -> None:
         torch.abs(values.of(selector), out=magnitudes)
 
 
-def input_chunks(tokens: LayerTokens, token_idx: Tensor, device: torch.device) -> Iterator[tuple[Tensor, slice]]:
-    """Yields the inputs of these tokens in chunks, float32 [n, d] on the device, and the slice of `token_idx`."""
+def input_chunks(
+    tokens: LayerTokens, weights: Weights, layer_idx: int, token_idx: Tensor, device: torch.device
+) -> Iterator[tuple[Tensor, slice]]:
+    """Yields what a MoE layer's experts get for these tokens, and the slice of `token_idx`, in chunks.
+
+    Yields:  float32 [n, d] on the device, rotated if the layer is.
+    """
     for start in range(0, len(token_idx), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        yield tokens.inputs[token_idx[rows]].to(device), rows
+        yield to_experts(tokens.inputs[token_idx[rows]].to(device), weights, layer_idx), rows
 
 
 def run_counted(
@@ -220,7 +226,7 @@ def run_counted(
     spec = weights.spec
     token_idx, router_weights = tokens.of_expert(number[1])
     dropped = torch.empty(len(token_idx), dtype=torch.int64)
-    for x, rows in input_chunks(tokens, token_idx, states.device):
+    for x, rows in input_chunks(tokens, weights, number[0], token_idx, states.device):
         expert = weights.expert(*number)
         y, runs_of = resting_output(x, expert), torch.zeros(len(x), device=x.device)
         for block in expert.blocks():
@@ -229,7 +235,7 @@ def run_counted(
             runs = running(a, threshold)
             y.addmm_(torch.where(runs, values.h, 0.0), block.down)
             runs_of += runs.to(torch.float32).sum(dim=1)
-        states.add(tokens, token_idx[rows], router_weights[rows], y)
+        states.add(tokens, token_idx[rows], router_weights[rows], from_experts(y, weights, number[0]))
         dropped[rows] = spec.expert.intermediate_size - runs_of.to("cpu", torch.int64)
         on_tokens(len(x))
     return token_idx, dropped

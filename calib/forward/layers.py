@@ -52,6 +52,7 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
 from moe_pack.runtime.model.layer import run_unrouted
+from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
 Item = TypeVar("Item")
@@ -224,6 +225,10 @@ class LayerwiseWeights:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._source.rotation(layer_idx)
 
     def _enter_layer(self, role: str) -> None:
         """Drops the matrices of the previous layer if the role is of another layer."""

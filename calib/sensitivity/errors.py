@@ -45,6 +45,7 @@ from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
 from moe_pack.runtime.model import NEURONS, Activations, Expert, NeuronBlock, Operations, Weights, activations
 from moe_pack.runtime.model import Matrix as DenseMatrix
+from moe_pack.runtime.model.rotation import Rotation
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
@@ -247,6 +248,10 @@ class RoundedDense:
         """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
 
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._source.rotation(layer_idx)
+
 
 class _RoundedMatrix:
     def __init__(self, matrix: DenseMatrix, width: int, rounding: Rounder) -> None:
@@ -285,6 +290,10 @@ class RoundedExperts:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._source.rotation(layer_idx)
 
 
 class _RoundedExpert:

@@ -15,6 +15,7 @@ from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
 from moe_pack.convert import (
     MEMORY_BYTES,
+    SOURCE,
     AutoPacker,
     AutoPackResult,
     ConversionResult,
@@ -59,10 +60,12 @@ from moe_pack.convert.plan import (
     planner_for,
     read_plan,
 )
+from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, check_rotation, rotation_vectors
 from moe_pack.formats import BF16, MATRICES, Pack, Plan, Progress, Quantizer, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import read_size
 from moe_pack.runtime import FolderFiles, Text
@@ -129,6 +132,7 @@ class ConvertOptions:
             "calibrated with a profile that has inputs, else hqq.",
         ),
     )
+    rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
     profile: Path | None = field(
         default=None,
         metadata=option(
@@ -168,6 +172,11 @@ class ConvertOptions:
 
         Raises:  UsageError.
         """
+        if self.rotate != "off" and SOURCE in (self.plan.selector_bits, self.plan.record_bits):
+            raise UsageError(
+                "--rotate rounds the experts' weights, which source would keep; give a width such as 16, or remove "
+                "--rotate"
+            )
         if self.target is not None:
             self._check_with(self.target)
         elif wrong := given(self, "target"):
@@ -249,12 +258,13 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
     check_calibration(checkpoint, plan, profile)
+    rotation = _rotation(checkpoint, plan, options)
     order = None if profile is None else hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
     rule = threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
     # The text is read first: if it cannot be read, that would otherwise be found after hours.
     tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
-    _say_plan(checkpoint, plan, options, source_bytes)
+    _say_plan(checkpoint, plan, options, rotation, source_bytes)
     start = time.perf_counter()
     with TerminalProgress() as progress:
         result = convert(
@@ -266,6 +276,7 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
             order=order,
             calibration=profile,
             memory_bytes=options.memory_bytes,
+            rotation=rotation,
         )
     _say_converted(result, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
@@ -290,6 +301,17 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
     return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
 
 
+def _rotation(checkpoint: Checkpoint, plan: Plan, options: ConvertOptions) -> RotationVectors | None:
+    """Returns the coordinates in which layers store their experts.
+
+    Raises:  PlanError for experts that cannot be rotated.
+    """
+    vectors = rotation_vectors(checkpoint.spec, options.rotate)
+    if vectors is not None:
+        check_rotation(vectors, plan, checkpoint.spec)
+    return vectors
+
+
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
     """Returns the text on which thresholds are measured: the profile's, or else our sample."""
     if profile is not None:
@@ -297,14 +319,16 @@ def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens
     return _sample(checkpoint, Text(FolderFiles(checkpoint.folder)))
 
 
-def _say_plan(checkpoint: Checkpoint, plan: Plan, options: ConvertOptions, source_bytes: int) -> None:
+def _say_plan(
+    checkpoint: Checkpoint, plan: Plan, options: ConvertOptions, rotation: RotationVectors | None, source_bytes: int
+) -> None:
     """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait."""
     layout = layout_for(checkpoint, plan)
     _tell(
         f"{model_text(checkpoint.spec)}: {size_text(source_bytes)} in the checkpoint, about "
         f"{size_text(large_bytes(layout))} in the pack"
     )
-    if kept := kept_text(plan, checkpoint):
+    if kept := kept_text(plan, checkpoint, rotation):
         _tell(kept)
     dtypes = {checkpoint.dtype(source) for source in checkpoint.claims.experts.values() if source.codec != "mxfp4"}
     narrowed = sorted(dtypes - {"BF16"})
@@ -352,14 +376,16 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress)
-        losses = with_kept(losses_of(profile), lossless_formats(checkpoint))
+        rotation = rotation_vectors(checkpoint.spec, options.rotate)
+        # Rotated experts cannot keep the checkpoint's codes, so the planner is not offered them.
+        losses = with_kept(losses_of(profile), {} if rotation is not None else lossless_formats(checkpoint))
         model = PlanningModel(checkpoint.spec, dtypes, losses)
         packer = AutoPacker(
             checkpoint,
             profile,
             tokens,
             options.output,
-            pack_goal(model, _planner(model, profile, target, options.output), profile, tokens, target),
+            pack_goal(model, _planner(model, profile, target, options.output), profile, tokens, target, rotation),
             options.workers,
             progress,
             operations,

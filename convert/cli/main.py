@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
+import numpy as np
 import torch
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
@@ -153,9 +154,22 @@ def _print_formats(pack: Pack) -> None:
     for run in format_runs(pack):
         cells = " ".join(f"{_part_text(run.formats, pack, matrix):22}" for matrix in MATRICES)
         click.echo(f"{_span(run.layers):9} {_span(run.experts):9} {cells} {run.num_bytes:>15,}")
+    click.echo(f"rotated layers: {_rotated_text(pack)}")
     quantized = sorted({format_text(dense.format) for dense in pack.manifest.dense})
     unquantized = "bf16" if pack.is_synthetic else "as in the source"
     click.echo(f"dense matrices: {', '.join(quantized) if quantized else unquantized}; * in the selector")
+
+
+def _rotated_text(pack: Pack) -> str:
+    """Returns which layers store their experts in rotated coordinates, numbered as in the table of formats."""
+    rotated = [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))]
+    if all(rotated) or not any(rotated):
+        return "all" if all(rotated) else "none"
+    spans = list[tuple[int, int]]()
+    for layer in np.flatnonzero(rotated).tolist():
+        first = spans.pop()[0] if spans and spans[-1][1] == layer - 1 else layer
+        spans.append((first, layer))
+    return ", ".join(_span(span) for span in spans)
 
 
 def _part_text(formats: ExpertFormat, pack: Pack, matrix: Matrix) -> str:

@@ -22,6 +22,7 @@ from moe_pack.convert import (
 from moe_pack.convert.cli.measure import model_text
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.convert.plan import read_plan
+from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, rotation_vectors
 from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
@@ -53,6 +54,7 @@ class SynthOptions:
             help="A plan (moe-pack plan -o): the formats of each expert, in place of --selector to --dense-bits.",
         ),
     )
+    rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
     sparsity: float = field(
         default=0.0, metadata=option("--sparsity", metavar="S", help="Share of neurons that do not run.")
     )
@@ -141,7 +143,8 @@ def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
     with TerminalProgress() as progress:
-        result = synthesize(spec, plan, traits, folder, options.workers, progress)
+        rotation = rotation_vectors(spec, options.rotate)
+        result = synthesize(spec, plan, traits, folder, options.workers, progress, rotation=rotation)
     _say_done(result, layout, output, time.perf_counter() - start)
     if options.in_memory:
         click.echo(f"the pack is in memory until the machine restarts; to free the memory: rm -r {folder} {output}")

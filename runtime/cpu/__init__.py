@@ -1,6 +1,7 @@
 """The native CPU kernels."""
 
 from moe_pack.runtime.cpu.kernels import (
+    MAX_ODD_FACTOR,
     ExpertRows,
     Kernels,
     MapCutError,
@@ -19,6 +20,7 @@ from moe_pack.runtime.cpu.kernels import (
 )
 
 __all__ = [
+    "MAX_ODD_FACTOR",
     "ExpertRows",
     "Kernels",
     "MapCutError",

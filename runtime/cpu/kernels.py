@@ -40,6 +40,7 @@ except ImportError as fault:  # built for another machine: torch computes, `why_
 InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
+MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
 _PART_NUMBERS = 7  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
@@ -282,6 +283,15 @@ class Kernels:
         """Computes `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
         y, out = _empty(*x.shape)
         self._call("rms_norm", _array(x), weight.numpy(), eps, out)
+        return y
+
+    def rotate(self, x: Tensor, scale: Tensor, is_scaled_first: bool, hartley: NDArray[np.float32]) -> Tensor:
+        """Computes `R (scale * x)`, or `scale * R x`, of x float32 [..., d], for scale float32 [d].
+
+        Args:    hartley: float32 [m, m], the Hartley matrix of d's odd factor m, which is at most `MAX_ODD_FACTOR`.
+        """
+        y, out = _empty(*x.shape)
+        self._call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
         return y
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:

@@ -28,6 +28,8 @@ from moe_pack.runtime.gpu.kernels.attention import (
 from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce, rms_norm
 from moe_pack.runtime.gpu.kernels.experts import neurons, route, select
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
+from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.weights import DeviceMatrix, GpuWeights
 from moe_pack.runtime.model import Angles, Decoder, KVCache, PackWeights
@@ -340,6 +342,10 @@ class TokenStep:
         f, k = spec.expert.intermediate_size, spec.router.num_experts_per_tok
         self._selection = Selection.allocate(k, f, device)
         self._partials = torch.zeros((k, num_partials(k, f, num_sms), spec.hidden_size), device=device)
+        is_rotated = any(weights.rotation(layer_idx) is not None for layer_idx in range(len(spec.moe_layers)))
+        # Of rotated layers: the input of experts, and the sum of their outputs.
+        self._turned, self._sum = (torch.zeros(spec.hidden_size * is_rotated, device=device) for _ in range(2))
+        self._matrix = rotation_matrix(spec.hidden_size, device)
 
     def run(self) -> None:
         """Launches the whole forward pass, from the token in `control` to `logits`."""
@@ -349,20 +355,32 @@ class TokenStep:
         for layer in range(spec.num_hidden_layers):
             shared = layers.run(layer)
             if layer in spec.moe_layers:
-                self._experts(layer_idx)
-                reduce(
-                    self._partials, layers.router_weights, layers.x,
-                    residual=layers.x, shared=shared, scale=spec.residual_multiplier,
-                )  # fmt: skip
+                self._add_experts(layer_idx, shared)
                 layer_idx += 1
         layers.finish()
 
-    def _experts(self, layer_idx: int) -> None:
-        """Launches the token's experts up to their partial sums, and the copies of rows that they lack."""
+    def _add_experts(self, layer_idx: int, shared: Tensor | None) -> None:
+        """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
+        layers, rotation = self._layers, self._weights.rotation(layer_idx)
+        x, scale = layers.x, self._weights.spec.residual_multiplier
+        if rotation is None:
+            self._experts(layer_idx, layers.normed)
+            reduce(self._partials, layers.router_weights, x, residual=x, shared=shared, scale=scale)
+            return
+        rotate(layers.normed, rotation, self._matrix, self._turned)
+        self._experts(layer_idx, self._turned)
+        reduce(self._partials, layers.router_weights, self._sum)
+        rotate_back(self._sum, rotation, self._matrix, x, residual=x, shared=shared, scale=scale)
+
+    def _experts(self, layer_idx: int, inputs: Tensor) -> None:
+        """Launches the token's experts up to their partial sums, and the copies of rows that they lack.
+
+        Args:    inputs: float32 [d], as the experts' stored rows get it.
+        """
         layers, cache = self._layers, self._weights.cache.layers[layer_idx]
         experts = layers.routes[layer_idx]
         cache.lru_update(experts)
         cache.gather_selectors_from_host(experts)
-        select(layers.normed, experts, cache.tables, self._selection)
+        select(inputs, experts, cache.tables, self._selection)
         cache.gather_records_from_host(experts, self._selection)
-        neurons(layers.normed, experts, cache.tables, self._selection, self._partials)
+        neurons(inputs, experts, cache.tables, self._selection, self._partials)

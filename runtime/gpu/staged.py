@@ -23,9 +23,10 @@ from moe_pack.runtime.gpu.device import Device, StreamMark
 from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
+from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.staged_store import GpuExpert, GpuExpertStore
 from moe_pack.runtime.gpu.weights import DeviceMatrix
-from moe_pack.runtime.model import Matrix
+from moe_pack.runtime.model import Matrix, Operations
 from moe_pack.runtime.offload import Approximations, ExpertJob, ExpertKey, PhaseCounts
 from moe_pack.runtime.offload.cache import EvictEvent
 from moe_pack.runtime.offload.experts import count_rows
@@ -34,8 +35,12 @@ from moe_pack.runtime.offload.experts import count_rows
 class TritonOps:
     """The Triton kernels as the staged engine calls them: several experts of one token, or one expert for many tokens.
 
-    No call waits for the device, which is a GPU, or plain memory under Triton's interpreter.
+    No call waits for the device, which is a GPU, or plain memory under Triton's interpreter. `operations`: everything
+    else that a layer's experts need.
     """
+
+    def __init__(self) -> None:
+        self.operations: Operations = GpuOperations()
 
     def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         """Returns a dense matrix whose bytes, u8, are on the device."""

@@ -46,7 +46,7 @@ from moe_pack.runtime.gpu.staged_store import (
     staged_page_bytes,
     store_bytes,
 )
-from moe_pack.runtime.model import TORCH, Matrix, PartialState
+from moe_pack.runtime.model import Matrix, PartialState
 from moe_pack.runtime.offload import (
     EXACT,
     Approximations,
@@ -149,7 +149,7 @@ class StagedWeights(OffloadedWeights):
         self._device_store, self._ops, self._cpu = store, ops, cpu
         super().__init__(
             pack,
-            TORCH,
+            ops.operations,
             store,
             expert_cache,
             device=store.device.device,

@@ -31,6 +31,7 @@ from moe_pack.runtime.gpu.kernels.cache import (
 )
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.placement import GpuPlacement
 from moe_pack.runtime.model import (
@@ -43,6 +44,7 @@ from moe_pack.runtime.model import (
     tokens_by_expert,
 )
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, InMemoryMatrix
+from moe_pack.runtime.model.weights import from_experts, to_experts
 
 
 class DeviceMatrix(InMemoryMatrix):
@@ -297,7 +299,7 @@ class GpuWeights(PackWeights, ExpertRunner):
     """
 
     def __init__(self, pack: Pack, device: torch.device, cache: GpuExpertCache, chunk_tokens: int) -> None:
-        super().__init__(pack, device)
+        super().__init__(pack, device, GpuOperations())
         self.cache = cache
         self._numbers = torch.arange(pack.spec.router.num_experts, dtype=torch.int32, device=device)
         floats = workspace_floats(chunk_tokens, pack.spec.expert.intermediate_size)
@@ -322,6 +324,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         Args:    experts, router_weights: int64 and float32 [T, k].
         """
         layer, y = self.cache.layers[layer_idx], torch.zeros_like(x)
+        x = to_experts(x, self, layer_idx)
         # The host waits once a layer, because it has to know which experts have tokens.
         jobs = list(tokens_by_expert(experts.cpu(), router_weights.cpu()))
         tokens = torch.from_numpy(np.concatenate([job[1] for job in jobs]).astype(np.int32)).to(self._device)
@@ -337,4 +340,4 @@ class GpuWeights(PackWeights, ExpertRunner):
             expert_many(x, tokens[some], weights[some], layer.tables, number, kind, y, self._workspace)
             self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
             first = some.stop
-        return y
+        return from_experts(y, self, layer_idx)

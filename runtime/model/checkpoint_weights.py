@@ -15,6 +15,7 @@ from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, StoredMatrix
 from moe_pack.runtime.model.operations import TORCH, row_blocks
+from moe_pack.runtime.model.rotation import Rotation
 
 _MXFP4_GROUP = 32  # values that share a scale
 
@@ -130,6 +131,10 @@ class CheckpointWeights:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns zero: in the original all neurons run."""
         return 0.0
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns None: the original is not rotated."""
+        return None
 
 
 class _SourceMatrix:

@@ -17,7 +17,7 @@ from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import NEURONS, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
-from moe_pack.runtime.model.weights import Weights, norm
+from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 
@@ -100,7 +100,10 @@ PartialState = Callable[[Tensor], Tensor]
 
 
 class ExpertRunner(ABC):
-    """Weights that run the routed experts of a layer themselves, wherever the experts are."""
+    """Weights that run the routed experts of a layer themselves, wherever the experts are.
+
+    They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
+    """
 
     @abstractmethod
     def run_experts(
@@ -140,12 +143,13 @@ def run_experts(
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
     """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
     y, function = torch.zeros_like(x), weights.spec.expert.function
+    x = to_experts(x, weights, layer_idx)
     for number in torch.unique(experts).tolist():  # in rising order, so that sums have one order
         token_idx, place = torch.where((experts == number) & (router_weights != 0))  # zero: beyond its capacity
         expert, threshold = weights.expert(layer_idx, number), weights.threshold(layer_idx, number)
         output = run_expert(x[token_idx], expert, function, weights.selector, threshold)
         y[token_idx] += router_weights[token_idx, place, None] * output
-    return y
+    return from_experts(y, weights, layer_idx)
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:

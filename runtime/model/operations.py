@@ -8,16 +8,19 @@ C++ kernels on the CPU. The formulas of routers are in `router`, those of expert
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec, RouterSpec, RowLayout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
-from moe_pack.runtime.cpu import Kernels, open_kernels, row_numbers, stored_numbers
+from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
 MAX_DECODED_BYTES = 16 << 20  # the most that an operation dequantizes at once
@@ -115,6 +118,14 @@ class Operations:
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
         return decode_part(part.format, layout.num_cols, rows[:, part.offset : part.offset + part.num_bytes])
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `R (a * x)`, the input of a rotated layer's experts, float32 [T, d]."""
+        return transform(x * rotation.input)
+
+    def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `b * R y`, what a rotated layer's experts add, float32 [T, d], for the sum y of their outputs."""
+        return transform(y) * rotation.output
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
         """Returns a weight of 16 or 32 bits in the dtype in which `stored_product` multiplies one token fastest.
@@ -252,9 +263,28 @@ class NativeOperations(Operations):
         """Returns a part of rows in float32 [rows, columns]."""
         return self.kernels.decode(row_numbers(layout, part.name), rows.numpy())
 
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `R (a * x)`, float32 [T, d]."""
+        return self._rotated(x, rotation.input, is_scaled_first=True)
+
+    def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `b * R y`, float32 [T, d]."""
+        return self._rotated(y, rotation.output, is_scaled_first=False)
+
+    def _rotated(self, x: Tensor, scale: Tensor, *, is_scaled_first: bool) -> Tensor:
+        m = odd_factor(x.shape[-1])
+        if m > MAX_ODD_FACTOR:  # 64 times a prime above it, which no published model has as its hidden size
+            return transform(x * scale) if is_scaled_first else transform(x) * scale
+        return self.kernels.rotate(x, scale, is_scaled_first, _hartley_array(m))
+
     def fastest_stored(self, weight: Tensor) -> Tensor:
         """Returns the weight itself: the kernel multiplies 16 bits in half the time of 32."""
         return weight
+
+
+@lru_cache(maxsize=8)
+def _hartley_array(m: int) -> NDArray[np.float32]:
+    return np.array(hartley(m), np.float32)
 
 
 @contextmanager

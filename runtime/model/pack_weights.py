@@ -22,6 +22,8 @@ from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.layer import ExpertRunner, PartialState
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
+from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.weights import from_experts, to_experts
 
 
 @contextmanager
@@ -121,6 +123,18 @@ class MappedExpert:
         return torch.from_numpy(copied[: self._layout.extra.crc_offset]).view(torch.float32)
 
 
+def rotations(pack: Pack, device: torch.device) -> tuple[Rotation | None, ...]:
+    """Returns the rotation of each MoE layer on a device; None for layers that are not rotated."""
+    vectors = pack.rotation
+    if vectors is None:
+        return (None,) * len(pack.spec.moe_layers)
+    inputs, outputs = (torch.from_numpy(each).to(device) for each in (vectors.input, vectors.output))
+    return tuple(
+        Rotation(a, b) if vectors.is_rotated(layer_idx) else None
+        for layer_idx, (a, b) in enumerate(zip(inputs, outputs, strict=True))
+    )
+
+
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
@@ -142,6 +156,7 @@ class PackWeights:
         self._device = device
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
+        self._rotations = rotations(pack, device)
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
     def _keep(self, file: Tensor) -> None:
@@ -175,6 +190,10 @@ class PackWeights:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._rotations[layer_idx]
 
 
 class MappedPackWeights(PackWeights, ExpertRunner):
@@ -226,12 +245,12 @@ class MappedPackWeights(PackWeights, ExpertRunner):
             works.append((expert.rows, tokens, weights))
             self.bytes_read += expert.num_bytes
         try:
-            y = self.operations.kernels.experts(x, works)
+            y = self.operations.kernels.experts(to_experts(x, self, layer_idx), works)
         except MapCutError as fault:
             raise cut_error(self._pack.manifest.expert_files[layer_idx].name) from fault
         if layer_idx == self._last_layer_idx:
             self._check_files()
-        return y
+        return from_experts(y, self, layer_idx)
 
     def _check_files(self) -> None:
         """Refuses files that were cut within a page, the rest of which reads as zeros; all at once, which is faster."""
@@ -284,6 +303,7 @@ class StreamedPackWeights:
         self.operations = operations
         self._device = device
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
+        self._rotations = rotations(pack, device)
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
@@ -310,6 +330,10 @@ class StreamedPackWeights:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._rotations[layer_idx]
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._pack.read_dense(self._dense[role].entry, start, stop)).to(self._device)

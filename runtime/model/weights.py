@@ -12,6 +12,7 @@ from moe_pack.formats import ModelSpec, NormSpec, Selector
 from moe_pack.runtime.model.expert import Expert
 from moe_pack.runtime.model.matrix import Matrix
 from moe_pack.runtime.model.operations import Operations
+from moe_pack.runtime.model.rotation import Rotation
 
 
 class Weights(Protocol):
@@ -40,6 +41,22 @@ class Weights(Protocol):
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         ...
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None if it is not rotated."""
+        ...
+
+
+def to_experts(x: Tensor, weights: Weights, layer_idx: int) -> Tensor:
+    """Returns the input of a MoE layer's experts, float32 [T, d], for the layer's input x: x itself, or rotated."""
+    rotation = weights.rotation(layer_idx)
+    return x if rotation is None else weights.operations.rotate(x, rotation)
+
+
+def from_experts(y: Tensor, weights: Weights, layer_idx: int) -> Tensor:
+    """Returns what a MoE layer's experts add, float32 [T, d], for the sum y of their stored rows' outputs."""
+    rotation = weights.rotation(layer_idx)
+    return y if rotation is None else weights.operations.rotate_back(y, rotation)
 
 
 def norm(x: Tensor, weights: Weights, role: str) -> Tensor:

@@ -244,7 +244,7 @@ def cpu_needs(layout: PackLayout, pages: PageSizes, context_tokens: int, predict
     Args:    pages: of `page_sizes`.   predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file
              that a pack will have.
     """
-    dense, spec = layout.dense_file.num_bytes, layout.spec
+    dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
     experts = expert_pages(layout, pages.page_bytes) * (pages.page_bytes + pages.head_bytes)
 
     def fixed(chunk_tokens: int) -> FixedParts:
@@ -338,6 +338,7 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
         width = 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
+    # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     floats = 6 * d + width + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
@@ -460,7 +461,7 @@ def gpu_needs(
     layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
 ) -> MemoryNeeds:
     """Returns the memory that an engine of a GPU needs, before anything is measured."""
-    dense, spec, sizes = layout.dense_file.num_bytes, layout.spec, extent_bytes(layout)
+    dense, spec, sizes = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec, extent_bytes(layout)
     largest = -(-int(sizes.max()) // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
 
     def fixed(chunk_tokens: int) -> FixedParts:

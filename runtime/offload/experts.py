@@ -23,6 +23,7 @@ from moe_pack.runtime.model import ExpertRunner, Operations, PackWeights, Partia
 from moe_pack.runtime.model.layer import router_logits
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
+from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
@@ -223,7 +224,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         """
         counts = self.decode if len(x) == 1 else self.prefill
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
-        experts, router_weights = self._on_host(x, experts, router_weights)
+        inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
+        experts, router_weights = self._on_host(inputs, experts, router_weights)
         scores = None
         if self._scores_matter or self.approximations.substitute is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
@@ -231,7 +233,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
-        run = self._new_run(layer_idx, x, jobs, counts)
+        run = self._new_run(layer_idx, inputs, jobs, counts)
         self._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
@@ -239,10 +241,13 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts.tokens += len(x) * (layer_idx in self._first_layers)
         counts.stall_ns += self.store.stall_ns - stalled
         counts.asked_bytes += self.store.asked_bytes - asked
-        return run.added_up()
+        return from_experts(run.added_up(), self, layer_idx)
 
-    def _on_host(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns experts and weights in host memory."""
+    def _on_host(self, inputs: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns experts and weights in host memory.
+
+        Args:    inputs: float32 [T, d], of the experts.
+        """
         return experts, router_weights
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
@@ -271,7 +276,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             partial = None
             if waits_for_hits and partial_state is not None:
                 run.compute_gathered()
-                partial = partial_state(run.added_up())
+                partial = partial_state(from_experts(run.added_up(), self, layer_idx))
             self._prefetch_experts(
                 layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts
             )
@@ -283,14 +288,14 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                     is_prefetch_done = prefetch(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
-                    self._prefetch_rows(x)
+                    self._prefetch_rows(layer_idx + 1, x)
                 elif isinstance(event, FetchEvent):
                     run.fetch(event.key)
                 else:
                     run.evict(event)
         prefetch(is_hit=False)
         run.flush()
-        self._prefetch_rows(x)
+        self._prefetch_rows(layer_idx + 1, x)
 
     def _scored(
         self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
@@ -358,21 +363,25 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             keys = [ExpertKey(layer_idx + 1, expert) for expert in predicted]
             self._rows_pending = [key for key in keys if self._expert_cache.is_resident[key]]
 
-    def _prefetch_rows(self, x: Tensor) -> None:
-        """Prefetches the rows that predicted experts, if only in part resident, would run on this layer's input.
+    def _prefetch_rows(self, layer_idx: int, x: Tensor) -> None:
+        """Prefetches the rows that predicted experts, if only in part resident, would run on the input x of a layer.
 
         Their selectors may be on their way; each call takes those that have arrived since the last.
+        Args:    layer_idx: of the predicted experts, the layer after the one whose input is x.
         """
         keys = [key for key in self._rows_pending if self.store.is_here(key)]
         if not keys:
             return
         self._rows_pending = [key for key in self._rows_pending if key not in keys]
-        for key, neurons in self._predict_neurons(x, keys):
+        for key, neurons in self._predict_neurons(to_experts(x, self, layer_idx), keys):
             self.store.fetch_records(key, neurons, urgent=False)
             self._prefetched_rows[key] = neurons
 
     def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
-        """Returns the neurons that would run on x, of experts with all selector rows and not all records."""
+        """Returns the neurons that would run on x, of experts with all selector rows and not all records.
+
+        Args:    x: float32 [1, d], as the experts get it.
+        """
         assert isinstance(self.store, ExpertStore), "the CPU's store"
         predicted = []
         for key in keys:

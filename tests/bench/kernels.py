@@ -1,13 +1,14 @@
 """How fast the native CPU kernels are: experts against the memory's rate, whole decode and prefill against llama.cpp.
 
 python tests/bench/kernels.py experts
+python tests/bench/kernels.py rotation
 python tests/bench/kernels.py decode --llama-python PYTHON
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -45,6 +46,7 @@ from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
 from moe_pack.runtime.cpu import ExpertRows, Kernels, expert_numbers, num_cpus
 from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.model.rotation import Rotation
 
 _CPU = torch.device("cpu")
 _GROUP = 64
@@ -192,6 +194,77 @@ def experts_command(
         for x in figures
     ]  # fmt: skip
     text = table(("experts of", "stored as", "threads", "sparsity", "MB", "ms", "GB/s", "share"), rows)
+    finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
+
+
+# --- rotations
+
+_ROTATED = (*_MODELS, Model("gpt-oss-120b", 2880, 2880, 4), Model("DeepSeek-V3", 7168, 2048, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class RotationFigure:
+    """Median time of a token's experts in a layer, and of the two rotations around them; `share`: of the experts'."""
+
+    model: str
+    hidden_size: int
+    stored_as: str
+    threads: int
+    experts_ms: float
+    rotations_us: float
+    share: float
+
+
+def measure_rotations(
+    model: Model, stored: PartFormat, rounds: int, pools: dict[int, Kernels]
+) -> Iterator[RotationFigure]:
+    """Times rotations between calls of experts, as they come in decoding; the first round warms up."""
+    experts, x = Experts(model, stored), torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
+    rotation = Rotation(torch.linspace(1, 2, model.d), torch.linspace(2, 1, model.d))
+    times: dict[int, list[tuple[float, float]]] = {threads: [] for threads in pools}
+    for _ in range(rounds + 1):
+        for threads, kernels in pools.items():
+            operations, works = NativeOperations(kernels), experts.take(model.experts, 0.0)
+            rotations_s = _seconds(partial(operations.rotate, x, rotation))
+            experts_s = _seconds(partial(kernels.experts, x, works))
+            rotations_s += _seconds(partial(operations.rotate_back, x, rotation))
+            times[threads].append((experts_s, rotations_s))
+    for threads, taken in times.items():
+        experts_s, rotations_s = (median(seconds) for seconds in zip(*taken[1:], strict=True))
+        case = (model.name, model.d, format_text(stored), threads)
+        yield RotationFigure(*case, 1e3 * experts_s, 1e6 * rotations_s, rotations_s / experts_s)
+
+
+@main.command("rotation")
+@click.option("--rounds", default=101, show_default=True, type=click.IntRange(1), help="Runs of each case.")
+@click.option("--formats", default="trellis2,2,4", show_default=True, help="As for experts.")
+@click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
+@click.option("--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="As for experts.")
+@json_option
+def rotation_command(
+    rounds: int,
+    formats: str,
+    threads: str,
+    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    as_json: bool,
+) -> None:
+    """Times what rotated layers add to the decoding of a token: two rotations a layer, beside the layer's experts.
+
+    All neurons run, so that the share is the least; experts come from more memory than any cache holds.
+    """
+    figures = list[RotationFigure]()
+    with ExitStack() as stack:
+        numbers = dict.fromkeys(int(number) for number in threads.split(","))
+        pools = {number: stack.enter_context(closing(Kernels(number, limit))) for number in numbers}
+        name = next(iter(pools.values())).instruction_set
+        for model, stored in tqdm(list(product(_ROTATED, map(format_of, formats.split(",")))), disable=as_json):
+            figures += measure_rotations(model, stored, rounds, pools)
+    rows = [
+        (x.model, x.hidden_size, x.stored_as, x.threads, f"{x.experts_ms:.2f}", f"{x.rotations_us:.1f}",
+         f"{x.share:.1%}")
+        for x in figures
+    ]  # fmt: skip
+    text = table(("experts of", "hidden", "stored as", "threads", "experts, ms", "rotations, us", "share"), rows)
     finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
 
 

@@ -44,6 +44,9 @@ class Counted:
     def threshold(self, layer_idx: int, expert: int) -> float:
         return layer_idx + expert / 10
 
+    def rotation(self, layer_idx: int) -> None:
+        return None
+
 
 Q, K, OTHER, TENTH = (
     f"layers.{name}" for name in ("1.attention.q", "1.attention.k", "0.attention.q", "10.attention.q")

@@ -66,7 +66,7 @@ GOLDENS = [
             "experts-000.safetensors": "f05e512de798d4fa941b8fb0445309b38088be1e2764e153d2dc7e6ebe6efd05",
             "experts-001.safetensors": "43ae3b936352284ab3751cd0e506968ff318ea75e44806ca7f058e5b36959acd",
             "index.safetensors": "dbf8190f7b940c6568993e30829837c8f2a75849a78fe9d25d78af0f547ac0ed",
-            "manifest.json": "5b2f97c51799a0e8c89709dccb80fb8d1b254330d09de53d714b8e24dbfa0146",
+            "manifest.json": "49c34658a7df4431cba391bb4e68b8461942ab6346bb74fb4828b8813854f542",
         },
     ),
     Golden(
@@ -79,7 +79,7 @@ GOLDENS = [
             "experts-000.safetensors": "e3311408eba308819dbdd8940538799bd0d0c914b55fc8fd7090cfc6d0404dfd",
             "experts-001.safetensors": "b05518bf1fa550d08665ce2d171106df80e86f873daafed6f219e1d4f29da8cd",
             "index.safetensors": "f294e7eae77f4874a97be3d6d3a608943a086a7cfade18a5135d8db645290825",
-            "manifest.json": "5099947ccb71f6e99f3a763fe9ea862c7ff88f33b01c685f5ef114f50355c4f9",
+            "manifest.json": "9c96919ed02523f670493cbe3df8f3a8b9e8eba5ec35e76c5b4682251a2a44d2",
         },
     ),
     Golden(
@@ -92,7 +92,7 @@ GOLDENS = [
             "experts-000.safetensors": "54e6af78ff74b3fa1c68a33d2f431ce92fa95234e22c7759fff2434c9a268096",
             "experts-001.safetensors": "79cf9af03dac4303d3c74a57f70ed3e5d27c60b48fcd31b873de17070be02f54",
             "index.safetensors": "d2b9c1242744998b52fb7bd8a37a8a1a3e9c949a71d78582edd195857959f0c9",
-            "manifest.json": "2ad9bb77502015469484aabb0dbbe038608a054e48beedcfc375964b3c1929dd",
+            "manifest.json": "13e1bf5f44bbe6b7e77c2bad61d2387888066fdff865ac5ceb1f7d5cf40bfcb8",
         },
     ),
     Golden(
@@ -105,7 +105,7 @@ GOLDENS = [
             "experts-000.safetensors": "3059f684d2a96850c1ba2b85abc03420179929cf64fd64f9468ff645b253bc48",
             "experts-001.safetensors": "b3b4fe2da80406557d65fab2dc3655f9bc0804344c79c2f213dfa716bd399fee",
             "index.safetensors": "c42284f501a42b2387410ac0e587ca03979289622c01a118fbf7d17d54b59275",
-            "manifest.json": "0aed41be439249e08334a2b8305cf22d17a45fe37d8163d5aad68bea44a6f297",
+            "manifest.json": "165331021e6b897a8c2f06d508a5ab75a1c896092cac3a9631e060eb2d27358c",
         },
     ),
 ]
@@ -170,7 +170,7 @@ KEPT_DIGESTS = {
     "experts-000.safetensors": "4839995b12cf3bf6ce3517c0644997d7726c5f4d1d114dc8b999d36707309e13",
     "experts-001.safetensors": "d58f638e715f608d289bbcca743be695f8c2e902e1e039e50fc71382b9228189",
     "index.safetensors": "20f0c375a68ebda68bff7f27b581e5f18b4a0f11a86e2a56ba64acfdfc3b29ae",
-    "manifest.json": "d13549acffd9a4135ee78e18c1635e9642ee7ef56fa2441bb4bdd4d52563ddf8",
+    "manifest.json": "cac04f21c4a3406135d21c168ed6dd076a5f4335f4489aebe4d8ed5247beb008",
     "order.safetensors": "7e44b65da99586b86e0f2010852c1263059e5171d148234d6d9443278338d26c",
     "source.json": "2218810366584619fc60026133e6efe518dae71466e3a2a8f0b2c9282db1345c",
     "thresholds.safetensors": "c55dabc77aa9a61aa709dbfe7f3e704ac6ddb9fa3f4ddd1bdb40bd4c48c223e8",

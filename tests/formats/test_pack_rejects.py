@@ -134,7 +134,7 @@ def test_a_manifest_that_is_no_strict_json_is_refused(new_pack: Callable[[], Pat
 
 
 def test_a_deeply_nested_manifest_is_refused(folder: Path) -> None:
-    rewrite(folder, b'"version": 2', b'"version": ' + b"[" * 200_000)
+    rewrite(folder, b'"version": 3', b'"version": ' + b"[" * 200_000)
     assert refusal(folder).startswith("manifest.json: not valid JSON (maximum recursion depth exceeded")
 
 
@@ -189,13 +189,13 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
     cases = [
         (setting("moe-pack-2", "format"), setting("moe-pack", "format"),
          "found no format 'moe-pack'; this folder is not a pack"),
-        (setting(1, "version"), setting(2, "version"),
-         "format version 1, this program reads 2; use the version of moe-pack that wrote it, or convert again"),
-        (setting(3, "version"), setting(2, "version"),
-         "format version 3, this program reads 2; use the version of moe-pack that wrote it, or convert again"),
-        (setting("2", "version"), setting(2, "version"),
-         "format version '2', this program reads 2; use the version of moe-pack that wrote it, or convert again"),
-        (setting(2.0, "version"), setting(2, "version"), "version: found 2.0, expected int"),
+        (setting(1, "version"), setting(3, "version"),
+         "format version 1, this program reads 3; use the version of moe-pack that wrote it, or convert again"),
+        (setting(4, "version"), setting(3, "version"),
+         "format version 4, this program reads 3; use the version of moe-pack that wrote it, or convert again"),
+        (setting("3", "version"), setting(3, "version"),
+         "format version '3', this program reads 3; use the version of moe-pack that wrote it, or convert again"),
+        (setting(3.0, "version"), setting(3, "version"), "version: found 3.0, expected int"),
         (setting(["affine", "lattice"], "features"), setting(["affine", "bf16"], "features"),
          "requires feature 'lattice', which this version does not know; use a newer moe-pack"),
         (setting("affine", "features"), setting([], "features"), "features: found 'affine', expected a list"),

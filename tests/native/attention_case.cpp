@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "cases.h"
 #include "norm.h"
+#include "rotation.h"
 
 namespace moe_pack {
 namespace {
@@ -156,6 +157,33 @@ void norm_case(Random& random, Pool& alone, Pool& several, bool sane) {
     }
 }
 
+// With any symmetric matrix for that of Hartley: the kernel's is an argument.
+void rotation_case(Random& random, Pool& alone, Pool& several, bool sane) {
+    const int32_t m = random.pick({1, 3, 5, 9, 15}), n = 64 << random.between(0, 3), d = m * n;
+    const int32_t num_rows = random.pick({0, 1, 3, 40});
+    Exact<float> x(random, (size_t)num_rows * d), scale(random, d), matrix(random, (size_t)m * m);
+    Exact<float> out(random, x.size()), same(random, x.size());
+    (sane ? fill_inputs : fill_wild)(random, x.get(), x.size());
+    (sane ? fill_inputs : fill_wild)(random, scale.get(), scale.size());
+    (sane ? fill_inputs : fill_wild)(random, matrix.get(), matrix.size());
+    const bool is_first = random.chance(50);
+    const RotationWork work = {x.get(), scale.get(), matrix.get(), num_rows, d, m, is_first};
+    require(rotate_rows(alone, work, out.get()) == Outcome::done, "rotations are done");
+    require(rotate_rows(several, work, same.get()) == Outcome::done, "rotations are done");
+    require(out.same_bits(same), "the same bits for any number of threads, in rotations");
+    if (!sane || num_rows == 0) return;
+    const int32_t row = (int32_t)random.between(0, num_rows - 1), c = (int32_t)random.between(0, d - 1);
+    double sum = 0, magnitude = 0;
+    for (int32_t i = 0; i < d; i++) {
+        const double factor = m == 1 ? 1 : matrix[(size_t)(c / n) * m + i / n];
+        const double sign = __builtin_parity((unsigned)(c % n) & (unsigned)(i % n)) ? -1 : 1;
+        const double term = factor * sign * x[(size_t)row * d + i] * (is_first ? scale[i] : scale[c]) / std::sqrt(n);
+        sum += term;
+        magnitude += std::fabs(term);
+    }
+    require(std::fabs(out[(size_t)row * d + c] - sum) <= 4 * kRounding * magnitude, "a rotated value");
+}
+
 }  // namespace
 
 void attention_case(Random& random, Pools& pools, Counts& counts) {
@@ -163,6 +191,7 @@ void attention_case(Random& random, Pools& pools, Counts& counts) {
     Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
     const bool sane = random.chance(60), normed = random.chance(50);
     norm_case(random, alone, several, sane);
+    rotation_case(random, alone, several, sane);
     const AttentionWork sizes = random_work(random);
     const double sums = (double)sizes.num_tokens * sizes.num_heads * sizes.places * sizes.head_dim;
     // Larger ones would take a sanitizer minutes.

@@ -207,6 +207,17 @@ class Cases:
     def rms_norm_arguments(self) -> Arguments:
         return [self.floats(self.tokens, self.d), self.floats(self.d), 1e-6, self.floats(self.tokens, self.d)]
 
+    def rotate_arguments(self) -> Arguments:
+        m = 2 * self.number(0, 9) + 1
+        d = 64 * m << self.number(0, 3)
+        return [
+            self.floats(self.tokens, d),
+            self.floats(d),
+            self.chance(50),
+            self.floats(m, m),
+            self.floats(self.tokens, d),
+        ]
+
     def route_arguments(self) -> Arguments:
         groups = self.number(1, 4)
         experts, tokens = groups * self.number(1, 9), self.number(0, 5)

@@ -117,3 +117,17 @@ def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
         for token in IDS[PROMPT:]:
             got = decoder.next_logits([token]).clone()
     assert 0 < (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+def test_rotated_layers_run_as_in_plain_torch(family: str, tmp_path: Path) -> None:
+    """Prompts and single tokens; the second family has a shared expert, which is not rotated."""
+    if family == "mixtral":
+        source = replace(SHAPE, hidden_size=192).write(tmp_path / "source")
+    else:
+        from families import Tiny, write  # which imports transformers
+
+        source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
+    folder = tmp_path / "packed"
+    pack(source, folder, rotate="on")
+    assert (graph_logits(folder, 0.4, IDS[:3]) - reference_logits(folder, IDS[:3])).abs().max() < TOLERANCE

@@ -132,6 +132,13 @@ def legal(name: str) -> Arguments:
         },
         "attend": legal_attention(),
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
+        "rotate": {
+            "x": floats(T, 192),
+            "scale": floats(192),
+            "is_scaled_first": True,
+            "hartley": floats(3, 3),
+            "out": floats(T, 192),
+        },
         "route": legal_routing(),
         "checksum": {"bytes": dense},
         "read": {"bytes": dense},
@@ -155,7 +162,7 @@ def call(name: str, arguments: Arguments) -> object:
 
 
 OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather", "attend")
-OPERATIONS += ("rms_norm", "route")
+OPERATIONS += ("rms_norm", "rotate", "route")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
@@ -167,6 +174,7 @@ OUTPUTS = {
     "gather": ["out"],
     "attend": ["keys", "values", "out"],
     "rms_norm": ["out"],
+    "rotate": ["out"],
     "route": ["experts", "weights"],
 }
 BUFFERS = [
@@ -277,6 +285,10 @@ SIZES = [
     ("rms_norm", "x", "x: 383 values, expected 256"),
     ("rms_norm", "weight", "x: 384 values, expected 381"),
     ("rms_norm", "out", "out: 383 values, expected 384"),
+    ("rotate", "x", "x: 575 values, expected 384"),
+    ("rotate", "scale", "scale: expected a multiple of 64, up to 2^24 values"),
+    ("rotate", "hartley", "hartley: 8 values, expected 9"),
+    ("rotate", "out", "out: 575 values, expected 576"),
 ]
 
 
@@ -353,6 +365,9 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "no group chosen": ("route", put("chosen_groups", 0), "chosen groups: more than there are, or none"),
     "more groups chosen": ("route", put("chosen_groups", 4), "chosen groups: more than there are, or none"),
     "norm of nothing": ("rms_norm", put("weight", floats(0)), "weight: expected 1 to 2^20 values"),
+    "rotation of nothing": ("rotate", put("scale", floats(0)), "scale: expected a multiple of 64, up to 2^24 values"),
+    "too large an odd factor": ("rotate", put("scale", floats(64 * 1025)), "scale: its odd factor is above 1023"),
+    "another odd factor": ("rotate", put("scale", floats(64)), "hartley: 9 values, expected 1"),
     "checksums past a row": ("row_checksums", put("num_bytes", 81), "num_bytes: expected 0 to row_bytes"),
 }
 

@@ -89,6 +89,10 @@ def of_rms_norm(kernels: Kernels) -> Tensor:
     return kernels.rms_norm(random_tokens(400, D), torch.linspace(1, 2, D), 1e-6)
 
 
+def of_rotate(kernels: Kernels) -> Tensor:
+    return kernels.rotate(random_tokens(400, 576), torch.linspace(1, 2, 576), True, np.full((9, 9), 0.3, np.float32))
+
+
 OPERATIONS: dict[str, Operation] = {
     **{
         f"experts, {n} tokens, {selector}": partial(of_experts, n, selector)
@@ -104,6 +108,7 @@ OPERATIONS: dict[str, Operation] = {
     "gather": of_gather,
     **{f"attend, {n} tokens": partial(of_attend, n, start) for n, start in ((1, 3000), (3, 700), (70, 200), (300, 0))},
     "rms_norm": of_rms_norm,
+    "rotate": of_rotate,
 }
 
 

@@ -36,3 +36,15 @@ def test_logits_are_the_references_wherever_experts_come_from(
         expected = Decoder(PackWeights(opened, CPU), 64).logits(IDS)
     found = staged_logits(folder, policy, has_memory, IDS, PROMPT, measured=measured)
     assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("policy", "has_memory"), [("fiddler", True), pytest.param("floe", False, marks=pytest.mark.slow)]
+)
+def test_rotated_layers_give_the_references_logits(policy: PolicyName, has_memory: bool, tmp_path: Path) -> None:
+    shape = TinyMixtral(hidden_size=192, num_layers=2, num_experts=3, config={"num_experts_per_tok": 2})
+    pack(shape.write(tmp_path / "source"), tmp_path / "packed", rotate="on")
+    with Pack(tmp_path / "packed") as opened:
+        expected = Decoder(PackWeights(opened, CPU), 64).logits(IDS)
+    found = staged_logits(tmp_path / "packed", policy, has_memory, IDS, PROMPT, measured=False)
+    assert (found - expected).abs().max() < TOLERANCE

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_pack.convert.rotation import Rotate
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.decoder import TokenLayers, TokenStep
 from moe_pack.runtime.gpu.device import HostArena
@@ -67,12 +68,12 @@ def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
         yield layers, TokenStep(built.weights, layers, 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "rotate"), [*((family, "off") for family in FAMILIES), ("qwen2_moe", "on")])
+def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, rotate: Rotate, tmp_path: Path) -> None:
     from families import Tiny, write  # which imports transformers
 
     source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
-    pack(source, tmp_path / "packed")
+    pack(source, tmp_path / "packed", rotate=rotate)
     with token_step(tmp_path / "packed") as (layers, step), torch.inference_mode():
         layers.control.copy_(torch.tensor([80, 2]))
         with Watch():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_pack.convert import ConversionResult, convert
+from moe_pack.convert.rotation import Rotate, rotation_vectors
 from moe_pack.formats import Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 
@@ -134,6 +135,7 @@ def pack(
     dense_width: int | None = None,
     quantizer: Quantizer = "nearest",
     workers: int = 1,
+    rotate: Rotate = "off",
 ) -> ConversionResult:
     """Converts a checkpoint with every part alike; `nearest` by default, because it is quick."""
     checkpoint = Checkpoint(source)
@@ -141,6 +143,6 @@ def pack(
     dense = None if dense_width is None else part_format(dense_width, group, scale_bits)
     try:
         plan = uniform_plan(checkpoint.spec, selector, part, part, dense, quantizer)
-        return convert(checkpoint, plan, out, workers)
+        return convert(checkpoint, plan, out, workers, rotation=rotation_vectors(checkpoint.spec, rotate))
     finally:
         checkpoint.close()

@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "trellis"}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "rotated", "trellis"}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
@@ -234,6 +234,18 @@ def lay_out(groups: list[list[Tensor]], boundary: int) -> tuple[bytes, dict[str,
     return header, places, len(header) + end
 
 
+def rotation_matrix(d: int) -> Array:
+    """R in float64, element by element (section 11)."""
+    size = 1
+    while d % (2 * size) == 0:
+        size *= 2
+    m = d // size
+    place, number = np.divmod(np.arange(d), size)
+    angles = 2 * np.pi * (np.outer(place, place) % m) / m
+    signs = [[(-1) ** bin(r & s).count("1") for s in number.tolist()] for r in number.tolist()]
+    return (np.cos(angles) + np.sin(angles)) * np.array(signs) / math.sqrt(m * size)
+
+
 def strict_json(raw: bytes, place: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         require(len(dict(pairs)) == len(pairs), f"{place}: a key appears twice")
@@ -264,6 +276,7 @@ class SecondReader:
         require((np.isfinite(self.thresholds) & (self.thresholds >= 0)).all(), "thresholds")
         self.order = self._table("order.safetensors", {"order": ("U32", (*shape, self._f))})["order"]
         require((np.sort(self.order, axis=2) == np.arange(self._f)).all(), "order is no permutation")
+        self._rotation = self._read_rotation() if "rotated" in self.manifest["features"] else None
         self._rows = [[self._expert_rows(l, e) for e in range(self._E)] for l in range(self._L)]
         self._layers = [self._read_layer(l) for l in range(self._L)]
         self._dense_rows = {dense["name"]: dense for dense in self.manifest["dense"]}
@@ -283,6 +296,23 @@ class SecondReader:
         for name, stored in weights.items():
             source[name][self.order[l, e]] = stored
         return source
+
+    def rotation(self, l: int) -> tuple[Array, Array] | None:
+        """Two matrices [d, d], of the experts' input and of their sum (section 11); None without rotation."""
+        if self._rotation is None or not self._rotation["input"][l].any():
+            return None
+        R = rotation_matrix(self._d)
+        return R * self._rotation["input"][l], self._rotation["output"][l][:, None] * R
+
+    def _read_rotation(self) -> dict[str, Array]:
+        """The vectors of each layer (section 5)."""
+        shape = (self._L, self._d)
+        found = self._table("rotation.safetensors", {"input": ("F32", shape), "output": ("F32", shape)})
+        for a, b in zip(found["input"], found["output"], strict=True):
+            usable = np.isfinite([a, b]).all() and np.all([a, b])
+            require(usable if a.any() else not b.any(), "rotation: vectors")
+        require(found["input"].any(), "rotation: no layer")
+        return found
 
     def down_bias(self, l: int, e: int) -> Floats | None:
         """What is added to the expert's output (section 6)."""
@@ -333,8 +363,10 @@ class SecondReader:
         raw = (self._folder / "manifest.json").read_bytes()
         require(len(raw) <= 1_000_000, "manifest.json: too long")
         manifest: dict[str, Any] = strict_json(raw, "manifest.json")
-        require(manifest.get("format") == "moe-pack" and manifest.get("version") == 2, "manifest.json: version")
+        require(manifest.get("format") == "moe-pack" and manifest.get("version") == 3, "manifest.json: version")
         require(set(manifest.get("features", ())) <= FEATURES, "manifest.json: unknown feature")
+        has_vectors = any(file["name"] == "rotation.safetensors" for file in manifest["files"])
+        require(has_vectors == ("rotated" in manifest["features"]), "manifest.json: rotated")
         found = SELF_DIGEST.fullmatch(raw[-SELF_DIGEST_BYTES:])
         require(found is not None, "manifest.json: does not end with its digest")
         zeroed = raw[:-SELF_DIGEST_BYTES] + b',\n "sha256": "' + b"0" * 64 + b'"\n}\n'

@@ -30,7 +30,10 @@ from moe_pack.runtime.gpu.kernels.cache import (
 )
 from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
 from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
+from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.model.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]
 
@@ -67,6 +70,12 @@ def token_calls() -> Iterator[Call]:
     yield "enter none", partial(_enter, 32, 8, 80, "none", True, 20, F32)
     for d in (2048, 7168):
         yield f"norm rms d{d}", partial(rms_norm, torch.empty(d), torch.empty(d), 1e-6, torch.empty(d))
+    for d in (2880, 4096, 7168, 8192):
+        x, out = torch.empty(d), torch.empty(d)
+        matrix, vectors = rotation_matrix(d, CPU), Rotation(x, x)
+        yield f"rotate d{d}", partial(rotate, x, vectors, matrix, out)
+        back = partial(rotate_back, x, vectors, matrix, out, residual=out, shared=torch.empty(d), scale=0.5)
+        yield f"rotate back d{d}", back
     x = torch.empty(4096)
     yield "norm layer", partial(layer_norm, x, x, x, 1e-6, x)
     for spec in ROUTERS:

@@ -8,12 +8,15 @@ from moe_pack.formats.layout import DenseLayout
 from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection, StoredPart
 from moe_pack.runtime.gpu.kernels.rows import RowPart
 from moe_pack.runtime.gpu.staged import TritonOps
-from moe_pack.runtime.model import NEURONS, Matrix, running
+from moe_pack.runtime.model import NEURONS, TORCH, Matrix, running
 from moe_pack.runtime.model.pack_weights import stored_matrix
 
 
 class TorchOps(TritonOps):
     """All of it in plain torch, on any device."""
+
+    def __init__(self) -> None:
+        self.operations = TORCH
 
     def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         return stored_matrix(dense, raw)

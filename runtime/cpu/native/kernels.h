@@ -30,6 +30,7 @@ struct Part {
 constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
 constexpr int32_t kLineBytes = 64;     // of a cache line
 constexpr int32_t kMaxTile = 64;       // rows a call of a kernel at most
+constexpr int32_t kMaxOdd = 1023;      // the largest odd factor of a hidden size that kernels rotate
 constexpr int32_t kReadPastFloats = 32;  // that may be read, never used, behind an array of the arena
 
 // Rows whose bytes are wanted soon: while row r of a call is read, `num_bytes` from `rows[r]` on are prefetched.
@@ -82,6 +83,12 @@ struct Kernels {
     // x[i] = e^(x[i] - largest) for n values, where `largest` is first raised to the largest of them; gives their sum.
     // What is -infinity becomes 0, a NaN stays one. x has room for n values rounded up to 16: what follows is lost.
     float (*exponentials)(float* x, int32_t n, float* largest);
+
+    // out = R (scale * x) if `is_scaled_first`, else scale * (R x), for d floats each; `out` is neither of the others.
+    // R is the rotation of docs/format.md, section 11, for d = m 2^k: m is odd, at most kMaxOdd, and d / m at least 64.
+    // `hartley`: [m, m], not read if m is 1.
+    void (*rotate)(const float* x, const float* scale, bool is_scaled_first, int32_t d, int32_t m, const float* hartley,
+                   float* out);
 };
 
 extern const Kernels portable_kernels;

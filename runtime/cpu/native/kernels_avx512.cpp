@@ -62,7 +62,7 @@ namespace moe_pack {
 
 const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials,
+    exponentials, rotate,
 };
 
 }  // namespace moe_pack

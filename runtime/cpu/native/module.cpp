@@ -477,6 +477,7 @@ PyMethodDef methods[] = {
     {"route", caught<route_tokens>, METH_VARARGS,
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
      "jitter)"},
+    {"rotate", caught<rotate_all>, METH_VARARGS, "rotate(pool, x, scale, is_scaled_first, hartley, out)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,
      "search_trellis(limit, columns, kept, width, weights, targets, scales, importance, factor, tables, starts, codes, "

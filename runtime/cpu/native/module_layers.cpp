@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "norm.h"
+#include "rotation.h"
 #include "router.h"
 
 namespace moe_pack {
@@ -10,6 +11,7 @@ namespace {
 constexpr int kMaxHeads = 1 << 16;    // and values of one: their product is of 32 bits
 constexpr int kMaxRouted = 1 << 20;    // experts of a layer
 constexpr size_t kMaxValues = 1 << 20;  // of a row that is normed
+constexpr size_t kMaxRotated = 1 << 24;  // of a row that is rotated
 
 // The buffers of a call of `attend`.
 struct GivenAttention {
@@ -112,6 +114,34 @@ PyObject* norm_rows(PyObject*, PyObject* arguments) {
     return unlocked([&] {
         return rms_norm(*pool, x.values(), weight.values(), num_rows, (int32_t)n, eps, out.values());
     });
+}
+
+PyObject* rotate_all(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *inputs, *scales, *matrix, *outputs;
+    int is_scaled_first;
+    if (!PyArg_ParseTuple(arguments, "OOOpOO:rotate", &capsule, &inputs, &scales, &is_scaled_first, &matrix, &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x, scale, hartley;
+    Buffer<float> out;
+    if (pool == nullptr || !x.take(inputs, "x") || !scale.take(scales, "scale") || !hartley.take(matrix, "hartley") ||
+        !out.take(outputs, "out", true))
+        return nullptr;
+    const size_t d = scale.size();
+    if (d < 64 || d % 64 || d > kMaxRotated) return refuse("scale", "expected a multiple of 64, up to 2^24 values");
+    const size_t m = d / (d & (~d + 1));
+    if (m > kMaxOdd) return refuse("scale", "its odd factor is above 1023");
+    RotationWork work = {};
+    if (!has_size("hartley", hartley.size(), m * m) || !count_tokens("x", x.size(), d, &work.num_rows) ||
+        !has_size("out", out.size(), x.size()))
+        return nullptr;
+    work.x = x.values();
+    work.scale = scale.values();
+    work.hartley = hartley.values();
+    work.d = (int32_t)d;
+    work.m = (int32_t)m;
+    work.is_scaled_first = is_scaled_first;
+    return unlocked([&] { return rotate_rows(*pool, work, out.values()); });
 }
 
 PyObject* route_tokens(PyObject*, PyObject* arguments) {

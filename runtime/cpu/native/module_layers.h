@@ -7,6 +7,7 @@ namespace moe_pack {
 
 PyObject* attend_heads(PyObject* module, PyObject* arguments);
 PyObject* norm_rows(PyObject* module, PyObject* arguments);
+PyObject* rotate_all(PyObject* module, PyObject* arguments);
 PyObject* route_tokens(PyObject* module, PyObject* arguments);
 
 }  // namespace moe_pack

@@ -1,4 +1,4 @@
-// Products of small float matrices, and exponentials, written once with vector extensions for every instruction set.
+// Products of small float matrices, exponentials and rotations, written once with vector extensions for every instruction set.
 //
 // A file that includes this first defines MOE_PACK_VECTOR_FLOATS, the floats in a register: 16 with AVX-512, 8 with
 // AVX2 and FMA, 4 for anything else.
@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kernels.h"
 
 #if MOE_PACK_VECTOR_FLOATS > 4
 #include <immintrin.h>
@@ -297,6 +299,133 @@ inline float exponentials(float* x, int32_t n, float* largest) {
         sum += values;
     }
     return lane_sum(sum);
+}
+
+// Lane i has the value of lane i ^ STRIDE.
+template <uint32_t STRIDE>
+inline Vector swapped(Vector vector) {
+#if defined(__clang__)
+    Vector result;
+    for (uint32_t lane = 0; lane < kVector; ++lane) {
+        result[lane] = vector[lane ^ STRIDE];
+    }
+    return result;
+#else
+    Words places;
+    for (uint32_t lane = 0; lane < kVector; ++lane) {
+        places[lane] = lane ^ STRIDE;
+    }
+    return __builtin_shuffle(vector, places);
+#endif
+}
+
+// The stages of the Hadamard transform within a register: a + b in lanes without the stride's bit, a - b in others.
+template <uint32_t STRIDE>
+inline Vector hadamard_lanes(Vector vector) {
+    if constexpr (STRIDE < kVector) {
+        Vector signs;
+        for (uint32_t lane = 0; lane < kVector; ++lane) {
+            signs[lane] = lane & STRIDE ? -1.0f : 1.0f;
+        }
+        return hadamard_lanes<2 * STRIDE>(multiply_add(vector, signs, swapped<STRIDE>(vector)));
+    }
+    return vector;
+}
+
+constexpr int32_t kHadamardBlock = 64;  // the least size, which is done in registers
+
+// x = Hadamard transform of x, without its factor; n is a power of two from kHadamardBlock on.
+inline void hadamard(float* x, int32_t n) {
+    constexpr int32_t VECTORS = kHadamardBlock / kVector;
+    for (int32_t start = 0; start < n; start += kHadamardBlock) {
+        Vector block[VECTORS];
+        for (int32_t v = 0; v < VECTORS; ++v) {
+            block[v] = hadamard_lanes<1>(load_vector(x + start + v * kVector));
+        }
+        for (int32_t stride = 1; stride < VECTORS; stride *= 2) {
+            for (int32_t v = 0; v < VECTORS; ++v) {
+                if (!(v & stride)) {
+                    const Vector a = block[v], b = block[v + stride];
+                    block[v] = a + b;
+                    block[v + stride] = a - b;
+                }
+            }
+        }
+        for (int32_t v = 0; v < VECTORS; ++v) {
+            store_vector(x + start + v * kVector, block[v]);
+        }
+    }
+    int32_t stride = kHadamardBlock;
+    for (; 4 * stride <= n; stride *= 4) {  // two stages a pass
+        for (int32_t start = 0; start < n; start += 4 * stride) {
+            for (float* at = x + start; at < x + start + stride; at += kVector) {
+                const Vector a = load_vector(at), b = load_vector(at + stride);
+                const Vector c = load_vector(at + 2 * stride), d = load_vector(at + 3 * stride);
+                const Vector ab = a + b, ba = a - b, cd = c + d, dc = c - d;
+                store_vector(at, ab + cd);
+                store_vector(at + stride, ba + dc);
+                store_vector(at + 2 * stride, ab - cd);
+                store_vector(at + 3 * stride, ba - dc);
+            }
+        }
+    }
+    if (stride < n) {
+        for (float* at = x; at < x + stride; at += kVector) {
+            const Vector a = load_vector(at), b = load_vector(at + stride);
+            store_vector(at, a + b);
+            store_vector(at + stride, a - b);
+        }
+    }
+}
+
+// x = matrix x, for x [m, n] and the symmetric matrix [m, m]; n is a multiple of kVector, m at most kMaxOdd.
+inline void transform_first_axis(const float* matrix, int32_t m, int32_t n, float* x) {
+    constexpr int32_t AT_ONCE = 4;  // sums
+    alignas(64) float column[kMaxOdd * kVector];
+    for (int32_t c = 0; c < n; c += kVector) {
+        for (int32_t j = 0; j < m; ++j) {
+            store_vector(column + j * kVector, load_vector(x + size_t(j) * n + c));
+        }
+        for (int32_t i = 0; i < m; i += AT_ONCE) {
+            const int32_t count = m - i < AT_ONCE ? m - i : AT_ONCE;
+            const float* row[AT_ONCE];
+            for (int32_t s = 0; s < AT_ONCE; ++s) {
+                row[s] = matrix + size_t(s < count ? i + s : i) * m;
+            }
+            Vector sums[AT_ONCE] = {};
+            for (int32_t j = 0; j < m; ++j) {
+                const Vector values = load_vector(column + j * kVector);
+                for (int32_t s = 0; s < AT_ONCE; ++s) {
+                    sums[s] = multiply_add(values, broadcast(row[s][j]), sums[s]);
+                }
+            }
+            for (int32_t s = 0; s < count; ++s) {
+                store_vector(x + size_t(i + s) * n + c, sums[s]);
+            }
+        }
+    }
+}
+
+// Kernels::rotate.
+inline void rotate(const float* x, const float* scale, bool is_scaled_first, int32_t d, int32_t m, const float* hartley,
+                   float* out) {
+    const int32_t n = d / m;
+    const Vector factor = broadcast(1.0f / __builtin_sqrtf(float(n)));
+    for (int32_t c = 0; c < d; c += kVector) {
+        const Vector values = load_vector(x + c) * factor;
+        store_vector(out + c, is_scaled_first ? values * load_vector(scale + c) : values);
+    }
+    for (int32_t j = 0; j < m; ++j) {
+        hadamard(out + size_t(j) * n, n);
+    }
+    if (m > 1) {
+        transform_first_axis(hartley, m, n, out);
+    }
+    if (!is_scaled_first) {
+        for (int32_t c = 0; c < d; c += kVector) {
+            store_vector(out + c, load_vector(out + c) * load_vector(scale + c));
+        }
+    }
 }
 
 }  // namespace

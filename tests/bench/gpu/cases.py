@@ -63,6 +63,7 @@ from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
 from moe_pack.runtime.gpu.kernels.experts import route as route_kernel
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import (
     NEURONS,
@@ -78,6 +79,7 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.attention import attend_latent
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
+from moe_pack.runtime.model.rotation import Rotation
 
 Size = Literal["real", "tiny"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
@@ -131,6 +133,8 @@ def cases(size: Size) -> Iterator[Case]:
     f, d = _NEURONS[size], _COLS[size]
     for kind in ("rms", "layer"):
         yield Case("norm", f"{kind} {d}", partial(_norm, NormSpec(kind, 1e-6), d))
+    for hidden in (2048, 2880, 4096, 7168) if size == "real" else (64, 192):
+        yield Case("rotate", f"{hidden}", partial(_rotate, hidden))
     for function in ("silu", "relu", "clamped_swiglu"):
         yield Case("activate", function, partial(_activate, function, f))
     for spec in _ROUTERS:
@@ -204,6 +208,25 @@ def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
     )
     launch = partial(norm, given[0], given[1], given[2], spec, out)  # type: ignore[arg-type]  # two of them are there
     return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
+
+
+def _rotate(d: int, device: torch.device) -> Prepared:
+    """Three tokens there, and back into a residual."""
+    vectors, x, residual = [_random(d, seed=seed) + 3 for seed in (1, 2)], _random(3, d), _random(3, d, seed=4)
+    expected = TORCH.rotate(x, Rotation(*vectors))
+    returned = residual + 0.5 * TORCH.rotate_back(x, Rotation(*vectors))
+    there, matrix = Rotation(*(each.to(device) for each in vectors)), device_matrix(d, device)
+    given, start, out, back = x.to(device), residual.to(device), _nans(x, device), _nans(x, device)
+
+    def launch() -> None:
+        rotate(given, there, matrix, out)
+        rotate_back(given, there, matrix, back, residual=start, scale=0.5)
+
+    def compare() -> Difference:
+        error = max(_against_rms(out, expected), _against_rms(back, returned))
+        return Difference(error, 16 * _FLOAT32)
+
+    return Prepared(launch, compare)
 
 
 def _activate(function: NeuronFunction, f: int, device: torch.device) -> Prepared:

@@ -88,6 +88,12 @@ def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None
     assert len(faults([replace(found[0], stack_bytes=16, flushes=1)])) == 2
 
 
+def test_rotations_compile_without_spills_and_stay_in_registers() -> None:
+    (found,) = compiled((90,), "rotate back d2880", (16,), (4096,))
+    assert found.kernel == "_rotate_kernel" and faults([found]) == []
+    assert found.shared_bytes <= 1024  # a few values between warps, and no stage through memory
+
+
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
     lines = Path(str(kernels.__path__[0]), "rows.py").read_text().splitlines()
     at = next(i for i, line in enumerate(lines, 1) if "words = tl.load(words_ptr" in line)

@@ -1,0 +1,111 @@
+"""The decision in which coordinates a layer's experts are stored, and what it allows.
+
+`runtime.model.rotation` says what rotated coordinates are. All of a layer's experts are rotated or none is, because
+they share their input and the sum of their outputs.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats import MATRICES, Matrix, ModelSpec, PackLayout, Plan, PlanError, option
+from moe_pack.formats.manifest import RotationVectors, rotation_bytes, rotation_fault
+from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model.rotation import Rotation, rotated_weights
+
+Rotate = Literal["off", "on"]
+ROTATE_OPTION = option(
+    "--rotate",
+    choices=get_args(Rotate),
+    help="Whether experts are stored in rotated coordinates, which spreads single huge weights over their rows. It "
+    "pays at few bits; decoding takes two short transforms more a layer. Experts in FP8 or MXFP4 codes of the "
+    "checkpoint cannot be rotated.",
+)
+
+
+def rotation_vectors(spec: ModelSpec, rotate: Rotate) -> RotationVectors | None:
+    """Returns the vectors in whose coordinates a model's experts are stored; None if none is rotated.
+
+    Both vectors of a layer are the same random signs, drawn from the layer's number.
+    """
+    if rotate == "off":
+        return None
+    signs = np.stack([np.random.default_rng(layer).integers(0, 2, spec.hidden_size) for layer in spec.moe_layers])
+    vectors = (2 * signs - 1).astype(np.float32)
+    return RotationVectors(vectors, vectors)
+
+
+def check_rotation(vectors: RotationVectors, plan: Plan, spec: ModelSpec) -> None:
+    """Checks that vectors fit a model, and that the experts of rotated layers are not kept in the source's codes.
+
+    Raises:  PlanError.
+    """
+    shape = (len(spec.moe_layers), spec.hidden_size)
+    for name, array in (("input", vectors.input), ("output", vectors.output)):
+        if array.shape != shape:
+            raise PlanError(f"rotation: {name} has shape {list(array.shape)}, expected {list(shape)}: layers, values")
+    if fault := rotation_fault(vectors):
+        raise PlanError(f"rotation: {fault}")
+    for layer_idx, layer in enumerate(plan.experts):
+        if not vectors.is_rotated(layer_idx):
+            continue
+        for e, expert in enumerate(layer):
+            for matrix in MATRICES:
+                part = expert.of(matrix)
+                if part is not None and part.keeps_source:
+                    raise PlanError(
+                        f"--rotate on: {matrix} of layer {spec.moe_layers[layer_idx]} expert {e} keeps the "
+                        f"checkpoint's {part.codec} codes, which cannot be rotated; use --rotate off, or give "
+                        "--selector-bits and --record-bits below the codes' bits"
+                    )
+
+
+def same_rotation(one: RotationVectors | None, other: RotationVectors | None, layer_idx: int) -> bool:
+    """Returns whether a MoE layer has the same coordinates in both."""
+    rows = [
+        (np.zeros(1), np.zeros(1)) if vectors is None else (vectors.input[layer_idx], vectors.output[layer_idx])
+        for vectors in (one, other)
+    ]
+    return all(
+        np.array_equal(mine, theirs) or not (mine.any() or theirs.any()) for mine, theirs in zip(*rows, strict=True)
+    )
+
+
+def with_rotation(layout: PackLayout, vectors: RotationVectors | None) -> PackLayout:
+    """Returns the layout with the size of the file of these vectors."""
+    return layout if vectors is None else replace(layout, rotation_bytes=len(rotation_bytes(vectors)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRotation:
+    """How the rows, biases and inputs of one layer's experts are stored: rotated, or as they are without `vectors`."""
+
+    vectors: Rotation | None
+
+    @classmethod
+    def of(cls, vectors: RotationVectors | None, layer_idx: int) -> "LayerRotation":
+        """Returns that of a MoE layer."""
+        if vectors is None or not vectors.is_rotated(layer_idx):
+            return cls(None)
+        a, b = vectors.input[layer_idx], vectors.output[layer_idx]
+        return cls(Rotation(torch.from_numpy(a), torch.from_numpy(b)))
+
+    def rows(self, matrix: Matrix, weights: Tensor) -> Tensor:
+        """Returns rows of a matrix [n, d] as they are stored; float32 if they are rotated.
+
+        A row's bits do not depend on the rows around it. The bias of down [d] is a row of down.
+        """
+        if self.vectors is None:
+            return weights
+        scale = self.vectors.output if matrix == "down" else self.vectors.input
+        return rotated_weights(weights, scale)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Returns the layer's inputs float32 [T, d] as its stored rows get them."""
+        return x if self.vectors is None else TORCH.rotate(x, self.vectors)
+
+
+UNROTATED = LayerRotation(None)

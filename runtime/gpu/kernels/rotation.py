@@ -1,0 +1,160 @@
+"""The rotation of a layer's expert inputs, and of their sum back; the twin is `runtime.model.rotation`.
+
+A hidden state of d = m 2^k values, m odd, is a matrix [m, 2^k]. A program makes one of its rows: it adds up all rows
+with the factors of the Hartley matrix, then transforms the sum by Walsh and Hadamard in registers, where each of the k
+stages adds and subtracts halves. So a token has m programs, which share what they load in the cache.
+
+Rotating back ends with what a layer does with the sum of its experts: the shared expert's output and the residual are
+added in the same launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_pack.runtime.model import Operations
+from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor
+
+_VALUES_PER_THREAD = 16  # of a row; with more, registers are spilled
+_MOST_WARPS = 16
+
+
+def device_matrix(d: int, device: torch.device) -> Tensor:
+    """Returns the Hartley matrix of d's odd factor m on a device, float32 [m, m]."""
+    return torch.tensor(hartley(odd_factor(d)), device=device)
+
+
+def rotate(x: Tensor, rotation: Rotation, matrix: Tensor, out: Tensor) -> None:
+    """Writes `R (a * x)`, the input of a rotated layer's experts, to `out`.
+
+    Args:    x, out: float32 [d] or [T, d], contiguous, in different memory.   matrix: of `device_matrix`.
+    """
+    _launch(x, rotation.input, matrix, out, None, None, 1.0, is_scaled_first=True)
+
+
+def rotate_back(
+    y: Tensor,
+    rotation: Rotation,
+    matrix: Tensor,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    shared: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Writes `residual + scale * (shared + b * R y)` to `out`, for the sum y of a rotated layer's experts.
+
+    Args:    y, out: float32 [d] or [T, d], contiguous, in different memory.   matrix: of `device_matrix`.
+             residual, shared: as `out`, which may be one of them; `shared` is the shared experts' output.
+    """
+    _launch(y, rotation.output, matrix, out, residual, shared, scale, is_scaled_first=False)
+
+
+class GpuOperations(Operations):
+    """The operations on a GPU outside of a captured token: plain torch, but rotations, which would be many launches."""
+
+    def __init__(self) -> None:
+        self._matrices: dict[tuple[int, torch.device], Tensor] = {}
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `R (a * x)`, float32 [T, d]."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rotate(x.contiguous(), rotation, self._matrix(x), out)
+        return out
+
+    def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
+        """Returns `b * R y`, float32 [T, d]."""
+        out = torch.empty_like(y, memory_format=torch.contiguous_format)
+        rotate_back(y.contiguous(), rotation, self._matrix(y), out)
+        return out
+
+    def _matrix(self, x: Tensor) -> Tensor:
+        key = (x.shape[-1], x.device)
+        if key not in self._matrices:
+            self._matrices[key] = device_matrix(*key)
+        return self._matrices[key]
+
+
+def _launch(
+    x: Tensor,
+    vector: Tensor,
+    matrix: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    shared: Tensor | None,
+    scale: float,
+    *,
+    is_scaled_first: bool,
+) -> None:
+    d = x.shape[-1]
+    m = odd_factor(d)
+    size = d // m
+    num_warps = min(max(size // (32 * _VALUES_PER_THREAD), 1), _MOST_WARPS)
+    _rotate_kernel[(x.numel() // d, m)](
+        x,
+        vector,
+        matrix,
+        out if residual is None else residual,
+        out if shared is None else shared,
+        out,
+        scale,
+        M=m,
+        SIZE=size,
+        STAGES=size.bit_length() - 1,
+        FACTOR=size**-0.5,
+        IS_SCALED_FIRST=is_scaled_first,
+        HAS_RESIDUAL=residual is not None,
+        HAS_SHARED=shared is not None,
+        num_warps=num_warps,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _stage(y, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Returns a stage of the Hadamard transform: sums and differences of values `STRIDE` apart."""
+    a, b = tl.split(tl.permute(tl.reshape(y, [SIZE // (2 * STRIDE), 2, STRIDE]), [0, 2, 1]))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [SIZE])
+
+
+@triton.jit
+def _rotate_kernel(
+    x_ptr,
+    vector_ptr,
+    matrix_ptr,
+    residual_ptr,
+    shared_ptr,
+    out_ptr,
+    scale,
+    M: tl.constexpr,
+    SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
+    FACTOR: tl.constexpr,
+    IS_SCALED_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):
+    token, row = tl.program_id(0).to(tl.int64) * (M * SIZE), tl.program_id(1)
+    c = tl.arange(0, SIZE)
+    y = tl.zeros([SIZE], tl.float32)
+    for j in range(M):
+        values = tl.load(x_ptr + token + j * SIZE + c)
+        if IS_SCALED_FIRST:
+            values *= tl.load(vector_ptr + j * SIZE + c)
+        if M == 1:
+            y = values
+        else:
+            y += tl.load(matrix_ptr + row * M + j) * values
+    for stage in tl.static_range(STAGES):
+        y = _stage(y, SIZE, 1 << stage)
+    y *= FACTOR
+    place = row * SIZE + c
+    if not IS_SCALED_FIRST:
+        y *= tl.load(vector_ptr + place)
+    if HAS_SHARED:
+        y = tl.load(shared_ptr + token + place) + y
+    y *= scale
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + token + place)
+    tl.store(out_ptr + token + place, y)
