@@ -47,6 +47,7 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.layer import router_logits
 from moe_pack.runtime.model.matrix import InMemoryMatrix
 from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.router import router_weights
 
 SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
@@ -114,6 +115,10 @@ class Tracked:
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the coordinates of a layer's experts in `source`."""
+        return self._source.rotation(layer_idx)
 
 
 # --- back through the parts of a model
