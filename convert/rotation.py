@@ -9,11 +9,13 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import MATRICES, Matrix, ModelSpec, PackLayout, Plan, PlanError, option
+from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors, rotation_bytes, rotation_fault
-from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model import TORCH, read_rows
 from moe_pack.runtime.model.rotation import Rotation, rotated_weights
 
 Rotate = Literal["off", "on"]
@@ -36,6 +38,47 @@ def rotation_vectors(spec: ModelSpec, rotate: Rotate) -> RotationVectors | None:
     signs = np.stack([np.random.default_rng(layer).integers(0, 2, spec.hidden_size) for layer in spec.moe_layers])
     vectors = (2 * signs - 1).astype(np.float32)
     return RotationVectors(vectors, vectors)
+
+
+_MEASURED_EXPERTS = 4  # of a layer, for the sizes of its output's channels
+_PIECE_WEIGHTS = 1 << 22  # read at once
+_LEAST_SHARE = 1 / 64  # of the mean size, which a channel counts as at least
+
+
+def measured_rotation(checkpoint: Checkpoint, rotate: Rotate) -> RotationVectors | None:
+    """Returns the vectors for a checkpoint: signs as `rotation_vectors`, and outputs scaled by the sizes of channels.
+
+    Meaning: a rounded row of `R (down / b)` errs alike in all coordinates, so that the error of channel j of the output
+             is in proportion to `b_j`. With `s_j` the root mean square of column j of down, the sum of `b_j^2` times
+             that of `(s_j / b_j)^2` is least for `b_j = sqrt(s_j)`. Some of a layer's experts are measured, evenly
+             spread.
+    """
+    vectors = rotation_vectors(checkpoint.spec, rotate)
+    if vectors is None:
+        return None
+    sizes = np.stack([_channel_sizes(checkpoint, layer_idx) for layer_idx in range(len(checkpoint.spec.moe_layers))])
+    scales = torch.from_numpy(np.sqrt(sizes)).to(torch.bfloat16).to(torch.float32)  # the same on every machine
+    return replace(vectors, output=vectors.output * scales.numpy())
+
+
+def _channel_sizes(checkpoint: Checkpoint, layer_idx: int) -> NDArray[np.float64]:
+    """Returns the root mean squares of the columns of down, relative to their mean: [d]; ones without numbers."""
+    num_experts, d = checkpoint.spec.router.num_experts, checkpoint.spec.hidden_size
+    number = min(num_experts, _MEASURED_EXPERTS)
+    squares = np.zeros(d)
+    for place in range(number):
+        source = checkpoint.expert_source(layer_idx, place * num_experts // number, "down")
+        step = max(1, _PIECE_WEIGHTS // source.num_cols)
+        for start in range(0, source.num_rows, step):
+            stop = min(start + step, source.num_rows)
+            weights = read_rows(checkpoint, source, start, stop).to(torch.float64).square().numpy()
+            if source.neurons == "columns":  # rows are channels
+                squares[start:stop] += weights.sum(axis=1)
+            else:
+                squares += weights.sum(axis=0)
+    sizes = np.sqrt(squares)
+    mean = sizes.mean()
+    return np.maximum(sizes / mean, _LEAST_SHARE) if 0 < mean < np.inf else np.ones(d)
 
 
 def check_rotation(vectors: RotationVectors, plan: Plan, spec: ModelSpec) -> None:

@@ -60,7 +60,7 @@ from moe_pack.convert.plan import (
     planner_for,
     read_plan,
 )
-from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, check_rotation, rotation_vectors
+from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, check_rotation, measured_rotation
 from moe_pack.formats import BF16, MATRICES, Pack, Plan, Progress, Quantizer, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
@@ -306,7 +306,7 @@ def _rotation(checkpoint: Checkpoint, plan: Plan, options: ConvertOptions) -> Ro
 
     Raises:  PlanError for experts that cannot be rotated.
     """
-    vectors = rotation_vectors(checkpoint.spec, options.rotate)
+    vectors = measured_rotation(checkpoint, options.rotate)
     if vectors is not None:
         check_rotation(vectors, plan, checkpoint.spec)
     return vectors
@@ -376,7 +376,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress)
-        rotation = rotation_vectors(checkpoint.spec, options.rotate)
+        rotation = measured_rotation(checkpoint, options.rotate)
         # Rotated experts cannot keep the checkpoint's codes, so the planner is not offered them.
         losses = with_kept(losses_of(profile), {} if rotation is not None else lossless_formats(checkpoint))
         model = PlanningModel(checkpoint.spec, dtypes, losses)

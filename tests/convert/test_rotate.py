@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from killing import different_files, files_in
 from models import DEMO_MODEL, TinyMixtral
 from profiles import profiled, random_tokens
+from safetensors.torch import load_file, save_file
 from second_reader import SecondReader, rotation_matrix
 
 from moe_pack.calib.profile import Profile
@@ -21,7 +22,7 @@ from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import EarlierPack, item_bytes
-from moe_pack.convert.rotation import check_rotation, rotation_vectors
+from moe_pack.convert.rotation import check_rotation, measured_rotation, rotation_vectors
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
 from moe_pack.formats.codecs import decode_part
@@ -71,6 +72,32 @@ def test_vectors_are_signs_that_depend_on_the_layer_alone(checkpoint: Checkpoint
     fewer = rotation_vectors(dataclasses.replace(spec, moe_layers=(2,)), "on")
     assert fewer is not None
     np.testing.assert_array_equal(fewer.input[0], found.input[2])
+
+
+def test_outputs_are_scaled_by_the_root_of_how_large_their_channels_are(checkpoint: Checkpoint) -> None:
+    spec, signs = checkpoint.spec, rotation_vectors(checkpoint.spec, "on")
+    found, tensors = measured_rotation(checkpoint, "on"), SHAPE.tensors()
+    assert found is not None and signs is not None and measured_rotation(checkpoint, "off") is None
+    np.testing.assert_array_equal(found.input, signs.input)
+    for l in range(3):
+        names = [f"model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight" for e in range(spec.router.num_experts)]
+        sizes = torch.cat([tensors[name].double() for name in names], dim=1).square().mean(dim=1).sqrt()  # [d]
+        expected = (sizes / sizes.mean()).sqrt().to(torch.bfloat16).float().numpy()
+        np.testing.assert_array_equal(found.output[l], signs.output[l] * expected)
+
+
+def test_a_channel_of_zeros_has_a_scale(tmp_path: Path) -> None:
+    folder = SHAPE.write(tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith("w2.weight"):
+            tensors[name][5] = 0
+    save_file(tensors, folder / "model.safetensors")
+    opened = Checkpoint(folder)
+    found = measured_rotation(opened, "on")
+    assert found is not None
+    np.testing.assert_allclose(np.abs(found.output[:, 5]), 1 / 8)
+    opened.close()
 
 
 def test_stored_rows_are_the_sources_in_rotated_coordinates(checkpoint: Checkpoint, tmp_path: Path) -> None:
