@@ -1,6 +1,7 @@
 """The command `moe-pack convert`: makes a pack from a checkpoint, with options, by a plan, or for a target."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,13 +61,32 @@ from moe_pack.convert.plan import (
     planner_for,
     read_plan,
 )
-from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, check_rotation, measured_rotation
-from moe_pack.formats import BF16, MATRICES, Pack, Plan, Progress, Quantizer, UsageError, option, size_text
+from moe_pack.convert.rotation import (
+    ROTATE_CHOICE_OPTION,
+    RotateChoice,
+    better_rotated,
+    check_rotation,
+    measured_rotation,
+)
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    ROW_GROUP,
+    ExpertFormat,
+    Pack,
+    Plan,
+    Progress,
+    Quantizer,
+    UsageError,
+    option,
+    size_text,
+    trellis_format,
+)
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import QUANTIZERS
+from moe_pack.formats.plan import QUANTIZERS, format_fault
 from moe_pack.formats.spec import read_size
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import operations_for
@@ -74,6 +94,7 @@ from moe_pack.runtime.model import operations_for
 AnyQuantizer = Quantizer | Literal["auto"]
 _QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
 _TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
+_JUDGED_FORMAT = trellis_format(5, ROW_GROUP)  # in which rotation is judged before there is a plan: 2.5 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +153,7 @@ class ConvertOptions:
             "calibrated with a profile that has inputs, else hqq.",
         ),
     )
-    rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
+    rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
     profile: Path | None = field(
         default=None,
         metadata=option(
@@ -258,7 +279,7 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
     check_calibration(checkpoint, plan, profile)
-    rotation = _rotation(checkpoint, plan, options)
+    rotation = _rotation(checkpoint, plan, profile, options)
     order = None if profile is None else hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
     rule = threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
     # The text is read first: if it cannot be read, that would otherwise be found after hours.
@@ -301,15 +322,48 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
     return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
 
 
-def _rotation(checkpoint: Checkpoint, plan: Plan, options: ConvertOptions) -> RotationVectors | None:
+def _rotation(
+    checkpoint: Checkpoint, plan: Plan, profile: Profile | None, options: ConvertOptions
+) -> RotationVectors | None:
     """Returns the coordinates in which layers store their experts.
 
     Raises:  PlanError for experts that cannot be rotated.
     """
-    vectors = measured_rotation(checkpoint, options.rotate)
-    if vectors is not None:
-        check_rotation(vectors, plan, checkpoint.spec)
+    if options.rotate == "off":
+        return None
+    if options.rotate == "auto":
+        if profile is None or plan.quantizer != "calibrated" or not profile.has_inputs:
+            return None
+        with TerminalProgress() as progress:
+            return _better_rotated(checkpoint, profile, lambda l, e: plan.experts[l][e], progress)
+    vectors = measured_rotation(checkpoint)
+    check_rotation(vectors, plan, checkpoint.spec)
     return vectors
+
+
+def _better_rotated(
+    checkpoint: Checkpoint, profile: Profile, formats: Callable[[int, int], ExpertFormat], progress: Progress
+) -> RotationVectors | None:
+    """Returns the vectors of the layers that lose less if they are rotated, and says how many they are."""
+    vectors = better_rotated(checkpoint, profile, formats, progress)
+    number = 0 if vectors is None else len(vectors.layers(checkpoint.spec))
+    _tell(f"rotation: {number} of {len(checkpoint.spec.moe_layers)} layers lose less with it")
+    return vectors
+
+
+def _rotation_for_target(
+    checkpoint: Checkpoint, profile: Profile, options: ConvertOptions, progress: Progress
+) -> RotationVectors | None:
+    """Returns the coordinates for plans that do not exist yet: `auto` judges a format that they often have."""
+    if options.rotate == "on":
+        return measured_rotation(checkpoint)
+    if options.rotate == "off" or not profile.has_inputs:
+        return None
+    part, has_gate = _JUDGED_FORMAT, "gate" in checkpoint.spec.expert.matrices
+    if lossless_formats(checkpoint) or format_fault(part, checkpoint.spec.hidden_size):
+        return None
+    judged = ExpertFormat(part if has_gate else None, part, part)
+    return _better_rotated(checkpoint, profile, lambda l, e: judged, progress)
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
@@ -376,7 +430,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress)
-        rotation = measured_rotation(checkpoint, options.rotate)
+        rotation = _rotation_for_target(checkpoint, profile, options, progress)
         # Rotated experts cannot keep the checkpoint's codes, so the planner is not offered them.
         losses = with_kept(losses_of(profile), {} if rotation is not None else lossless_formats(checkpoint))
         model = PlanningModel(checkpoint.spec, dtypes, losses)

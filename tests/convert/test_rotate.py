@@ -22,9 +22,9 @@ from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import EarlierPack, item_bytes
-from moe_pack.convert.rotation import check_rotation, measured_rotation, rotation_vectors
+from moe_pack.convert.rotation import better_rotated, check_rotation, measured_rotation, rotation_vectors
 from moe_pack.convert.verify import compare_weights
-from moe_pack.formats import Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
+from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
@@ -76,8 +76,8 @@ def test_vectors_are_signs_that_depend_on_the_layer_alone(checkpoint: Checkpoint
 
 def test_outputs_are_scaled_by_the_root_of_how_large_their_channels_are(checkpoint: Checkpoint) -> None:
     spec, signs = checkpoint.spec, rotation_vectors(checkpoint.spec, "on")
-    found, tensors = measured_rotation(checkpoint, "on"), SHAPE.tensors()
-    assert found is not None and signs is not None and measured_rotation(checkpoint, "off") is None
+    found, tensors = measured_rotation(checkpoint), SHAPE.tensors()
+    assert signs is not None
     np.testing.assert_array_equal(found.input, signs.input)
     for l in range(3):
         names = [f"model.layers.{l}.block_sparse_moe.experts.{e}.w2.weight" for e in range(spec.router.num_experts)]
@@ -94,8 +94,7 @@ def test_a_channel_of_zeros_has_a_scale(tmp_path: Path) -> None:
             tensors[name][5] = 0
     save_file(tensors, folder / "model.safetensors")
     opened = Checkpoint(folder)
-    found = measured_rotation(opened, "on")
-    assert found is not None
+    found = measured_rotation(opened)
     np.testing.assert_allclose(np.abs(found.output[:, 5]), 1 / 8)
     opened.close()
 
@@ -265,3 +264,25 @@ def test_a_synthetic_pack_may_be_rotated(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     with Pack(tmp_path / "p") as pack:
         assert pack.is_synthetic and pack.rotation is not None and pack.rotation.layers(pack.spec) == (0,)
+
+
+TRELLIS = ExpertFormat(*(trellis_format(4, 0),) * 3)
+
+
+def test_layers_with_a_few_huge_weights_are_rotated_and_others_only_where_it_pays(tmp_path: Path) -> None:
+    folder = SHAPE.write(tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if "layers.1." in name and name.endswith(("w1.weight", "w2.weight", "w3.weight")):
+            tensors[name][7, 3] = 40 * tensors[name].abs().max()
+    save_file(tensors, folder / "model.safetensors")
+    opened = Checkpoint(folder)
+    profile = profiled(folder, tmp_path / "profile", random_tokens(12, 16, 96))
+    found, every = better_rotated(opened, profile, lambda l, e: TRELLIS), measured_rotation(opened)
+    assert found is not None and found.is_rotated(1)
+    for l in range(3):
+        wanted = every.output[l] if found.is_rotated(l) else np.zeros(D)
+        np.testing.assert_array_equal(found.output[l], wanted)
+    eight = part_format(8, 64)
+    assert better_rotated(opened, profile, lambda l, e: ExpertFormat(eight, eight, eight)) is None
+    opened.close()
