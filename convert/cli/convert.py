@@ -193,9 +193,9 @@ class ConvertOptions:
 
         Raises:  UsageError.
         """
-        if self.rotate != "off" and SOURCE in (self.plan.selector_bits, self.plan.record_bits):
+        if self.rotate == "on" and SOURCE in (self.plan.selector_bits, self.plan.record_bits):
             raise UsageError(
-                "--rotate rounds the experts' weights, which source would keep; give a width such as 16, or remove "
+                "--rotate on rounds the experts' weights, which source would keep; give a width such as 16, or remove "
                 "--rotate"
             )
         if self.target is not None:

@@ -223,7 +223,7 @@ def test_codes_of_the_checkpoint_cannot_be_rotated(checkpoint: Checkpoint) -> No
 def test_source_keeps_nothing_that_is_rotated(tmp_path: Path) -> None:
     for option in ("--selector-bits", "--record-bits"):
         refused = run("convert", DEMO_MODEL, "-o", tmp_path / "p", option, "source", "--rotate", "on")
-        assert refused.exit_code == 2 and "--rotate rounds the experts' weights" in refused.stderr
+        assert refused.exit_code == 2 and "--rotate on rounds the experts' weights" in refused.stderr
         assert not (tmp_path / "p").exists()
 
 
