@@ -248,7 +248,7 @@ def rotation_command(
     limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
     as_json: bool,
 ) -> None:
-    """Times what rotated layers add to the decoding of a token: two rotations a layer, as a share of the layer's experts.
+    """Times what rotated layers add to the decoding of a token: two rotations a layer, as a share of its experts.
 
     All neurons run, so that the share is the least; experts come from more memory than any cache holds.
     """
