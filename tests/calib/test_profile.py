@@ -98,12 +98,12 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     assert refusal(folder) == "profile.json: the file has more than 16,000,000 bytes; profile the model again"
 
 
-ANEW = "profile.json: expected format 'moe-pack profile', version 5; profile the model again"
+OUTDATED = "profile.json: expected format 'moe-pack profile', version 5; profile the model again"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
-    (lambda values: values.update(version=1), ANEW),
-    (lambda values: values.update(version=0), ANEW),
-    (lambda values: values.pop("version"), ANEW),
-    (lambda values: values.update(format="moe-pack"), ANEW),
+    (lambda values: values.update(version=1), OUTDATED),
+    (lambda values: values.update(version=0), OUTDATED),
+    (lambda values: values.pop("version"), OUTDATED),
+    (lambda values: values.update(format="moe-pack"), OUTDATED),
     (lambda values: values.update(extra=1), "profile.json: unknown key 'extra'"),
     (lambda values: values["text"].update(extra=1), "profile.json: text: unknown key 'extra'"),
     (lambda values: values.pop("source"), "profile.json: key 'source' is missing"),
