@@ -13,10 +13,8 @@ To add a codec:
    convert/synthetic.py and convert/plan/machines.py (rates).
 5. Tests: tests/support/second_reader.py and named_formats.py; tests/native/layouts.cpp and plain.cpp.
 
-`TRELLIS_TABLES` has the tables of the codec `trellis`: 128 signed bytes a table, in hexadecimal, by width (bits of two
-weights). Odd widths have two tables: one for even columns, one for odd columns. Lloyd's algorithm made them from the
-best paths of random rows (benchmarks/trellis_tables.py at commit f1fe26a). They are part of the format
-(docs/trellis-tables.json) and never change.
+`TRELLIS_HASH` and `TRELLIS_LEVELS` are the tables of the codec `trellis`. They are part of the format
+(docs/trellis-tables.json) and never change. tests/bench/trellis_tables.py made them.
 """
 
 import numpy as np
@@ -25,60 +23,54 @@ from torch import Tensor
 
 from moe_pack.formats.plan import BLOCK, PartFormat
 
-TRELLIS_TABLES: dict[int, str] = {
-    3: (
-        "e523f80b04ec21ebf40ae02d12e212f7f409e91f20d70bf9d519f30608f445dfda35f90d0ef91be0f50689231bdb05f1"
-        "fa08d73232ec0af6f125f50e0bf71bd211f623e4cb1cf50b15d70df7ee09e2731fc707f6f306e41c0af82edfdb14f919"
-        "09f51ad8e53ff50c2ee909f4ed04bf2133c808fafa15df1b0af21dbbe127f30681fef429ff20e0050ee421f31bf205bc"
-        "20f606c60adb36fafd38d609e313f31a0bdc38031ff405dae10cf418fa74e30ef822e605ca04f21d25f50adb0feb20f5"
-        "ee1dc402e108fa2532f50be406bb1bf106e21ff422f50bdee90dfb36f419e00f2fff0ce203d81af3f71fde0fe10df947"
-        "dd09fa21f529d1040cd820f524fa09de"
-    ),
+# Of a step's nibble, of the nibble before it, and of the one before that: 16 bytes each.
+TRELLIS_HASH: tuple[str, str, str] = (
+    "977ecd08825ae1d066af43153cf9bb24",
+    "fcd043e22176454ddf9f47f71efb9f98",
+    "bef222e809cf2b343eca52d589fde084",
+)
+
+# By width, of the first and of the second weight: signed bytes, level `u` of set `p` at 16 u + p.
+TRELLIS_LEVELS: dict[int, tuple[str, str]] = {
     4: (
-        "81f00417e5fb0c26102fe5fc041bdaf40f37ebfc051cd9f3b0f20517e4fa0d25061bdbf30d6fe6fce6fc0d2accf10418"
-        "e4fc0b24c1f20517051adaf40f47e5fcebd11704fae6220d2e0ffceb1a06f4dd2c0efae81906f3daefcd1804fae4280d"
-        "2005f2d83111fcebfbe4250df2cb1805fbea240cefce1b041d07f4dc3a12fce9"
+        "e3edf1f4f8fafdfe020406080b0f131d",
+        "e3ecf1f4f8fafcff010406080c0f131d",
     ),
     5: (
-        "90f2031ae6fc0d260f31e6fd041cd7f30e46eafe041cdbf5b5f00316dffa0b29041ad9f30b6be9fce4fd0c25cef40415"
-        "e5fb0c33c4f30418041cd7f20f3de8fbe9d01505fbe8240c300ffceb1605f4dc260efdee1905f4dff2ce1502fae7210b"
-        "1d05f5dd2f0efdebfcea230df2de1403f9e5210ef0c816041905f4dd260efcec811500ee30ecfd0f0ffdec30ef0314ae"
-        "08f5db20fb091fe4e41d09fb1fd9f505f20317cd10feed466ce9fb10ce1504f01adcf707e4200afafa0822e505f5df19"
-        "e5280afc1fdff50805f5da1cfa0b27e50fffeb36f20214cac31303f12eebfc0df90c25e206f5e11d20daf506e2200bf9"
-        "3eeefd11d11201eff10213d211ffec2e"
+        "e6eef3f6f8fbfdff010305080a0d121a",
+        "e3eaeef0f2f3f5f6f8f9fafbfdfdffff01020204050607080a0b0c0e1012161d",
     ),
     6: (
-        "8105f11ae50ffb3f0bec24fe04df15f605d31df110e533fbeb0afc21db02f414f01bcd04fb2ce40e27fc0ceb16f503de"
-        "1bf105c073fc0fe6fc23ea0af514d804e010fb30d405f01b04dd16f60cec21fe0fe635fb06ab1bf2df03f514ea0afb28"
-        "fa52e60ef11acf0415f604d824fd0bed2afc10e51cf105c8f515dc03fd22ea0a"
+        "e6ecf0f2f4f5f6f8f9fafbfcfdfeffff010102030405060708090b0c0e10141a",
+        "e6ecf0f2f4f5f6f8f9fafbfcfdfeffff0101020304050607080a0b0c0e10141a",
     ),
     7: (
-        "811a06f229e7fa0f1feefe0adc1301f602f6dd14fe0b20ecfa0f2ae606f1ce1af0061cd20efae6300afeed23f60214df"
-        "16def602ec1f09fee66d0ffa17d4f106da4d0ffa1acaf10613e3f702eb230afe0affec26f50213e1f20619d70efbe63e"
-        "f90e2fe805f2c11802f6e012fe0a20ee28ebfe09d71402f6ac1b06f136e4f90e8323e51303fb0af103fb0bf2d526e715"
-        "f109f90112e51faa14e724d5f20afa02e413be1f0af202fa0bf202fae815d327fa02f10920c912e424cf14e8fa03f10a"
-        "da32ea1705fe0cf506ff0ff6e037ed1df60efe0618ed2eda1bed40e1f610fe06eb19dc2c0df506fe10f707feed1ce053"
-        "fe06f50e2ddc18ec75e01aedfe06f60f"
+        "cad6dee3e7eaedf0f1f4f6f8f9fcfdff01030407080a0c0f111316191d222a36",
+        (
+            "c5cfd6dbdee0e3e4e7e8eaebeceeeff0f1f2f3f4f6f6f7f8f9fafbfcfdfefe00010102030505060708090a0a0c0d0e0f11111314"
+            "151618191b1e1f222529303b"
+        ),
     ),
     8: (
-        "81dc1f2a0a0ff3f70206fbfee5ec1217f1f6090d2537cee1141be9effafe0205e5ec11170206fbff0a0ff3f7bddc1f2e"
-        "fafe0105141ae9ee2351d6e1f1f6090dd9c8311f0f0af7f30602fefbece51712f6f10d097126e1d51a14eee9fefa0502"
-        "ece617110602fffb0f0af7f3dda82a1efefa05011a14eee93f22e1d1f5f10d09"
+        (
+            "c5d0d6dbdee1e3e5e7e8eaebeceeeff0f1f2f3f4f5f6f7f8f9fafbfcfdfeffff010102030405060708090a0b0c0d0e0f10111213"
+            "1516181a1b1d1f22252a303a"
+        ),
+        (
+            "c5cfd6dbdee1e3e5e7e8eaebedeeeff0f1f2f3f4f6f6f7f8f9fafbfcfdfefe00000102030405060708090a0b0c0d0e0f10111214"
+            "151618191b1d1f22252a313b"
+        ),
     ),
 }
 
 # The scale of weights with unit variance, by width; for other weights it is multiplied by their standard deviation.
 TRELLIS_UNITS: dict[int, float] = {
-    3: 0.033923,
-    4: 0.038386,
-    5: 0.041391,
-    6: 0.043219,
-    7: 0.044342,
-    8: 0.044850,
+    4: 0.074461,
+    5: 0.089378,
+    6: 0.105687,
+    7: 0.053113,
+    8: 0.054169,
 }
-
-
-_WINDOW_BITS = 7  # bits of a trellis's stream that decide a value
 
 
 class Bf16:
@@ -204,11 +196,13 @@ class Mxfp4:
 
 
 class Trellis:
-    """Weights as `value * scale`: each weight adds some bits to a stream, whose last 7 bits select the value.
+    """Weights as `level * scale`: two weights a step; the last three nibbles of the stream select their sets of levels.
 
-    A value depends on the weight's own bits and on those of up to six weights before it in the row.
-    Source: trellis-coded quantization (Marcellin and Fischer, 1990) over a shift register, as in QTIP (arXiv
-    2406.11235); the tables are our own (`TRELLIS_TABLES`).
+    Step t has a nibble n[t] of the stream. The byte `hash = newest[n[t]] ^ middle[n[t-1]] ^ oldest[n[t-2]]` selects a
+    set of levels for each of the step's two weights: the low four bits for the first, the high four for the second.
+    Widths above 4 have more bits that select a level in its set. Nibbles and these refinements are two planes of a row.
+    Source: trellis-coded quantization over a shift register, as in QTIP (arXiv 2406.11235), with sets of levels as in
+    Marcellin and Fischer (1990). The hash of nibbles is our own: a processor looks it up with byte shuffles.
     """
 
     def __init__(self, part: PartFormat, num_cols: int) -> None:
@@ -226,46 +220,103 @@ class Trellis:
         return _from_float16_bytes(scales) if self.part.scale_bits == 16 else _from_byte_scales(scales, signed=False)
 
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Returns rows of bytes: the stream, then scales.
+        """Returns rows of bytes: the plane of nibbles, the plane of refinements, scales.
 
-        Args:    codes: u8 [rows, num_cols], the bits that each weight adds to the stream, the lowest bit first.
+        Args:    codes: u8 [rows, num_cols / 2], one a step: the nibble, then from bit 4 on the two bits of the first
+                 weight's refinement and those of the second's (`trellis_refinements` says how many are used).
                  scales: from `store_scales`.
         """
-        bits = [(codes[:, column::2, None] >> torch.arange(count)) & 1 for column, count in enumerate(self._steps())]
-        stream = torch.cat(bits, dim=2).flatten(1).view(len(codes), -1, 8)  # [rows, bytes, 8]
-        return torch.cat(((stream << torch.arange(8)).sum(dim=2).to(torch.uint8), scales), dim=1)
+        nibbles = (codes & 15).view(len(codes), -1, 2)
+        planes = [nibbles[:, :, 0] | nibbles[:, :, 1] << 4]
+        bits, chosen = trellis_refinements(self.part.width), (codes >> 4 & 3, codes >> 6)
+        halves = [_pack_refinements(_columns_of_steps(c), b) for c, b in zip(chosen, bits, strict=True) if b]
+        if halves:
+            planes.append(torch.cat(halves, dim=2).flatten(1))
+        return torch.cat((*planes, scales), dim=1)
 
     def decode(self, part: Tensor) -> Tensor:
         """Returns float32 weights [rows, num_cols] for u8 [rows, part_bytes]."""
-        stream, scales = part[:, : self.code_bytes].to(torch.int32), part[:, self.code_bytes :]
-        padded = torch.nn.functional.pad(stream, (1, 1))  # the stream begins after zeros
-        even, width = self._steps()[0], self.part.width
-        columns = torch.arange(self.num_cols, device=part.device)
-        starts = columns // 2 * width + torch.where(columns % 2 == 0, even, width) + 8 - _WINDOW_BITS
-        bytes_ = padded[:, starts // 8] | padded[:, starts // 8 + 1] << 8
-        windows = (bytes_ >> starts % 8) & ((1 << _WINDOW_BITS) - 1)  # [rows, columns]
-        values = trellis_values(width).to(part.device)[columns % 2, windows.to(torch.int64)]
-        grouped = values.view(len(part), self.num_groups, self.num_cols // self.num_groups)
+        nibble_bytes = self.num_cols // 4
+        plane, refinements, scales = torch.split(
+            part, [nibble_bytes, self.code_bytes - nibble_bytes, part.shape[1] - self.code_bytes], dim=1
+        )
+        nibbles = torch.stack((plane & 15, plane >> 4), dim=2).flatten(1)  # [rows, steps]
+        windows = trellis_windows(nibbles)
+        hashes = trellis_hashes().to(part.device)[windows]
+        bits = trellis_refinements(self.part.width)
+        sets = [_columns_of_steps(hashes & 15), _columns_of_steps(hashes >> 4)]  # [rows, blocks, 32] each
+        halves = torch.split(refinements.reshape(len(part), sets[0].shape[1], -1), [4 * b for b in bits], dim=2)
+        chosen = [
+            _unpack_refinements(half, b) if b else torch.zeros_like(sets[0])
+            for half, b in zip(halves, bits, strict=True)
+        ]
+        levels = [table.to(part.device) for table in trellis_levels(self.part.width)]
+        values = [levels[half][(chosen[half].to(torch.int64) << 4) + sets[half].to(torch.int64)] for half in range(2)]
+        grouped = torch.cat(values, dim=2).view(len(part), self.num_groups, self.num_cols // self.num_groups)
         return grouped.mul(self.load_scales(scales).unsqueeze(2)).view(-1, self.num_cols)
 
-    def _steps(self) -> tuple[int, int]:
-        return trellis_steps(self.part.width)
+
+def trellis_refinements(width: int) -> tuple[int, int]:
+    """Returns the bits that select a level in its set, of a step's first and second weight; `width` counts both."""
+    return (width - 4) // 2, (width - 3) // 2
 
 
-def trellis_steps(width: int) -> tuple[int, int]:
-    """Returns the bits that a weight adds to a trellis's stream: in even columns, in odd columns."""
-    return width // 2, width - width // 2
+def trellis_windows(nibbles: Tensor) -> Tensor:
+    """Returns the last three nibbles of every step as one number below 4,096, the newest in the highest four bits.
+
+    Args:    nibbles: u8 [rows, steps]; zeros come before the first.
+    Returns: int64 [rows, steps].
+    """
+    padded = torch.nn.functional.pad(nibbles.to(torch.int64), (2, 0))
+    return padded[:, 2:] << 8 | padded[:, 1:-1] << 4 | padded[:, :-2]
 
 
-def trellis_values(width: int) -> Tensor:
-    """Returns the values that 7 bits of a trellis's stream select: float32 [2, 128], for even and for odd columns."""
-    tables = np.frombuffer(bytes.fromhex(TRELLIS_TABLES[width]), np.int8).reshape(-1, 1 << _WINDOW_BITS)
-    return torch.from_numpy(tables.astype(np.float32)[[0, -1]])
+def trellis_hashes() -> Tensor:
+    """Returns the hash of every window, u8 [4096]: the set of the first weight, and that of the second times 16."""
+    newest, middle, oldest = (torch.tensor(list(bytes.fromhex(table)), dtype=torch.uint8) for table in TRELLIS_HASH)
+    return (newest[:, None, None] ^ middle[:, None] ^ oldest).flatten()
+
+
+def trellis_levels(width: int) -> tuple[Tensor, Tensor]:
+    """Returns the levels of a step's first and second weight, float32 [16 times refinements]; a set is every 16th."""
+    first, second = (np.frombuffer(bytes.fromhex(table), np.int8).astype(np.float32) for table in TRELLIS_LEVELS[width])
+    return torch.from_numpy(first), torch.from_numpy(second)
 
 
 def trellis_unit(width: int) -> float:
-    """Returns the scale for weights of unit variance, for which the values of a trellis were made."""
+    """Returns the scale for weights of unit variance, for which the levels of a trellis were made."""
     return TRELLIS_UNITS[width]
+
+
+def trellis_columns(num_cols: int) -> Tensor:
+    """Returns the two columns of every step, int64 [num_cols / 2, 2].
+
+    In each block of 64 columns, steps 2 j and 2 j + 1 have columns j and j + 32, and j + 16 and j + 48.
+    """
+    step = torch.arange(num_cols // 2)
+    first = step // 32 * 64 + step % 32 // 2 + step % 2 * 16
+    return torch.stack((first, first + 32), dim=1)
+
+
+def _columns_of_steps(values: Tensor) -> Tensor:
+    """Returns values of steps, [rows, steps], in the order of their first columns: [rows, blocks, 32]."""
+    return values.view(len(values), -1, 16, 2).transpose(2, 3).flatten(2)
+
+
+# A refinement plane has 4 bytes a bit for 32 columns. Byte r of 4 bits a byte column: with one bit, bit q of byte r is
+# that of column 4 q + r (q 0 to 7, r 0 to 3); with two, bits 2 q and 2 q + 1 of byte r are those of column 8 q + r
+# (q 0 to 3, r 0 to 7). So a shift that differs between the words of a register leaves each column's bits in its byte.
+def _pack_refinements(values: Tensor, bits: int) -> Tensor:
+    """Packs u8 [rows, blocks, 32], each below 2^bits, to u8 [rows, blocks, 4 bits]."""
+    fields = values.view(*values.shape[:2], 8 // bits, 4 * bits)  # [rows, blocks, q, r]
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (fields << shifts).sum(dim=2).to(torch.uint8)
+
+
+def _unpack_refinements(packed: Tensor, bits: int) -> Tensor:
+    """Unpacks the result of `_pack_refinements`: u8 [rows, blocks, 4 bits] to u8 [rows, blocks, 32]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(2)
 
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

@@ -3,14 +3,16 @@
 The layout follows from the model's spec and the plan alone. So sizes are known before the conversion, and the writer
 and the reader compute the same places.
 
-A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes: its parts,
-one after another, then a CRC-32, padded to 16 bytes. Selectors, records and dense matrices have the same kind of rows.
+A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes: the codes of
+its parts, each on a multiple of 16 bytes, then their scales, zeros and biases, then a CRC-32, padded to 16 bytes.
+Selectors, records and dense matrices have the same kind of rows.
 docs/format.md specifies them.
 """
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -37,13 +39,24 @@ Bytes2D = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix's bytes in a row: codes, scales and zeros in `num_bytes` from `offset` on, then its bias, if any."""
+    """A matrix's bytes in a row.
+
+    `offset`: where its `code_bytes` codes begin.   `scales_offset`: where its scales, its zeros and then its bias, if
+    any, begin.   `num_bytes`: of codes, scales and zeros.
+    """
 
     name: str
     format: PartFormat
     offset: int
+    scales_offset: int
+    code_bytes: int
     num_bytes: int
     has_bias: bool
+
+    @property
+    def bias_offset(self) -> int:
+        """Where the part's float32 bias is, if it has one."""
+        return self.scales_offset + self.num_bytes - self.code_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +76,14 @@ class RowLayout:
 def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowLayout:
     """Returns the layout of rows with these parts: name, format, whether a float32 bias follows."""
     placed, end = [], 0
-    for name, part_format, has_bias in parts:
-        num_bytes = part_format.part_bytes(num_cols)
-        placed.append(Part(name, part_format, end, num_bytes, has_bias))
-        end += num_bytes + 4 * has_bias
+    offsets = []
+    for _, part_format, _ in parts:
+        offsets.append(-(-end // ROW_ALIGN) * ROW_ALIGN)
+        end = offsets[-1] + part_format.code_bytes(num_cols)
+    for offset, (name, part_format, has_bias) in zip(offsets, parts, strict=True):
+        num_bytes, code_bytes = part_format.part_bytes(num_cols), part_format.code_bytes(num_cols)
+        placed.append(Part(name, part_format, offset, end, code_bytes, num_bytes, has_bias))
+        end += num_bytes - code_bytes + 4 * has_bias
     return RowLayout(tuple(placed), num_cols, end, _row_bytes(end))
 
 
@@ -139,13 +156,15 @@ def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hi
 
 
 def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D) -> None:
-    """Writes the parts' bytes into rows, one part after another, with CRC and zero padding.
+    """Writes the parts' bytes into rows, with CRC and zero padding.
 
     Args:    sections: for each part, u8 [rows, bytes of part and bias].   out: u8 [rows, row_bytes], overwritten.
     """
+    out[:] = 0
     for part in layout.parts:
-        section = sections[part.name]
-        out[:, part.offset : part.offset + section.shape[1]] = section
+        section, codes = sections[part.name], part.code_bytes
+        out[:, part.offset : part.offset + codes] = section[:, :codes]
+        out[:, part.scales_offset : part.scales_offset + section.shape[1] - codes] = section[:, codes:]
     seal_rows(layout, out)
 
 
@@ -178,7 +197,9 @@ def check_rows(layout: RowLayout, rows: Bytes2D, place: str) -> None:
     wrong = np.flatnonzero(row_crcs(layout, rows) != stored)
     if wrong.size:
         raise PackError(f"{place}: row {wrong[0]}: CRC-32 does not match its bytes; the file is damaged")
-    padded = np.flatnonzero(rows[:, layout.crc_offset + 4 :].any(axis=1))
+    gaps = [slice(part.offset + part.code_bytes, after.offset) for part, after in pairwise(layout.parts)]
+    gaps.append(slice(layout.crc_offset + 4, layout.row_bytes))
+    padded = np.flatnonzero(np.any([rows[:, gap].any(axis=1) for gap in gaps], axis=0))
     if padded.size:
         raise PackError(f"{place}: row {padded[0]}: padding is not zero")
 

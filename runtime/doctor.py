@@ -421,7 +421,7 @@ def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
         if part.format == BF16:
             rows[:, part.offset : part.offset + part.num_bytes] = np.tile(_BF16_BYTES, layout.num_cols)
             continue
-        end = part.offset + part.format.code_bytes(layout.num_cols)
+        end = part.scales_offset
         values = ((part.format.scale_bytes(layout.num_cols), 0.01), (part.format.zero_bytes(layout.num_cols), 7.5))
         for num_bytes, value in values:
             begin, end = end, end + num_bytes

@@ -1,28 +1,39 @@
 """Quantization to a trellis: the search for the codes of rows, and the quantizer `nearest` built on it.
 
-`search` finds the cheapest path through the states of the code stream. A state is the stream's last 7 bits. A column
-adds k bits, so each state has 2^k predecessors, and of the paths that lead to a state only the cheapest can go on
-(Viterbi). With a GPTQ factor, a column's target depends on earlier errors, which differ from path to path: each path
-corrects its own errors (per-survivor processing). This is no longer exact, but much better than corrections from the
-one path that looks best. The native kernel and `plain_search` give the same codes bit for bit: both take every sum in
-the same order.
-Source: G. D. Forney, The Viterbi algorithm (1973); R. Raheli, A. Polydoros and C.-K. Tzou, Per-survivor processing
-(1995), for channels that are estimated while they are decoded.
+`search` finds a cheap path through the states of a trellis by a beam search. A state is the last two nibbles of the
+stream; a step adds one. Of the paths that lead to a state only the cheapest can go on (Viterbi), and of these paths
+the cheapest few. With a GPTQ factor, a column's target depends on earlier errors, which differ from path to path: each
+path corrects its own errors (per-survivor processing). This is no longer exact, but much better than corrections from
+the one path that looks best. The native kernel and `plain_search` give the same codes bit for bit: both take every sum
+in the same order.
+Source: G. D. Forney, The Viterbi algorithm (1973); J. B. Anderson and S. Mohan, Sequential coding algorithms (1984),
+for the M-algorithm; R. Raheli, A. Polydoros and C.-K. Tzou, Per-survivor processing (1995), for channels that are
+estimated while they are decoded.
 
 `TrellisQuantizer` quantizes each row from its own weights. A group's scale is its root mean square, in the table's
-unit, times one of a few factors: larger ones let the table reach the outliers of a row. The nearest codes make a row
+unit, times one of a few factors: larger ones let the levels reach the outliers of a row. The nearest codes make a row
 shorter. Shortened rows of gate, up and down multiply, and cost more than their squared error says. So the scales are
 stretched until the product of the weights with the stored row equals their product with themselves.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, trellis_steps, trellis_unit, trellis_values
-from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
+from moe_pack.formats.codecs import (
+    TRELLIS_HASH,
+    Trellis,
+    trellis_columns,
+    trellis_hashes,
+    trellis_levels,
+    trellis_unit,
+    trellis_windows,
+)
+from moe_pack.runtime.cpu import TrellisRows, TrellisTables, is_available, search_trellis
 
 
 class UnrepresentableError(ValueError):
@@ -39,169 +50,275 @@ class UnrepresentableError(ValueError):
 
 TOO_LARGE_FOR_SCALES = "weights too large for float16 scales; store it in 16 bits"  # an `advice`
 
-# A path corrects its own errors of so many columns; errors further back are those of the best path. Paths merge late:
-# with 32 columns two gate matrices of small-mixtral lose up to 3% more at 2 and 3 bits, with 128 up to 0.8% less.
-SURVIVOR_COLUMNS = 64
-_BITS, _STATES = 7, 128
-_SUMS = 4  # column u's error is at u % 64, and is added to sum u % 4: these sums do not wait for each other
-_PIECE_ROWS = 128  # rows that `plain_search` takes at once: 4 MiB of errors
+# The paths that go on after a step. Without factors, 64 find what all 256 states find but for 1% of the error.
+FED_PATHS, FREE_PATHS = 32, 64
+# A path corrects its own errors of so many steps; errors further back are those of the best path.
+OWN_STEPS = 32
+_NIBBLES, _STATES = 16, 256
+# Steps searched between two products that carry their errors on: their part of the factor stays in cache. The factor of
+# 4,096 columns takes 64 MiB and does not. The search looks ahead at the next steps, because paths merge late.
+_BLOCK_STEPS, _AHEAD_STEPS = 64, 4
+_PIECE_ROWS = 32  # that `plain_search` takes at once: 2 MiB of errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrellisCodes:
-    """The codes of R rows.
+    """The codes of R rows, by step.
 
-    `codes` u8 [R, num_kept]: each column's new bits.   `values` float32 [R, num_kept]: their values in the table, not
-    scaled.   `windows` u8 [R]: the state after the last of these columns.
+    `codes` u8 [R, S], as `Trellis.encode` takes them.   `values` float32 [R, 2 S]: the levels of the weights of each
+    step, not scaled.
     """
 
     codes: Tensor
     values: Tensor
-    windows: Tensor
-
-
-def search(
-    weights: Tensor,
-    targets: Tensor,
-    scales: Tensor,
-    importance: Tensor,
-    width: int,
-    *,
-    factor: Tensor | None = None,
-    starts: Tensor | None = None,
-    num_kept: int | None = None,
-) -> TrellisCodes:
-    """Returns the codes of rows of weights under given scales.
-
-    Meaning: without `factor`, the codes with the least sum over columns j of `importance[j] * (targets[j] - scales[j] *
-             value[j])^2`, exact but for float32's rounding. With `factor`, the target of column j grows by
-             `(weights[i] - scales[i] * value[i]) * factor[i, j]` for each i < j. For the last 63 columns these are the
-             errors of the path itself; for earlier columns they are those of the path that was best then, and paths
-             that disagree with it end. Of equal paths the one with lower states wins.
-             A row's codes do not depend on the other rows.
-    Args:    weights, targets, scales: float32 [R, n], finite (not checked); the first is an even column of its row.
-             importance: float32 [n] or [R, n], not negative.   width: of the trellis, bits of two weights.
-             factor: float32 [n, n], read above its diagonal (`GptqFactor`).   starts: u8 [R], the states before the
-             first column; zeros by default.   num_kept: columns whose codes are returned, all by default; the search
-             only looks ahead at the others.
-    """
-    num_rows, n = weights.shape
-    kept = n if num_kept is None else num_kept
-    starts = torch.zeros(num_rows, dtype=torch.uint8) if starts is None else starts
-    assert targets.shape == scales.shape == weights.shape, f"{targets.shape}, {scales.shape} for {weights.shape}"
-    assert importance.shape in ((n,), (num_rows, n)), f"importance {importance.shape} for {weights.shape}"
-    assert factor is None or factor.shape == (n, n), f"factor {factor} for {n} columns"
-    assert starts.shape == (num_rows,) and bool((starts < _STATES).all()), "states before the first column"
-    assert n >= 1 and 0 <= kept <= n, f"{kept} of {n} columns"
-    if not is_available():
-        return plain_search(weights, targets, scales, importance, width, factor, starts, kept)
-    rows = TrellisRows(weights, targets, scales, importance, factor, starts)
-    return TrellisCodes(*search_trellis(rows, width, trellis_values(width), kept))
 
 
 @torch.no_grad()
-def plain_search(
-    weights: Tensor,
-    targets: Tensor,
-    scales: Tensor,
-    importance: Tensor,
-    width: int,
-    factor: Tensor | None,
-    starts: Tensor,
-    num_kept: int,
+def search(
+    weights: Tensor, scales: Tensor, importance: Tensor, width: int, factors: Sequence[Tensor] = ()
 ) -> TrellisCodes:
-    """Computes `search` in torch: the twin of the native kernel, and its substitute if that is not installed."""
-    pieces = []
-    for first in range(0, max(1, len(weights)), _PIECE_ROWS):
+    """Returns the codes of rows of weights under given scales.
+
+    Meaning: a small sum over columns j of `importance[j] * (weights[j] - scales[j] * value[j])^2`, the least of all for
+             rows of two steps. With factors, the target of column j grows by `(weights[i] - scales[i] * value[i]) *
+             factor[i, j]` for each i < j of the same factor. For the last 31 steps and the step itself these are the
+             errors of the path itself; for earlier columns they are those of the path that was best then, and paths
+             that disagree with it end. A level of a set is the nearest to its path's target. Of equal paths the one
+             with the lower state wins.
+             A row's codes do not depend on the other rows, but for the rounding of products with long factors.
+    Args:    weights, scales: float32 [R, 2 S], in the order of S steps (`trellis_columns`), finite (not checked); a
+             scale of 0 makes all values 0.   importance: float32 [2 S], not negative.   width: of the trellis, bits of
+             two weights.   factors: float32 [m, m], of consecutive runs of m columns, even numbers of them, read
+             above their diagonals (`GptqFactor`).
+    """
+    num_rows, n = weights.shape
+    assert scales.shape == weights.shape and importance.shape == (n,), f"{scales.shape}, {importance.shape}"
+    assert n >= 2 and n % 2 == 0, f"{n} columns"
+    assert not factors or sum(len(factor) for factor in factors) == n, f"factors for {n} columns"
+    starts = torch.zeros(num_rows, dtype=torch.uint8)
+    if not factors:
+        rows = TrellisRows(weights, weights, scales, importance, None, starts)
+        return TrellisCodes(*_search_rows(rows, width, n // 2)[:2])
+    codes, values = torch.empty((num_rows, n // 2), dtype=torch.uint8), torch.empty((num_rows, n))
+    first = 0
+    for factor in factors:
+        end = first + len(factor)
+        run = slice(first, end)
+        rows = TrellisRows(weights[:, run], weights[:, run], scales[:, run], importance[run], factor, starts)
+        starts = _search_run(rows, width, codes[:, first // 2 : end // 2], values[:, run])
+        first = end
+    return TrellisCodes(codes, values)
+
+
+def _search_run(rows: TrellisRows, width: int, codes: Tensor, values: Tensor) -> Tensor:
+    """Writes a run's codes and values to `codes` and `values`; returns the states after the run."""
+    num_steps, starts, targets, factor = codes.shape[1], rows.starts, rows.targets.clone(), rows.factor
+    assert factor is not None and len(factor) == 2 * num_steps, f"factor {factor} for {num_steps} steps"
+    for first in range(0, num_steps, _BLOCK_STEPS):
+        end = min(first + _BLOCK_STEPS, num_steps)
+        block, later = slice(2 * first, 2 * end), slice(2 * end, 2 * num_steps)
+        seen = slice(2 * first, 2 * min(end + _AHEAD_STEPS, num_steps))
+        piece = TrellisRows(
+            rows.weights[:, seen],
+            targets[:, seen],
+            rows.scales[:, seen],
+            rows.importance[seen],
+            factor[seen, seen],
+            starts,
+        )
+        codes[:, first:end], values[:, block], starts = _search_rows(piece, width, end - first)
+        errors = rows.weights[:, block] - rows.scales[:, block] * values[:, block]
+        targets[:, later] += errors @ factor[block, later]
+    return starts
+
+
+def _search_rows(rows: TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the codes and values of the first steps of rows, and the states after these."""
+    if is_available():
+        return search_trellis(rows, trellis_tables(width), num_kept)
+    return plain_search(rows, width, num_kept)
+
+
+@cache
+def trellis_tables(width: int) -> TrellisTables:
+    """Returns the tables of a trellis for the native kernel."""
+    hashes = torch.tensor([list(bytes.fromhex(table)) for table in TRELLIS_HASH], dtype=torch.uint8)
+    return TrellisTables(hashes, *trellis_levels(width))
+
+
+@torch.no_grad()
+def plain_search(rows: TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `search_trellis` in torch: the twin of the native kernel, and its substitute if that is not installed.
+
+    Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].
+    """
+    pieces = list[tuple[Tensor, Tensor, Tensor]]()
+    for first in range(0, max(1, len(rows.weights)), _PIECE_ROWS):
         piece = slice(first, first + _PIECE_ROWS)
-        importances = (importance if importance.dim() == 2 else importance.expand_as(weights))[piece]
-        rows = TrellisRows(weights[piece], targets[piece], scales[piece], importances, factor, starts[piece])
-        pieces.append(_read_codes(_best_path(rows, width), width, rows.starts, num_kept))
-    return TrellisCodes(
-        torch.cat([piece.codes for piece in pieces]),
-        torch.cat([piece.values for piece in pieces]),
-        torch.cat([piece.windows for piece in pieces]),
-    )
+        some = rows._replace(
+            weights=rows.weights[piece],
+            targets=rows.targets[piece],
+            scales=rows.scales[piece],
+            starts=rows.starts[piece],
+        )
+        pieces.append(_read_codes(_PlainPaths(some, width).codes()[:, :num_kept], width, some.starts))
+    codes, values, ends = zip(*pieces, strict=True)
+    return torch.cat(codes), torch.cat(values), torch.cat(ends)
 
 
-def _best_path(rows: TrellisRows, width: int) -> Tensor:
-    """Returns the states after each column on the best path: int64 [R, n]."""
-    num_rows, n = rows.weights.shape
-    tables, targets = trellis_values(width), rows.targets.clone()
-    costs = torch.full((num_rows, _STATES), torch.inf)
-    costs.scatter_(1, rows.starts[:, None].long(), 0.0)
-    errors = torch.zeros((num_rows, _STATES, SURVIVOR_COLUMNS if rows.factor is not None else 0))
-    parents = []  # for each column, the best predecessor of the states that share their newest bits: [R, 128 / 2^k]
-    for t in range(n):
-        k = trellis_steps(width)[t % 2]
-        if rows.factor is not None and t >= SURVIVOR_COLUMNS:
-            _commit_error(rows.factor, t, costs, errors, targets)
-        choices = costs.view(num_rows, _STATES >> k, 1 << k)  # a state's oldest bits are its lowest, and leave it
-        oldest = choices.argmin(dim=2)
-        parents.append(torch.arange(choices.shape[1]) << k | oldest)
-        cheapest = choices.gather(2, oldest[:, :, None])[:, None, :, 0]  # [R, 1, 128 / 2^k]
-        target = targets[:, t, None]
+def _read_codes(codes: Tensor, width: int, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns codes, the values that a reader finds for them after states `starts`, and the states after them."""
+    before = torch.stack((starts >> 4, starts & 15), dim=1)
+    nibbles = torch.cat((before, codes & 15), dim=1)
+    hashes = trellis_hashes()[trellis_windows(nibbles)[:, 2:]].long()
+    first, second = trellis_levels(width)
+    low, high = (codes >> 4 & 3).long(), (codes >> 6).long()
+    values = torch.stack((first[low << 4 | hashes & 15], second[high << 4 | hashes >> 4]), dim=2).flatten(1)
+    return codes, values, nibbles[:, -2] << 4 | nibbles[:, -1]
+
+
+class _PlainPaths:
+    """The paths to all states; those that do not go on cost infinity.
+
+    A state is the nibble before the last times 16, plus the last. Tensors of paths to the states after a step are
+    [R, 16, 16]: by the last nibble before the step, and that of the step.
+    """
+
+    def __init__(self, rows: TrellisRows, width: int) -> None:
+        self._rows = rows
+        self._levels = [levels.view(-1, _NIBBLES) for levels in trellis_levels(width)]  # [levels, 16] each
+        # By the two nibbles before, and that of the step: [16, 16, 16], of windows with the newest nibble highest.
+        self._sets = trellis_hashes().long().view(_NIBBLES, _NIBBLES, _NIBBLES).permute(2, 1, 0)
+        self._targets = rows.targets.clone()  # with the corrections of settled steps
+        self._costs = torch.full((len(rows.weights), _STATES), torch.inf)
+        self._costs.scatter_(1, rows.starts[:, None].long(), 0.0)
+        num_steps = 0 if rows.factor is None else OWN_STEPS
+        self._errors = torch.zeros((len(rows.weights), _STATES, num_steps, 2))  # step u's at u % OWN_STEPS
+
+    def codes(self) -> Tensor:
+        """Returns the codes of the cheapest path, u8 [R, S]."""
+        num_steps = self._targets.shape[1] // 2
+        parents, chosen = list[Tensor](), list[Tensor]()
+        for t in range(num_steps):
+            if self._rows.factor is not None and t >= OWN_STEPS:
+                self._settle(t)
+            parent, code = self._extend(t)
+            parents.append(parent)
+            chosen.append(code)
+        codes = torch.empty((len(self._targets), num_steps), dtype=torch.uint8)
+        state = self._costs.argmin(dim=1, keepdim=True)
+        for t in reversed(range(num_steps)):
+            codes[:, t] = chosen[t].gather(1, state)[:, 0].to(torch.uint8)
+            state = parents[t].gather(1, state)
+        return codes
+
+    def _settle(self, t: int) -> None:
+        """Adds the best path's corrections of step t - 32 to the targets, and ends paths that made other errors."""
+        assert self._rows.factor is not None
+        made = self._errors[:, :, t % OWN_STEPS]  # [R, states, 2]
+        best = self._costs.argmin(dim=1)
+        kept = made[torch.arange(len(best)), best]  # [R, 2]
+        self._costs[(made != kept[:, None]).any(dim=2)] = torch.inf
+        for half in range(2):
+            column = 2 * (t - OWN_STEPS) + half
+            self._targets[:, 2 * t :] += kept[:, half, None] * self._rows.factor[column, 2 * t :]
+
+    def _extend(self, t: int) -> tuple[Tensor, Tensor]:
+        """Extends the paths by step t; returns, of each state after it, the state before and the code, [R, 256]."""
+        rows, columns = self._rows, (2 * t, 2 * t + 1)
+        targets = [
+            self._targets[:, column, None, None] + sums for column, sums in zip(columns, self._sums(t), strict=True)
+        ]
+        sets = self._sets.flatten(0, 1)  # [256, 16]: by the state before, and the step's nibble
+        first, low = self._nearest(0, columns[0], targets[0], sets & 15)
+        errors = rows.weights[:, columns[0], None, None] - first
+        target = targets[1] if rows.factor is None else targets[1] + errors * rows.factor[columns[0], columns[1]]
+        second, high = self._nearest(1, columns[1], target, sets >> 4)
+        costs = self._costs[:, :, None]
+        for j, misses in zip(columns, (targets[0] - first, target - second), strict=True):
+            costs = costs + (rows.importance[j] * misses) * misses
+        # Of the paths to a state, whose states before differ in their older nibble, the cheapest.
+        best = costs.view(-1, _NIBBLES, _NIBBLES, _NIBBLES).min(dim=1)  # [R, 16, 16]
+        oldest = costs.view(-1, _NIBBLES, _NIBBLES, _NIBBLES).argmin(dim=1)
+        parents = (oldest * _NIBBLES + torch.arange(_NIBBLES)[:, None]).flatten(1)  # [R, 256]
+        nibbles = torch.arange(_STATES) % _NIBBLES
+        path = parents * _NIBBLES + nibbles  # in [256, 16]
+        self._costs = self._cheapest(best.values.flatten(1))
+        codes = (low.flatten(1).gather(1, path) << 4 | high.flatten(1).gather(1, path) << 6) | nibbles
         if rows.factor is not None:
-            errors = errors.gather(1, parents[t][:, :, None].expand(-1, -1, SURVIVOR_COLUMNS))
-            target = target + _corrections(rows.factor, t, errors)
-        values = rows.scales[:, t, None, None] * tables[t % 2].view(1 << k, -1)  # [R, 2^k, 128 / 2^k]
-        misses = target[:, None, :] - values
-        costs = (cheapest + (rows.importance[:, t, None, None] * misses) * misses).view(num_rows, _STATES)
-        if rows.factor is not None:
-            errors = errors.repeat(1, 1 << k, 1)
-            errors[:, :, t % SURVIVOR_COLUMNS] = (rows.weights[:, t, None, None] - values).view(num_rows, _STATES)
-    return _trace_back(costs, parents)
+            self._errors = self._errors.gather(1, parents[:, :, None, None].expand(-1, -1, OWN_STEPS, 2))
+            made = torch.stack((errors, rows.weights[:, columns[1], None, None] - second), dim=3).flatten(1, 2)
+            self._errors[:, :, t % OWN_STEPS] = made.gather(1, path[:, :, None].expand(-1, -1, 2))
+        return parents, codes
+
+    def _sums(self, t: int) -> list[Tensor]:
+        """Returns what the errors of earlier steps add to both targets of step t, [R, 256, 1] each."""
+        factor, sums = self._rows.factor, list[Tensor]()
+        for column in (2 * t, 2 * t + 1):
+            if factor is None or t == 0:
+                sums.append(torch.zeros((len(self._targets), _STATES, 1)))
+                continue
+            halves = [torch.zeros((len(self._targets), _STATES)) for _ in range(2)]
+            # Steps by their places, but the last one after all others.
+            for step in sorted(range(max(0, t - OWN_STEPS + 1), t - 1), key=lambda step: step % OWN_STEPS):
+                for half in range(2):
+                    halves[half] += self._errors[:, :, step % OWN_STEPS, half] * factor[2 * step + half, column]
+            total = halves[0] + halves[1]
+            for half in range(2):
+                total = total + self._errors[:, :, (t - 1) % OWN_STEPS, half] * factor[2 * t - 2 + half, column]
+            sums.append(total[:, :, None])
+        return sums
+
+    def _nearest(self, half: int, column: int, targets: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scaled levels of sets [256, 16] that are nearest to targets, and their numbers: [R, 256, 16]."""
+        scaled = self._rows.scales[:, column, None, None] * self._levels[half]  # [R, levels, 16]
+        of_sets = scaled[:, :, sets]  # [R, levels, 256, 16]
+        number = (targets[:, None] - of_sets).abs().argmin(dim=1, keepdim=True)
+        return of_sets.gather(1, number)[:, 0], number[:, 0]
+
+    def _cheapest(self, costs: Tensor) -> Tensor:
+        """Returns the costs of states, those of all but the cheapest paths set to infinity."""
+        most = FREE_PATHS if self._rows.factor is None else FED_PATHS
+        kept = costs.sort(dim=1, stable=True).indices[:, :most]
+        return torch.full_like(costs, torch.inf).scatter_(1, kept, costs.gather(1, kept))
 
 
-def _commit_error(factor: Tensor, t: int, costs: Tensor, errors: Tensor, targets: Tensor) -> None:
-    """Fixes the error of column t - 64: adds the best path's correction to the targets and ends paths that differ."""
-    column = t - SURVIVOR_COLUMNS
-    path_errors = errors[:, :, column % SURVIVOR_COLUMNS]
-    kept = path_errors.gather(1, costs.argmin(dim=1, keepdim=True))  # [R, 1]
-    costs[path_errors != kept] = torch.inf
-    targets[:, t:] += kept * factor[column, t:]
-
-
-def _corrections(factor: Tensor, t: int, errors: Tensor) -> Tensor:
-    """Returns what the errors [R, states, 64] of columns before t add to its target: [R, states]."""
-    sums = [torch.zeros(errors.shape[:2]) for _ in range(_SUMS)]
-    for slot in range(min(t, SURVIVOR_COLUMNS)):
-        column = slot + (t - 1 - slot) // SURVIVOR_COLUMNS * SURVIVOR_COLUMNS  # the last one before t at this place
-        if max(0, t - SURVIVOR_COLUMNS + 1) <= column < t - 1:
-            sums[slot % _SUMS] += errors[:, :, slot] * factor[column, t]
-    if t == 0:
-        return sums[0]
-    newest = errors[:, :, (t - 1) % SURVIVOR_COLUMNS] * factor[t - 1, t]
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + newest
-
-
-def _trace_back(costs: Tensor, parents: list[Tensor]) -> Tensor:
-    """Returns the states of the cheapest path, int64 [R, n], from the costs after its end and all predecessors."""
-    states = torch.empty((len(costs), len(parents)), dtype=torch.int64)
-    last = costs.argmin(dim=1)
-    for t in reversed(range(len(parents))):
-        states[:, t] = last
-        last = parents[t].gather(1, last[:, None] % parents[t].shape[1])[:, 0]
-    return states
-
-
-def _read_codes(states: Tensor, width: int, starts: Tensor, num_kept: int) -> TrellisCodes:
-    """Returns the codes of a path of states, and the values that a reader finds for them."""
-    tables, window = trellis_values(width), starts.long()
-    codes = torch.empty((len(states), num_kept), dtype=torch.uint8)
-    values = torch.empty((len(states), num_kept))
-    for t in range(num_kept):
-        k = trellis_steps(width)[t % 2]
-        code = states[:, t] >> (_BITS - k)
-        window = window >> k | code << (_BITS - k)
-        codes[:, t] = code.to(torch.uint8)
-        values[:, t] = tables[t % 2, window]
-    return TrellisCodes(codes, values, window.to(torch.uint8))
-
-
-# The first is best for normal weights, one of the others for heavy tails.
-SCALE_FACTORS = (1.0, 1.1, 1.2, 1.35)
+# A group's scale in units of its root mean square: the first for normal weights, the others for heavy tails.
+SCALE_FACTORS = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)
 _MOST_GAIN = 2.0
+_ERROR_OVER_BOUND = 1.25  # of a trellis on normal weights, over 4^-bits
+
+
+def trellis_scales(rows: Tensor, codec: Trellis) -> Tensor:
+    """Returns the scales for rows float32 [n, num_cols] with the least estimated error: float32 [n, groups], as stored.
+
+    Meaning: a wider scale has larger errors within the reach of the levels and smaller ones beyond it. Within, they
+             grow with the square of the factor; beyond, they are the distance to the last level.
+    Raises:  UnrepresentableError for a row whose scales, stretched to the most, overflow float16.
+    """
+    groups = rows.reshape(len(rows), codec.num_groups, -1)
+    spread = groups.double().square().mean(dim=2).sqrt().float()  # [n, groups]
+    unit = trellis_unit(codec.part.width)
+    best, least = torch.empty_like(spread), torch.full_like(spread, torch.inf)
+    for factor in SCALE_FACTORS:
+        scales = codec.load_scales(codec.store_scales(spread * (factor * unit)))
+        finite = codec.load_scales(codec.store_scales(scales * _MOST_GAIN)).isfinite()
+        if factor == SCALE_FACTORS[0] and not finite.all():
+            raise UnrepresentableError(int((~finite).any(dim=1).nonzero()[0, 0]), TOO_LARGE_FOR_SCALES)
+        error = _expected_errors(groups, scales, spread * factor, codec.part.width)
+        better = finite & (error < least)
+        best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    return best
+
+
+def _expected_errors(groups: Tensor, scales: Tensor, spread: Tensor, width: int) -> Tensor:
+    """Returns the mean squared errors to expect in groups [n, groups, group] of these scales, [n, groups].
+
+    Args:    spread: the root mean square of normal weights that the scales are for, [n, groups].
+    """
+    reach = min(float(levels.abs().max()) for levels in trellis_levels(width))
+    beyond = (groups.abs() - (scales * reach)[:, :, None]).clamp_(min=0).square_().mean(dim=2)
+    return beyond + _ERROR_OVER_BOUND * 2.0**-width * spread.square()
 
 
 class TrellisQuantizer:
@@ -209,41 +326,27 @@ class TrellisQuantizer:
 
     def __init__(self, part: PartFormat, num_cols: int) -> None:
         self._codec = Trellis(part, num_cols)
-        self._importance = torch.ones(num_cols)
+        self._columns = trellis_columns(num_cols).flatten()
+        self._places = self._columns.argsort()
+        self._group = num_cols // self._codec.num_groups
 
     def scales(self, rows: Tensor) -> Tensor:
-        """Returns the scales, float32 [n, groups] as stored, with the least error for each row float32 [n, num_cols].
+        """Returns the scales of rows, float32 [n, groups]: `trellis_scales`."""
+        return trellis_scales(rows, self._codec)
 
-        Raises:  UnrepresentableError for a row whose scales, stretched to the most, overflow float16.
-        """
-        codec = self._codec
-        spread = rows.reshape(len(rows), codec.num_groups, -1).double().square().mean(dim=2).sqrt().float()
-        best, least = torch.empty_like(spread), torch.full((len(rows), 1), torch.inf)
-        for factor in SCALE_FACTORS:
-            scales = codec.load_scales(codec.store_scales(spread * (factor * trellis_unit(codec.part.width))))
-            finite = codec.load_scales(codec.store_scales(scales * _MOST_GAIN)).isfinite().all(dim=1, keepdim=True)
-            if factor == SCALE_FACTORS[0] and not finite.all():
-                raise UnrepresentableError(int((~finite).nonzero()[0, 0]), TOO_LARGE_FOR_SCALES)
-            values = self._search(rows, scales).values
-            error = (self._of_columns(scales).mul_(values) - rows).square().sum(dim=1, keepdim=True)
-            better = finite & (error < least)
-            best, least = torch.where(better, scales, best), torch.where(better, error, least)
-        return best
+    def expected_errors(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """Returns the squared errors to expect of rows under these scales, summed over their columns: float32 [n]."""
+        groups, width = rows.reshape(len(rows), self._codec.num_groups, -1), self._codec.part.width
+        return self._group * _expected_errors(groups, scales, scales / trellis_unit(width), width).sum(dim=1)
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""
-        nearest, codec = self._search(rows, scales), self._codec
-        gain = unbiasing_gain(rows, self._of_columns(scales).mul_(nearest.values))
-        stored = codec.store_scales(scales * gain)
-        rounded = self._of_columns(codec.load_scales(stored)).mul_(nearest.values)
-        return codec.encode(nearest.codes, stored), rounded
-
-    def _search(self, rows: Tensor, scales: Tensor) -> TrellisCodes:
-        return search(rows, rows, self._of_columns(scales), self._importance, self._codec.part.width)
-
-    def _of_columns(self, scales: Tensor) -> Tensor:
-        """Returns the scale of each column, [n, num_cols], from those of groups, [n, groups]."""
-        return scales.repeat_interleave(len(self._importance) // self._codec.num_groups, dim=1)
+        codec, of_columns = self._codec, scales.repeat_interleave(self._group, dim=1)
+        ones = torch.ones(codec.num_cols)
+        nearest = search(rows[:, self._columns], of_columns[:, self._columns], ones, codec.part.width)
+        values = nearest.values[:, self._places]
+        stored = codec.store_scales(scales * unbiasing_gain(rows, of_columns * values))
+        return codec.encode(nearest.codes, stored), codec.load_scales(stored).repeat_interleave(self._group, 1) * values
 
 
 def unbiasing_gain(rows: Tensor, rounded: Tensor) -> Tensor:

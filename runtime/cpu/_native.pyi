@@ -11,19 +11,20 @@ def instruction_set(pool: object, /) -> str: ...
 def stitch(rows: tuple[object, ...], num_rows: int, row_bytes: int, /) -> None: ...
 def search_trellis(
     limit: str | None,
-    columns: int,
+    steps: int,
     kept: int,
-    width: int,
     weights: NDArray[np.float32],
     targets: NDArray[np.float32],
     scales: NDArray[np.float32],
     importance: NDArray[np.float32],
     factor: NDArray[np.float32] | None,
-    tables: NDArray[np.float32],
+    hashes: NDArray[np.uint8],
+    first_levels: NDArray[np.float32],
+    second_levels: NDArray[np.float32],
     starts: NDArray[np.uint8],
     codes: NDArray[np.uint8],
     values: NDArray[np.float32],
-    windows: NDArray[np.uint8],
+    ends: NDArray[np.uint8],
     /,
 ) -> None: ...
 def open_reader(memory: NDArray[np.uint8], threads: int, direct: bool, max_read_bytes: int, /) -> object: ...

@@ -10,8 +10,9 @@ The extension is built with the package if there is a compiler; without it, and 
 computes.
 
 Layouts of rows go to C++ as int32 arrays; `expert_numbers`, `row_numbers` and `stored_numbers` write them, and
-runtime/cpu/native/layout.h reads them. A part has 7 numbers: codec, width, group (0: the row), scale_bits, offset in
-its row, has_bias, place (0: the expert has no such part, 1: selector, 2: record).
+runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, group (0: the row), scale_bits, where in
+its row its codes begin and where its scales do, has_bias, place (0: the expert has no such part, 1: selector, 2:
+record).
 """
 
 import os
@@ -41,7 +42,7 @@ InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
-_PART_NUMBERS = 7  # kPartNumbers in layout.h
+_PART_NUMBERS = 8  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
@@ -349,7 +350,7 @@ def open_kernels(threads: int | None = None) -> Kernels | None:
 
 @lru_cache(maxsize=4096)
 def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> Numbers:
-    """Returns an expert's layout and neuron function as the kernels take them: int32 [28], read-only.
+    """Returns an expert's layout and neuron function as the kernels take them: int32 [31], read-only.
 
     The numbers: d, f, selector kind, bytes of a selector row, of a record, of the row of extra values (0: none), neuron
     function; then the parts gate, up and down.
@@ -386,14 +387,15 @@ def row_numbers(layout: RowLayout, name: str) -> Numbers:
 @lru_cache(maxsize=4096)
 def stored_numbers(dtype: torch.dtype, num_cols: int) -> Numbers:
     """Returns the layout of rows of plain 16- or 32-bit values as the kernels take it: like `row_numbers`."""
-    part = [_DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, 0, _RECORD]
-    return _frozen([num_cols, num_cols * dtype.itemsize, *part])
+    row_bytes = num_cols * dtype.itemsize
+    part = [_DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, row_bytes, 0, _RECORD]
+    return _frozen([num_cols, row_bytes, *part])
 
 
 def _part_numbers(part: Part, place: int) -> list[int]:
     stored = part.format
-    codec = _CODECS[stored.codec]
-    return [codec, stored.width, stored.group, stored.scale_bits, part.offset, int(part.has_bias), place]
+    numbers = [_CODECS[stored.codec], stored.width, stored.group, stored.scale_bits]
+    return [*numbers, part.offset, part.scales_offset, int(part.has_bias), place]
 
 
 def _frozen(numbers: list[int]) -> Numbers:
@@ -414,9 +416,17 @@ def _empty(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
     return torch.from_numpy(array), array
 
 
+class TrellisTables(NamedTuple):
+    """The tables of a trellis: hash u8 [3, 16], of the newest nibble first; levels float32 [16 n] of either weight."""
+
+    hash: Tensor
+    first_levels: Tensor
+    second_levels: Tensor
+
+
 class TrellisRows(NamedTuple):
-    """The rows of a search: weights, targets, scales float32 [R, n]; importance float32 [n] or [R, n]; factor float32
-    [n, n], or None to carry no errors; starts u8 [R].
+    """The rows of a search through S steps: weights, targets, scales float32 [R, 2 S]; importance float32 [2 S]; factor
+    float32 [2 S, 2 S], or None to carry no errors; starts u8 [R], the states before the first step.
     """
 
     weights: Tensor
@@ -428,27 +438,38 @@ class TrellisRows(NamedTuple):
 
 
 def search_trellis(
-    rows: TrellisRows, width: int, tables: Tensor, num_kept: int, limit: InstructionSet | None = None
+    rows: TrellisRows, tables: TrellisTables, num_kept: int, limit: InstructionSet | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Searches the trellis codes of rows of 1 to 65,536 columns.
+    """Searches the trellis codes of rows of 1 to 32,768 steps.
 
     Runs in the caller's thread alone, without the interpreter's lock, so that callers can run several searches at once.
-    Needs some 320 bytes a column in addition to the result.
-    Args:    tables: float32 [2, 128], for even and for odd columns.   num_kept: columns to return.   limit: an older
-             instruction set than the machine's best; all give the same result.
-    Returns: codes u8 [R, num_kept], values float32 [R, num_kept], windows u8 [R].
+    Needs up to 650 bytes a step in addition to the result.
+    Args:    num_kept: steps to return.   limit: an older instruction set than the machine's best; all give the same.
+    Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].
     Raises:  RunError if the extension cannot be used.
     """
     if not is_available():
         raise RunError(f"native kernels {why_unavailable()}")
     num_rows, n = rows.weights.shape
     codes = np.empty((num_rows, num_kept), np.uint8)
-    values = np.empty((num_rows, num_kept), np.float32)
-    windows = np.empty(num_rows, np.uint8)
-    weights, targets, scales, importance = (_array(each) for each in rows[:4])
+    values = np.empty((num_rows, 2 * num_kept), np.float32)
+    ends = np.empty(num_rows, np.uint8)
     factor = None if rows.factor is None else _array(rows.factor)
-    starts, table_values = rows.starts.contiguous().numpy(), _array(tables)
-    shape = (limit, n, num_kept, width)
-    outputs = (codes, values, windows)
-    _native.search_trellis(*shape, weights, targets, scales, importance, factor, table_values, starts, *outputs)
-    return torch.from_numpy(codes), torch.from_numpy(values), torch.from_numpy(windows)
+    _native.search_trellis(
+        limit,
+        n // 2,
+        num_kept,
+        _array(rows.weights),
+        _array(rows.targets),
+        _array(rows.scales),
+        _array(rows.importance),
+        factor,
+        tables.hash.contiguous().numpy(),
+        _array(tables.first_levels),
+        _array(tables.second_levels),
+        rows.starts.contiguous().numpy(),
+        codes,
+        values,
+        ends,
+    )
+    return torch.from_numpy(codes), torch.from_numpy(values), torch.from_numpy(ends)

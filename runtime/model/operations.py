@@ -117,7 +117,9 @@ class Operations:
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
-        return decode_part(part.format, layout.num_cols, rows[:, part.offset : part.offset + part.num_bytes])
+        codes = rows[:, part.offset : part.offset + part.code_bytes]
+        scales = rows[:, part.scales_offset : part.bias_offset]
+        return decode_part(part.format, layout.num_cols, torch.cat((codes, scales), dim=1))
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Returns `R (a * x)`, the input of a rotated layer's experts, float32 [T, d]."""

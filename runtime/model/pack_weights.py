@@ -79,8 +79,11 @@ class PackedExpert:
         first, last = base + start * layout.row_bytes, base + stop * layout.row_bytes
         rows = self._extent[first:last].view(-1, layout.row_bytes)
         weights = self._operations.decode(layout, part, rows)
-        end = part.offset + part.num_bytes
-        bias = rows[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
+        bias = (
+            rows[:, part.bias_offset : part.bias_offset + 4].clone().view(torch.float32)[:, 0]
+            if part.has_bias
+            else None
+        )
         return weights, bias
 
 
@@ -142,7 +145,7 @@ class PackWeights:
     """The weights of an open pack, with the dense part on the device; the caller closes the pack.
 
     An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
-    size of the dense part.
+    size of the dense part, with the vectors of rotation.
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
@@ -151,7 +154,7 @@ class PackWeights:
         self.selector = pack.manifest.selector
         self.operations = operations
         self.bytes_read = 0
-        self.dense_bytes = pack.manifest.totals.dense
+        self.dense_bytes = pack.layout.dense_file.num_bytes + pack.layout.rotation_bytes
         self._pack = pack
         self._device = device
         self._dense: dict[str, Matrix] = {}
@@ -165,7 +168,7 @@ class PackWeights:
             entry = dense.entry
             raw = file[entry.offset : entry.offset + entry.num_bytes].to(self._device)
             if len(entry.shape) == 1:
-                self._vectors[dense.role.name] = _vector(dense, raw)
+                self._vectors[dense.role.name] = stored_vector(dense, raw)
             else:
                 self._dense[dense.role.name] = self._matrix(dense, raw)
 
@@ -307,7 +310,7 @@ class StreamedPackWeights:
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
-        return _vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
+        return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
@@ -349,7 +352,8 @@ class _StreamedMatrix:
         return self._weights.rows(self._role, start, stop)
 
 
-def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:
+def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:
+    """Returns a vector, given as its stored bytes, u8: float32 [n]."""
     return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from benchlib import PACK_BITS, figure, finish, folder_option, json_option, moe_pack, table
 from benchlib.checkpoints import Shape, generate
+from benchlib.ggml import Ggml
 from benchlib.llama import Llama, llama_option
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -41,9 +42,9 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
-from moe_pack.runtime.cpu import ExpertRows, Kernels, expert_numbers, num_cpus
+from moe_pack.runtime.cpu import ExpertRows, Kernels, expert_numbers, num_cpus, row_numbers
 from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.rotation import Rotation
@@ -119,7 +120,8 @@ class Experts:
 def format_of(name: str) -> PartFormat:
     """Returns the format of a name as `--formats` has it."""
     if name.startswith("trellis"):
-        return trellis_format(round(2 * float(name.removeprefix("trellis"))), ROW_GROUP)
+        bits, _, group = name.removeprefix("trellis").partition("g")
+        return trellis_format(round(2 * float(bits)), int(group or ROW_GROUP))
     return _SOURCES.get(name) or part_format(int(name), _GROUP)
 
 
@@ -161,7 +163,7 @@ def measure_experts(
     "--formats",
     default="2,trellis2,3,trellis3,4,trellis4,mxfp4,8,fp8,e5m2,16",
     show_default=True,
-    help="Bits a weight, trellisBITS (1.5 to 4), or a codec that keeps a source.",
+    help="Bits a weight, trellisBITS (2 to 4), or a codec that keeps a source.",
 )
 @click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
 @click.option(
@@ -195,6 +197,122 @@ def experts_command(
     ]  # fmt: skip
     text = table(("experts of", "stored as", "threads", "sparsity", "MB", "ms", "GB/s", "share"), rows)
     finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
+
+
+# --- rows in the cache
+
+_ROWS_MODEL = Model("rows", 4096, 512, 1)
+_MANY_TOKENS = (4, 64)  # rows are decoded for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class RowCosts:
+    """Nanoseconds a weight, medians: products with a token, sums of rows, products with 4 and with 64 tokens.
+
+    `add`: None for llama.cpp, whose down has a row for each output and is multiplied like gate and up.
+    """
+
+    stored_as: str
+    dot: float
+    add: float | None
+    tokens_4: float
+    tokens_64: float
+
+
+class CachedRows:
+    """Rows of one format that stay in the second level of cache, and the operations on them."""
+
+    def __init__(self, stored: PartFormat) -> None:
+        model, stream = _ROWS_MODEL, random_stream(0)
+        layout = row_layout([("weight", stored, False)], model.d)
+        spread, generator = WeightDistribution(0.0, 0.02), torch.Generator().manual_seed(0)
+        self._numbers = row_numbers(layout, "weight")
+        self._rows = random_rows(layout, model.f, {"weight": spread}, stream)
+        spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
+        expert = expert_layout(ExpertFormat(stored, stored, stored), "both", spec, model.d)
+        self._down = ExpertRows(
+            expert_numbers(expert, "both", "silu"),
+            None,
+            random_rows(expert.records, model.f, {"down": spread}, stream),
+            0,
+        )
+        self._x, *self._tokens = (torch.randn(count, model.d, generator=generator) for count in (1, *_MANY_TOKENS))
+        self._h, self._neurons = torch.randn(1, model.f, generator=generator), torch.arange(model.f, dtype=torch.int32)
+
+    def operations(self, kernels: Kernels) -> tuple[Callable[[], object], ...]:
+        """Returns what `RowCosts` has the times of."""
+        return (
+            lambda: kernels.product(self._x, self._numbers, self._rows),
+            lambda: kernels.accumulate(self._h, self._down, self._neurons),
+            *(partial(kernels.product, x, self._numbers, self._rows) for x in self._tokens),
+        )
+
+
+@main.command("rows")
+@click.option("--rounds", default=99, show_default=True, type=click.IntRange(1), help="Runs of each case.")
+@click.option(
+    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4", show_default=True, help="As before."
+)
+@click.option(
+    "--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="Best instruction set to use."
+)
+@click.option(
+    "--libggml-cpu",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="llama.cpp's kernels, compiled for the same instruction set, next to libggml-base.  [default: left out]",
+)
+@click.option(
+    "--llama-types", default="IQ2_XXS,Q2_K,IQ3_XXS,Q3_K,IQ4_XS,Q4_K,Q4_0", show_default=True, help="To compare with."
+)
+@json_option
+def rows_command(
+    rounds: int,
+    formats: str,
+    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    libggml_cpu: Path | None,
+    llama_types: str,
+    as_json: bool,
+) -> None:
+    """Times one thread on 512 rows of 4,096 columns, which stay in the cache: what the kernels themselves cost.
+
+    Products of one token (gate and up rows), sums of rows (down), products of 4 and of 64 tokens, for which rows are
+    decoded; formats are interleaved.
+    """
+    stored = [format_of(name) for name in formats.split(",")]
+    weights = _ROWS_MODEL.d * _ROWS_MODEL.f
+    with closing(Kernels(1, limit)) as kernels:
+        name = kernels.instruction_set
+        cases: list[tuple[str, tuple[Callable[[], object] | None, ...]]] = [
+            (format_text(each), CachedRows(each).operations(kernels)) for each in stored
+        ]
+        if libggml_cpu:
+            cases += [(kind, _llama_operations(Ggml(libggml_cpu), kind)) for kind in llama_types.split(",")]
+        times: dict[tuple[int, int], list[float]] = {}
+        for _, (place, (_, operations)) in product(range(rounds), enumerate(cases)):
+            for operation, run in enumerate(operations):
+                if run is not None:
+                    run()  # brings its rows into the cache
+                    times.setdefault((place, operation), []).append(_seconds(run))
+    figures = list[RowCosts]()
+    for place, (case, _) in enumerate(cases):
+        dot, add, *many = (
+            1e9 * median(taken) / weights if (taken := times.get((place, operation))) else None
+            for operation in range(4)
+        )
+        assert dot is not None and many[0] is not None and many[1] is not None, "only sums may be missing"
+        figures.append(RowCosts(case, dot, add, many[0], many[1]))
+    rows = [
+        (x.stored_as, f"{x.dot:.4f}", figure(x.add, ".4f"), f"{x.tokens_4:.3f}", f"{x.tokens_64:.3f}") for x in figures
+    ]
+    text = table(("stored as", "dot ns", "add ns", "4 tokens ns", "64 tokens ns"), rows)
+    finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
+
+
+def _llama_operations(library: Ggml, kind: str) -> tuple[Callable[[], object] | None, ...]:
+    """Returns llama.cpp's operations in the order of `RowCosts`; it has no sums of rows."""
+    values = np.random.default_rng(0).standard_normal((_ROWS_MODEL.f, _ROWS_MODEL.d), np.float32)
+    dot, *many = library.products(kind, values * np.float32(0.02), (1, *_MANY_TOKENS))
+    return dot, None, *many
 
 
 # --- rotations

@@ -25,7 +25,7 @@ from specs import GROUPED
 
 from moe_pack.convert import convert
 from moe_pack.convert.account import PackOrigin, PackRecord
-from moe_pack.convert.pipeline import ItemWork, write_pack
+from moe_pack.convert.pipeline import ItemWork, MadeItem, write_pack
 from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import Item, pack_layout, write_rows
@@ -63,10 +63,10 @@ GOLDENS = [
         PartFormat("affine", 8, 64, 16),
         {
             "dense.safetensors": "62aa2ad1bd025ccb2299ad75cb311ffc5b23ecd0f574388cc060c552b73deb61",
-            "experts-000.safetensors": "f05e512de798d4fa941b8fb0445309b38088be1e2764e153d2dc7e6ebe6efd05",
-            "experts-001.safetensors": "43ae3b936352284ab3751cd0e506968ff318ea75e44806ca7f058e5b36959acd",
-            "index.safetensors": "dbf8190f7b940c6568993e30829837c8f2a75849a78fe9d25d78af0f547ac0ed",
-            "manifest.json": "49c34658a7df4431cba391bb4e68b8461942ab6346bb74fb4828b8813854f542",
+            "experts-000.safetensors": "5715eed57a929b2a912d3ec2cb54dfc7e4d60fe98387ba053987108ae03af42a",
+            "experts-001.safetensors": "9fe59a1194c1d9651d0797bf876237ccbd8f081a86ae457e4bfd202c7e7e2f64",
+            "index.safetensors": "5f09c1362c4817c8af5518f9ffa3133c5f27a1cc0db30784a31715b0069c4769",
+            "manifest.json": "9faf98ffb99d09039c792e312ca8305a1dba066f2b417a6eecffc450c0ba17c0",
         },
     ),
     Golden(
@@ -76,10 +76,10 @@ GOLDENS = [
         None,
         {
             "dense.safetensors": "5ce34bdaf4f8e2a9ffa851058383f87b897ac5bd8dd182f79730ce32be30fdc0",
-            "experts-000.safetensors": "e3311408eba308819dbdd8940538799bd0d0c914b55fc8fd7090cfc6d0404dfd",
-            "experts-001.safetensors": "b05518bf1fa550d08665ce2d171106df80e86f873daafed6f219e1d4f29da8cd",
-            "index.safetensors": "f294e7eae77f4874a97be3d6d3a608943a086a7cfade18a5135d8db645290825",
-            "manifest.json": "9c96919ed02523f670493cbe3df8f3a8b9e8eba5ec35e76c5b4682251a2a44d2",
+            "experts-000.safetensors": "b38184a6e9497cb09b41a74195b20bc454c274ef2fa0bf4b3b542e91a4b10adc",
+            "experts-001.safetensors": "fee466235184be24aa10d268a335d6c37e243f4a2b9bf5088f1861cf63c8ffb9",
+            "index.safetensors": "46f1486d44b92474ae80ec9fe900477127ddf59700fb447f4471e0b252b15b1d",
+            "manifest.json": "14753deee0a7061379765ba4f0826da88c99cb215865898499c7b12d330e7fd3",
         },
     ),
     Golden(
@@ -89,10 +89,10 @@ GOLDENS = [
         BF16,
         {
             "dense.safetensors": "247351aeb32b19e0d414a620031b6d36f918ceb94c800ed31eaeb12218627ddf",
-            "experts-000.safetensors": "54e6af78ff74b3fa1c68a33d2f431ce92fa95234e22c7759fff2434c9a268096",
-            "experts-001.safetensors": "79cf9af03dac4303d3c74a57f70ed3e5d27c60b48fcd31b873de17070be02f54",
-            "index.safetensors": "d2b9c1242744998b52fb7bd8a37a8a1a3e9c949a71d78582edd195857959f0c9",
-            "manifest.json": "13e1bf5f44bbe6b7e77c2bad61d2387888066fdff865ac5ceb1f7d5cf40bfcb8",
+            "experts-000.safetensors": "d3c57b9d4f2b94b46c69a31e2097d7d550aaba72d7ec8602a8652eeb735ca296",
+            "experts-001.safetensors": "57469a62ae87cfb13465b68e7a6b3054eea9875b2664f4e994308c9deccf15dc",
+            "index.safetensors": "38280e0878ee0bfb8df6a2925d557d338cd430d2da12ad8bef2d1fd6d5dd3e69",
+            "manifest.json": "da0344ddcbb21b932b3513c4dd0c17a21f589ff062a3aaac5d23896f3739f0a8",
         },
     ),
     Golden(
@@ -102,10 +102,10 @@ GOLDENS = [
         PartFormat("affine", 2, 16, 8),
         {
             "dense.safetensors": "43ad08115a288f212dc8ec95eaa730ae2f9bceb7e6fbe2a7f04ad52d21fe3a9f",
-            "experts-000.safetensors": "3059f684d2a96850c1ba2b85abc03420179929cf64fd64f9468ff645b253bc48",
-            "experts-001.safetensors": "b3b4fe2da80406557d65fab2dc3655f9bc0804344c79c2f213dfa716bd399fee",
-            "index.safetensors": "c42284f501a42b2387410ac0e587ca03979289622c01a118fbf7d17d54b59275",
-            "manifest.json": "165331021e6b897a8c2f06d508a5ab75a1c896092cac3a9631e060eb2d27358c",
+            "experts-000.safetensors": "4b1651434ee4cb9807becf19af0d6079dda6788da4f2d2f998835969d389496b",
+            "experts-001.safetensors": "344233d8c8e61d2a0926bef9d285a8721a90974b72419e590b7543d8c34eae50",
+            "index.safetensors": "3fee5ba7bef8a9895e445d9dc4f01cba1d7e18e335d0a17ae47467f1009f8d0f",
+            "manifest.json": "4df13a40117b8695e530ba578e12f2d5390c884457f3a22f5071590c11b3354c",
         },
     ),
 ]
@@ -167,10 +167,10 @@ def test_the_bytes_of_a_pack_have_not_changed(new_folder: Callable[[], Path]) ->
 # Nothing is quantized to these codecs: the codes themselves are progressions here.
 KEPT_DIGESTS = {
     "dense.safetensors": "c83c6904893e24f079642faf13cbf02974490bf7e0350d0a4b05966ecf3e3b2b",
-    "experts-000.safetensors": "4839995b12cf3bf6ce3517c0644997d7726c5f4d1d114dc8b999d36707309e13",
-    "experts-001.safetensors": "d58f638e715f608d289bbcca743be695f8c2e902e1e039e50fc71382b9228189",
-    "index.safetensors": "20f0c375a68ebda68bff7f27b581e5f18b4a0f11a86e2a56ba64acfdfc3b29ae",
-    "manifest.json": "cac04f21c4a3406135d21c168ed6dd076a5f4335f4489aebe4d8ed5247beb008",
+    "experts-000.safetensors": "3527caf663b36c401f928b541e140b86f781c1ef2d1899591d76ce89b9b34835",
+    "experts-001.safetensors": "1cf1a91fcfa16ccf0eed8129609152cf18999369a0d3d6a33c2b511955ff56f1",
+    "index.safetensors": "1847af3a671fda117e488c5f234b33eb5009a25fa4f7d02b3dc8d4bb20e2afc1",
+    "manifest.json": "583a343a7512f1667c6655880f84259f20b872c81bc21f07b0b540a9a67b83c2",
     "order.safetensors": "7e44b65da99586b86e0f2010852c1263059e5171d148234d6d9443278338d26c",
     "source.json": "2218810366584619fc60026133e6efe518dae71466e3a2a8f0b2c9282db1345c",
     "thresholds.safetensors": "c55dabc77aa9a61aa709dbfe7f3e704ac6ddb9fa3f4ddd1bdb40bd4c48c223e8",
@@ -224,7 +224,7 @@ def test_the_bytes_of_a_pack_that_keeps_few_bits_have_not_changed(tmp_path: Path
     zeros = np.zeros((len(experts), len(experts[0])), np.float32)
     account = PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), (PackageVersion("moe-pack", "0"),), {}), zeros)
     writer = PackWriter(tmp_path / "pack", layout, account.conversion, stamp="", on_step=lambda step: None)
-    work = ItemWork(lambda item, stop: kept_item(layout, item), lambda item: item.num_bytes)
+    work = ItemWork(lambda item, stop: MadeItem(kept_item(layout, item)), lambda item: item.num_bytes)
     write_pack(writer, layout, account, work, 1)
     with Pack(tmp_path / "pack") as pack:
         audit(pack)

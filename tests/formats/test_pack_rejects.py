@@ -191,6 +191,8 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
          "found no format 'moe-pack'; this folder is not a pack"),
         (setting(1, "version"), setting(3, "version"),
          "format version 1, this program reads 3; use the version of moe-pack that wrote it, or convert again"),
+        (setting(2, "version"), setting(3, "version"),
+         "format version 2, this program reads 3; use the version of moe-pack that wrote it, or convert again"),
         (setting(4, "version"), setting(3, "version"),
          "format version 4, this program reads 3; use the version of moe-pack that wrote it, or convert again"),
         (setting("3", "version"), setting(3, "version"),

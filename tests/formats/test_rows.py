@@ -8,7 +8,7 @@ from cases import case
 from numpy.typing import NDArray
 
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PackError, RowLayout, part_format
-from moe_pack.formats.layout import check_rows, expert_layout, row_layout, write_rows
+from moe_pack.formats.layout import check_rows, expert_layout, row_layout, seal_rows, write_rows
 
 FOUR = part_format(4, 16)  # 64 columns: 32 bytes of codes, 4 groups: 8 of scales, 8 of zeros; 48 in all
 BYTE_SCALES = part_format(4, 16, 8)  # 32 of codes, 2 + 4 of scales, 2 + 4 of zeros; 44 in all
@@ -58,17 +58,22 @@ def test_a_part_takes_its_codes_its_scales_and_its_zeros() -> None:
 
 def test_parts_lie_where_hand_computation_puts_them() -> None:
     cases = [
-        ([("up", FOUR, False)], [0], 48, 64),
-        ([("gate", FOUR, False), ("down", FOUR, False)], [0, 48], 96, 112),
-        ([("gate", FOUR, True), ("down", THREE, False)], [0, 52], 80, 96),
-        ([("gate", THREE, True), ("up", BYTE_SCALES, True), ("down", BF16, True)], [0, 32, 80], 212, 224),
-        ([("up", BYTE_SCALES, False)], [0], 44, 48),  # the CRC ends the row: no padding
-        ([("up", THREE, False)], [0], 28, 32),
+        ([("up", FOUR, False)], [(0, 32)], 48, 64),
+        ([("gate", FOUR, False), ("down", FOUR, False)], [(0, 64), (32, 80)], 96, 112),
+        ([("gate", FOUR, True), ("down", THREE, False)], [(0, 56), (32, 76)], 80, 96),
+        (
+            [("gate", THREE, True), ("up", BYTE_SCALES, True), ("down", BF16, True)],
+            [(0, 192), (32, 200), (64, 216)],
+            220,
+            224,
+        ),
+        ([("up", BYTE_SCALES, False)], [(0, 32)], 44, 48),  # the CRC ends the row: no padding
+        ([("up", THREE, False)], [(0, 24)], 28, 32),
     ]
-    for parts, offsets, crc_offset, row_bytes in cases:
-        with case(parts, offsets, crc_offset, row_bytes):
+    for parts, places, crc_offset, row_bytes in cases:
+        with case(parts, places, crc_offset, row_bytes):
             layout = row_layout(parts, 64)  # type: ignore[arg-type]  # a table of mixed parameters
-            assert [part.offset for part in layout.parts] == offsets
+            assert [(part.offset, part.scales_offset) for part in layout.parts] == places
             assert (layout.crc_offset, layout.row_bytes) == (crc_offset, row_bytes)
 
 
@@ -77,11 +82,12 @@ def test_the_crc_here_is_the_usual_one() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_row_is_its_parts_their_biases_the_crc_and_zeros(has_bias: bool) -> None:
-    layout = row_layout([("gate", FOUR, has_bias), ("down", BYTE_SCALES, False)], 64)
+def test_a_row_is_all_codes_then_scales_and_biases_the_crc_and_zeros(has_bias: bool) -> None:
+    layout = row_layout([("gate", THREE, has_bias), ("down", BYTE_SCALES, False)], 64)
     sections = sections_of(layout, 5)
     for row, gate, down in zip(written(layout), sections["gate"], sections["down"], strict=True):
-        body = gate.tobytes() + down.tobytes()
+        codes = gate[:24].tobytes() + b"\0" * 8 + down[:32].tobytes()
+        body = codes + gate[24:].tobytes() + down[32:].tobytes()
         expected = body + crc32(body).to_bytes(4, "little")
         assert row.tobytes() == expected + b"\0" * (-len(expected) % 16)
 
@@ -119,6 +125,21 @@ def test_padding_that_is_not_zero_is_refused(byte: int) -> None:
     rows[3, byte] = 1
     with pytest.raises(PackError, match=f"^{re.escape('dense.safetensors: embed: row 3: padding is not zero')}$"):
         check_rows(layout, rows, "dense.safetensors: embed")
+
+
+def test_bytes_between_codes_that_are_not_zero_are_refused() -> None:
+    layout = row_layout([("gate", THREE, False), ("down", FOUR, False)], 64)
+    for byte in (24, 31):
+        rows = written(layout)
+        rows[1, byte] = 1
+        seal_rows(layout, rows)
+        with case(byte), pytest.raises(PackError, match=r"^records: row 1: padding is not zero$"):
+            check_rows(layout, rows, "records")
+    for byte in (23, 32):  # codes
+        rows = written(layout)
+        rows[1, byte] ^= 1
+        seal_rows(layout, rows)
+        check_rows(layout, rows, "records")
 
 
 def test_rows_that_change_places_are_still_whole() -> None:
@@ -163,7 +184,7 @@ def test_a_matrix_is_found_in_selector_or_records() -> None:
         _, part, base = found
         places[matrix] = (base, part.offset, part.num_bytes)
     # Selector rows are 48 + 4 bytes, padded to 64; 48 of them come first.
-    assert places == {"up": (0, 0, 48), "gate": (3072, 0, 28), "down": (3072, 28, 44)}
+    assert places == {"up": (0, 0, 48), "gate": (3072, 0, 28), "down": (3072, 32, 44)}
 
 
 def test_an_expert_of_two_matrices_has_up_with_bias_down_and_extras() -> None:
@@ -179,6 +200,6 @@ def test_an_expert_of_two_matrices_has_up_with_bias_down_and_extras() -> None:
 def test_an_expert_of_two_matrices_without_selector_is_records_alone() -> None:
     layout = expert_layout(ExpertFormat(None, FOUR, THREE), "none", TWO_MATRICES, 64)
     assert layout.selector is None
-    assert [(part.name, part.offset) for part in layout.records.parts] == [("up", 0), ("down", 52)]
+    assert [(part.name, part.offset) for part in layout.records.parts] == [("up", 0), ("down", 32)]
     assert (layout.records.crc_offset, layout.records.row_bytes) == (80, 96)
     assert layout.num_bytes == 48 * 96 + (4 * 64 + 16)

@@ -14,13 +14,14 @@ import torch
 from families import BASE, Tiny, write
 from models import Tensors, TinyMixtral, pack
 from numpy.typing import NDArray
+from random_codes import every_window
 from reseal import JsonObject, edit_array, reseal
-from second_reader import TABLES, BadPackError, Part, Rows, SecondReader
+from second_reader import BadPackError, Part, Rows, SecondReader
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import check_rows, row_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.model import PackWeights
 
@@ -235,12 +236,14 @@ def documented_rows() -> list[NDArray[np.uint8]]:
 
 CODE = np.arange(64) // 4
 STAIRS = np.array([0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, -0.0, -2, -4, -6, -8, -12, -16, -24])
-# Windows of the stream 1, 01, 0, 11; once it has left the register, all are of zeros.
-WINDOWS = [64, 80, 40, 106, 53, 13, 6, 1] + [0] * 56
-TRELLIS = np.array([TABLES[3][j % 2][window] for j, window in enumerate(WINDOWS)])
+# Level 5 of the first weights is -22, level 13 of the second ones -18: those of a window of zeros.
+TRELLIS = np.where(np.arange(64) < 32, -22, -18)
+TRELLIS[[0, 16, 1, 17, 2, 18]] = [29, 7, -12, -34, -3, -34]  # steps 0 to 5: levels 16 + 12, 16 + 3, 9, 2, 14, 2
+TRELLIS[20] = 10  # level 16 + 5
+TRELLIS[[32, 48, 33, 49, 34, 50]] = [3, -5, 34, -34, -32, -29]  # levels 32 + 3, 16 + 10, 48 + 11, 4, 5, 6
 EXAMPLES = [
     (part_format(4, 32), np.where(np.arange(64) < 32, (CODE - 3.5) * 0.5, (CODE - 8) * 0.25)),
-    (trellis_format(3, ROW_GROUP), TRELLIS),
+    (trellis_format(7, ROW_GROUP), TRELLIS),
     (MXFP4, STAIRS[CODE]),
 ]
 
@@ -271,10 +274,11 @@ def test_both_readers_agree_on_every_code_and_any_scale(stored: PartFormat) -> N
     (part,) = layout.parts
     assert (theirs.crc_offset, theirs.row_bytes) == (layout.crc_offset, layout.row_bytes)
     held = np.random.default_rng(0).integers(0, 256, (600, part.num_bytes), np.uint8)
-    held[:256, stored.code_bytes(320) :] = np.arange(256, dtype=np.uint8)[:, None]
+    code_bytes = stored.code_bytes(320)
+    held[:256, code_bytes:] = np.arange(256, dtype=np.uint8)[:, None]
     held[:, :256] = np.resize(np.arange(256, dtype=np.uint8), held[:, :256].shape)
     ours = decode_part(stored, 320, torch.from_numpy(held)).numpy()
-    found = their_part(stored).decode(held, 320)
+    found = their_part(stored).decode(held[:, :code_bytes], held[:, code_bytes:], 320)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(ours))
     numbers = ~np.isnan(ours)
     np.testing.assert_array_equal(bits(found[numbers]), bits(ours[numbers]))
@@ -291,17 +295,30 @@ def test_the_second_reader_refuses_a_damaged_row(offset: int) -> None:
 def test_the_documented_record_has_the_documented_places() -> None:
     parts = [("gate", part_format(3, 16, 8), False), ("down", part_format(16, 0), False)]
     layout = row_layout(parts, 64)
-    assert [(part.offset, part.num_bytes) for part in layout.parts] == [(0, 36), (36, 128)]
-    assert (layout.crc_offset, layout.row_bytes) == (164, 176)
+    assert [(part.offset, part.scales_offset) for part in layout.parts] == [(0, 160), (32, 172)]
+    assert (layout.crc_offset, layout.row_bytes) == (172, 176)
     theirs = Rows({"gate": Part("affine", 3, 16, 8), "down": Part("bf16", 16, 0, 16)}, 64)
-    assert (theirs.crc_offset, theirs.row_bytes) == (164, 176)
+    assert (theirs.crc_offset, theirs.row_bytes) == (172, 176)
 
 
-def test_a_bias_lies_after_its_part_in_both_layouts() -> None:
+@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
+def test_both_readers_agree_on_every_window_and_refinement(width: int) -> None:
+    layout, rows = every_window(width)
+    part = layout.part("weight")
+    assert part is not None
+    codes = rows[:, part.offset : part.offset + part.code_bytes]
+    scales = rows[:, part.scales_offset : part.bias_offset]
+    ours = decode_part(part.format, layout.num_cols, torch.cat([codes, scales], dim=1)).numpy()
+    theirs = their_part(part.format).decode(codes.numpy(), scales.numpy(), layout.num_cols)
+    np.testing.assert_array_equal(bits(theirs), bits(ours))
+
+
+def test_a_bias_lies_after_its_parts_scales_in_both_layouts() -> None:
     layout = row_layout([("gate", part_format(2, 32), True), ("up", part_format(2, 32), False)], 64)
     theirs = Rows({"gate": Part("affine", 2, 32, 16, has_bias=True), "up": Part("affine", 2, 32, 16)}, 64)
     assert (theirs.crc_offset, theirs.row_bytes) == (layout.crc_offset, layout.row_bytes)
-    assert layout.parts[1].offset == theirs.parts["gate"].num_bytes(64)
+    assert theirs.places == {part.name: (part.offset, part.scales_offset) for part in layout.parts}
+    assert layout.parts[0].bias_offset == theirs.places["up"][1] - 4
 
 
 def test_the_second_reader_imports_nothing_but_numpy_and_the_standard_library() -> None:

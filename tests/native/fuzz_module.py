@@ -70,32 +70,39 @@ class Cases:
         width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
         codec = 1 if affine else int(self.random.choice([0, 2, 3]))
         if affine and self.chance(30):
-            codec, width = TRELLIS, self.number(3, 8)
+            codec, width = TRELLIS, self.number(4, 8)
         if self.d % BLOCK == 0 and self.chance(30):
-            return [*SOURCES[self.number(0, 2)], 0, self.number(0, 1), place]
-        return [codec, width, group, int(self.random.choice([8, 16])), 0, self.number(0, 1), place]
+            return [*SOURCES[self.number(0, 2)], 0, 0, self.number(0, 1), place]
+        return [codec, width, group, int(self.random.choice([8, 16])), 0, 0, self.number(0, 1), place]
 
-    def part_bytes(self, part: list[int]) -> int:
-        codec, width, group, scale_bits, _, has_bias, _ = part
-        groups = self.d // group if group else 1
+    def part_bytes(self, part: list[int]) -> tuple[int, int]:
+        """Bytes of a part's codes, and of its scales, zeros and bias."""
+        codec, width, group, scale_bits, _, _, has_bias, _ = part
+        groups = -(-self.d // group) if group else 1
+        scales = 2 * groups if scale_bits == 16 else 2 + groups
         if codec == TRELLIS:
-            return self.d * width // 16 + (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
+            return self.d * width // 16, scales + 4 * has_bias
         if codec > 3:
-            groups = -(-self.d // group) if group else 1
-            return self.d * width // 8 + groups * scale_bits // 8 + 4 * has_bias
+            return self.d * width // 8, groups * scale_bits // 8 + 4 * has_bias
         if codec != 1:
-            return self.d * (4 if codec == 3 else 2) + 4 * has_bias
-        return self.d * width // 8 + 2 * (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
+            return self.d * (4 if codec == 3 else 2), 4 * has_bias
+        return self.d * width // 8, 2 * scales + 4 * has_bias
+
+    def place(self, parts: list[list[int]]) -> list[int]:
+        """Gives parts their places: codes, then scales; returns the bytes of rows by their kind."""
+        row_bytes = [0, 0, 0]
+        for number, offset in ((0, 4), (1, 5)):
+            for part in parts:
+                part[offset] = row_bytes[part[7]]
+                row_bytes[part[7]] += self.part_bytes(part)[number]
+        return row_bytes
 
     def expert(self) -> tuple[Any, Any, Any, Any]:
         """Layout, selector rows, records and the row of extra values."""
         kind = self.number(0, 3)
         parts = [self.part(SELECTOR_ROW if kind in (2, 3) else RECORD)]
         parts += [self.part(SELECTOR_ROW if kind in (1, 3) else RECORD), self.part(RECORD)]
-        row_bytes = [0, 0, 0]
-        for part in parts:
-            part[4] = row_bytes[part[6]]
-            row_bytes[part[6]] += self.part_bytes(part)
+        row_bytes = self.place(parts)
         extra_bytes = 4 * self.d + self.number(0, 20) if self.chance(40) else 0
         numbers = [self.d, self.f, kind, *row_bytes[1:], extra_bytes, self.number(0, 2)]
         numbers += [number for part in parts for number in part]
@@ -116,7 +123,8 @@ class Cases:
 
     def rows(self) -> tuple[Any, Any]:
         part = self.part(RECORD)
-        numbers = [self.d, self.part_bytes(part), *part]
+        row_bytes = self.place([part])[RECORD]
+        numbers = [self.d, row_bytes, *part]
         return np.array(numbers, np.int32), self.bytes(self.number(0, 60), numbers[1])
 
     def experts_arguments(self) -> Arguments:
@@ -228,15 +236,15 @@ class Cases:
         return [self.floats(tokens, experts), bias, *found, *numbers, 0.0, 1.0, 0.1]
 
     def search_trellis_arguments(self) -> Arguments:
-        columns, rows = self.number(1, 150), self.number(0, 4)
-        kept, pieces = self.number(0, columns), [self.floats(rows, columns) for _ in range(3)]
-        importance = self.floats(rows, columns) if self.chance(50) else self.floats(columns)
-        factor = self.floats(columns, columns) if self.chance(50) else None
-        starts = self.random.integers(0, 128, rows).astype(np.uint8)
-        found = [self.bytes(rows, kept), self.floats(rows, kept), self.bytes(rows)]
+        steps, rows = self.number(1, 75), self.number(0, 4)
+        kept, pieces = self.number(0, steps), [self.floats(rows, 2 * steps) for _ in range(3)]
+        factor = self.floats(2 * steps, 2 * steps) if self.chance(50) else None
+        first = int(self.random.choice([1, 2, 4]))
+        second = 2 * first if first < 4 and self.chance(50) else first
+        tables = [self.bytes(3, 16), self.floats(first, 16), self.floats(second, 16)]
+        found = [self.bytes(rows, kept), self.floats(rows, 2 * kept), self.bytes(rows)]
         limit = [None, "portable", "avx2", "avx512"][self.number(0, 3)]
-        shape = [limit, columns, kept, self.number(3, 8)]
-        return [*shape, *pieces, importance, factor, self.floats(2, 128), starts, *found]
+        return [limit, steps, kept, *pieces, self.floats(2 * steps), factor, *tables, self.bytes(rows), *found]
 
     def open_pool_arguments(self) -> Arguments:
         return [self.number(1, 3), [None, "portable", "avx2", "avx512", "avx512vbmi"][self.number(0, 4)]]

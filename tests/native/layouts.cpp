@@ -9,20 +9,30 @@
 namespace moe_pack {
 namespace {
 
-enum { kCodec, kWidth, kGroup, kScaleBits, kOffset, kBias, kPlace };
+enum { kCodec, kWidth, kGroup, kScaleBits, kOffset, kScales, kBias, kPlace };
 
 // Of the codecs that keep what sources hold.
 bool is_source(int32_t codec) { return codec >= (int)Codec::fp8 && codec <= (int)Codec::mxfp4; }
 
-int64_t bytes_of(const int32_t* part, int64_t num_cols) {
-    if (part[kCodec] == (int)Codec::fp8) return num_cols + 4 * ((num_cols + 127) / 128);
-    if (part[kCodec] == (int)Codec::e5m2) return num_cols + 1;
-    if (part[kCodec] == (int)Codec::mxfp4) return num_cols / 2 + num_cols / 32;
+int64_t code_bytes_of(const int32_t* part, int64_t num_cols) {
+    if (part[kCodec] == (int)Codec::trellis) return num_cols * part[kWidth] / 16;
+    if (part[kCodec] == (int)Codec::affine || is_source(part[kCodec])) return num_cols * part[kWidth] / 8;
+    return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
+}
+
+// Of scales and zeros, and of the bias.
+int64_t end_bytes_of(const int32_t* part, int64_t num_cols) {
     int64_t groups = part[kGroup] ? num_cols / part[kGroup] : 1;
     int64_t scales = part[kScaleBits] == 16 ? 2 * groups : 2 + groups;
-    if (part[kCodec] == (int)Codec::trellis) return num_cols * part[kWidth] / 16 + scales;
-    if (part[kCodec] != (int)Codec::affine) return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
-    return num_cols * part[kWidth] / 8 + 2 * scales;
+    switch ((Codec)part[kCodec]) {
+        case Codec::fp8: scales = 4 * ((num_cols + 127) / 128); break;
+        case Codec::e5m2: scales = 1; break;
+        case Codec::mxfp4: scales = num_cols / 32; break;
+        case Codec::affine: scales *= 2; break;
+        case Codec::trellis: break;
+        default: scales = 0;
+    }
+    return scales + 4 * part[kBias];
 }
 
 void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
@@ -34,7 +44,7 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     part[kScaleBits] = random.pick({8, 16});
     if (affine && random.chance(30)) {
         part[kCodec] = (int)Codec::trellis;
-        part[kWidth] = (int32_t)random.between(3, 8);
+        part[kWidth] = (int32_t)random.between(4, 8);
     }
     if (num_cols % kBlock == 0 && random.chance(30)) {
         static const int32_t kSources[3][4] = {{(int)Codec::fp8, 8, 128, 32}, {(int)Codec::e5m2, 8, 0, 8},
@@ -45,17 +55,22 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     part[kPlace] = (int)place;
 }
 
-// Gives parts of one place their offsets, in any order, with gaps or without; returns the bytes of a row.
+// Gives parts of one place their offsets and those of their scales, in any order, with gaps or without; returns the
+// bytes of a row. As Python has them, the codes of all come first.
 int32_t place_parts(Random& random, int32_t* parts, int count, int32_t num_cols, Place place) {
-    int order[3] = {0, 1, 2};
-    if (random.chance(30)) std::swap(order[random.between(0, count - 1)], order[random.between(0, count - 1)]);
+    bool usual = random.chance(50);
+    int order[6] = {0, 1, 2, 3, 4, 5};
+    for (int i = 0; i < 2 * count; i++) order[i] = i;
+    for (int i = 0; i < 2 * count && !usual; i++) std::swap(order[i], order[random.between(0, 2 * count - 1)]);
     int64_t end = 0;
-    for (int i = 0; i < count; i++) {
-        int32_t* part = parts + order[i] * kPartNumbers;
+    for (int i = 0; i < 2 * count; i++) {
+        int32_t* part = parts + order[i] % count * kPartNumbers;
+        bool codes = order[i] < count;
         if (part[kPlace] != (int)place) continue;
-        if (random.chance(10)) end += random.between(1, 5);
-        part[kOffset] = (int32_t)end;
-        end += bytes_of(part, num_cols) + 4 * part[kBias];
+        if (usual && codes) end = (end + 15) / 16 * 16;
+        if (!usual && random.chance(10)) end += random.between(1, 5);
+        part[codes ? kOffset : kScales] = (int32_t)end;
+        end += codes ? code_bytes_of(part, num_cols) : end_bytes_of(part, num_cols);
     }
     // None behind the last part: what reads past it reads past the row, and at last past the rows.
     return (int32_t)(end + (random.chance(60) ? 0 : random.between(1, 20)));
@@ -84,10 +99,11 @@ void check_part(const PlacedPart& placed, const int32_t* n, int64_t num_cols, in
     if (placed.place == Place::none) return;
     const Part& part = placed.part;
     bool coded = part.codec == Codec::affine || part.codec == Codec::trellis || is_source(n[kCodec]);
-    int64_t codes = coded ? num_cols * n[kWidth] / (part.codec == Codec::trellis ? 16 : 8) : bytes_of(n, num_cols);
+    int64_t codes = code_bytes_of(n, num_cols), end = end_bytes_of(n, num_cols), scales = placed.offset + part.scales_at;
     require(part.num_cols == num_cols && part.code_bytes == codes, "codes of a part");
-    require(part.num_bytes() == bytes_of(n, num_cols), "bytes of a part");
-    require(placed.offset >= 0 && placed.offset + bytes_of(n, num_cols) + 4 * n[kBias] <= row_bytes, "a part's place");
+    require(part.bias_at() + 4 * n[kBias] - part.scales_at == end, "bytes of scales, zeros and bias");
+    require(placed.offset == n[kOffset] && placed.offset >= 0 && placed.offset + codes <= row_bytes, "place of codes");
+    require(scales == n[kScales] && scales >= 0 && scales + end <= row_bytes, "place of scales");
     if (!coded) return;
     require(num_cols % kBlock == 0, "rows of codes");
     if (part.codec == Codec::fp8) return require(part.num_groups == (num_cols + 127) / 128, "groups of fp8");
@@ -169,7 +185,7 @@ namespace {
 void check_sources() {
     for (const auto& [codec, width, group, scale_bits] :
          {std::tuple(4, 8, 128, 32), std::tuple(5, 8, 0, 8), std::tuple(6, 4, 32, 8)}) {
-        std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, scale_bits, 1000, 1, 2};
+        std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, scale_bits, 1000, 7, 1, 2};
         RowsLayout made;
         require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows of a source");
         check_rows(made, rows);
@@ -178,10 +194,18 @@ void check_sources() {
             require(kernels->prepared_bytes(part) < (64u << 20), "memory for the longest inputs of a source");
             require(kernels->sum_floats(part) >= (size_t)kMaxCols, "memory for the longest sum of a source");
         }
+        int64_t codes = made.part.part.code_bytes, end = made.part.part.bias_at() + 4 - made.part.part.scales_at;
         for (int place : {3, 4, 5}) {
             std::vector<int32_t> other = rows;
             other[place] += 8;
             require(read_rows_layout(other.data(), other.size(), &made) != nullptr, "another format is refused");
+        }
+        for (const auto& [place, bytes] : {std::pair(6, codes), std::pair(7, end)}) {
+            std::vector<int32_t> last = rows;
+            last[place] = (int32_t)(INT_MAX - bytes);
+            require(read_rows_layout(last.data(), last.size(), &made) == nullptr, "at the end of the longest rows");
+            last[place]++;
+            require(read_rows_layout(last.data(), last.size(), &made) != nullptr, "a byte behind is refused");
         }
     }
 }
@@ -191,9 +215,9 @@ void check_sources() {
 void check_limits() {
     // No gate; up in f32 behind nothing, down behind it.
     std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX, INT_MAX, 1};
-    numbers.insert(numbers.end(), {0, 0, 0, 0, 0, 0, 0});
-    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 0, 0, 2});
-    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 4 * kMaxCols, 0, 2});
+    numbers.insert(numbers.end(), {0, 0, 0, 0, 0, 0, 0, 0});
+    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 0, 0, 0, 2});
+    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 4 * kMaxCols, 0, 0, 2});
     ExpertLayout layout;
     require(read_expert_layout(numbers.data(), numbers.size(), &layout) == nullptr, "the largest expert");
     check_expert(layout, numbers);
@@ -206,8 +230,8 @@ void check_limits() {
         for (int width : {1, 2, 3, 4, 5, 6, 7, 8})
             for (int group : {0, 16, 128}) {
                 if (codec == (int)Codec::affine && width > 4 && width < 8) continue;
-                if (codec == (int)Codec::trellis && width < 3) continue;
-                std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, 8, 1000, 1, 2};
+                if (codec == (int)Codec::trellis && width < 4) continue;
+                std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, 8, 1000, 7, 1, 2};
                 RowsLayout made;
                 require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows");
                 check_rows(made, rows);

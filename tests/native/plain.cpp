@@ -44,11 +44,20 @@ int code_at(const Part& part, const uint8_t* row, int i) {
     return planar_code(block, 2, i % kBlock) | planar_code(block + 16, 1, i % kBlock) << 2;
 }
 
-// The value of weight `i` of a trellis: a register of seven bits takes the stream's, one after the other.
-int trellis_value(const Part& part, const uint8_t* stream, int i) {
-    int end = i / 2 * part.width + (i % 2 ? part.width : part.width / 2), window = 0;
-    for (int bit = end > 7 ? end - 7 : 0; bit < end; bit++) window = window >> 1 | (stream[bit / 8] >> bit % 8 & 1) << 6;
-    return trellis_table(part.width, i % 2)[window];
+// Nibble `t` of a trellis's stream; zeros come before the first.
+int nibble_at(const uint8_t* codes, int t) { return t < 0 ? 0 : codes[t / 2] >> 4 * (t % 2) & 15; }
+
+// The level of weight `i` of a trellis: the last three nibbles select its set, bits of the second plane the level.
+int trellis_value(const Part& part, const uint8_t* codes, int i) {
+    int column = i % kBlock, half = column / 32, place = column % 32;  // step 2 j: column j or j + 32; then 16 more
+    int step = i / kBlock * 32 + place % 16 * 2 + place / 16;
+    int hash = kTrellisHash[0][nibble_at(codes, step)] ^ kTrellisHash[1][nibble_at(codes, step - 1)] ^
+               kTrellisHash[2][nibble_at(codes, step - 2)];
+    int bits[2] = {(part.width - 4) / 2, (part.width - 3) / 2}, level = 0;
+    const uint8_t* plane = codes + part.num_cols / 4 + i / kBlock * 4 * (part.width - 4) + (half ? 4 * bits[0] : 0);
+    if (bits[half] == 1) level = plane[place % 4] >> place / 4 & 1;
+    if (bits[half] == 2) level = plane[place % 8] >> 2 * (place / 8) & 3;
+    return kTrellisLevels[part.width - 4][half][16 * level + (hash >> 4 * half & 15)];
 }
 
 // A float of few bits: `mantissa` of them below the exponent, which has this bias; no number and infinity apart.
@@ -98,7 +107,7 @@ void put_half(uint8_t* at, float value) {
 
 PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
     const Part& part = placed.part;
-    const uint8_t *codes = row + placed.offset, *scales = codes + part.code_bytes, *zeros = scales + part.scale_bytes;
+    const uint8_t *codes = row + placed.offset, *scales = codes + part.scales_at, *zeros = scales + part.scale_bytes;
     PlainRow made = {std::vector<float>(part.num_cols), std::vector<double>(part.num_cols), 0.0f};
     for (int i = 0; i < part.num_cols; i++) {
         float& weight = made.weights[i];
@@ -115,7 +124,7 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
             int g = i / part.group;
             float scale = part.scale_bits == 8 ? half_at(scales) * (float)scales[2 + g] : half_at(scales + 2 * g);
             weight = (float)trellis_value(part, codes, i) * scale;
-            made.magnitudes[i] = 127.0 * std::fabs((double)scale);
+            made.magnitudes[i] = 124.0 * std::fabs((double)scale);  // with the zero that kernels take off
             continue;
         }
         if (part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4) {
@@ -127,7 +136,7 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
         if (part.codec == Codec::f32) std::memcpy(&weight, codes + 4 * i, 4);
         made.magnitudes[i] = std::fabs((double)weight);
     }
-    if (part.has_bias) std::memcpy(&made.bias, codes + part.num_bytes(), 4);
+    if (part.has_bias) std::memcpy(&made.bias, codes + part.bias_at(), 4);
     return made;
 }
 
@@ -135,7 +144,7 @@ namespace {
 
 // Finite codes, and scales that make weights of about 0.1.
 void make_source_sane(Random& random, const Part& part, uint8_t* codes) {
-    uint8_t* scales = codes + part.code_bytes;
+    uint8_t* scales = codes + part.scales_at;
     int top = part.codec == Codec::fp8 ? 0x7e : 0x7b;
     for (int i = 0; i < part.code_bytes && part.codec != Codec::mxfp4; i++)
         if ((codes[i] & 0x7f) > top) codes[i] -= 4;
@@ -153,7 +162,7 @@ void make_source_sane(Random& random, const Part& part, uint8_t* codes) {
 void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
     const Part& part = placed.part;
     if (placed.place == Place::none) return;
-    uint8_t *codes = row + placed.offset, *scales = codes + part.code_bytes, *zeros = scales + part.scale_bytes;
+    uint8_t *codes = row + placed.offset, *scales = codes + part.scales_at, *zeros = scales + part.scale_bytes;
     const float top = (float)(1 << (part.codec == Codec::affine ? part.width : 1)), unit = 0.1f / top;
     const bool is_trellis = part.codec == Codec::trellis;
     if (is_trellis && part.scale_bits == 8) put_half(scales, random.sign() * 0.1f / 127 / 128);
@@ -178,7 +187,7 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
         if (part.codec == Codec::f32) std::memcpy(codes + 4 * i, &weight, 4);
     }
     float bias = random.real(-0.5f, 0.5f);
-    if (part.has_bias) std::memcpy(codes + part.num_bytes(), &bias, 4);
+    if (part.has_bias) std::memcpy(codes + part.bias_at(), &bias, 4);
 }
 
 Near plain_dot(const PlainRow& row, const float* x) {

@@ -77,7 +77,7 @@ def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFact
     assert all(rate is not None and rate > 0 for rate in rates) if is_available() else rates == [None] * 2
     assert [one.width for one in cpu.experts] == ([1, 2, 3, 4, 8, 16] if is_available() else [])
     assert [one.width for one in cpu.dense] == ([4, 8, 16] if is_available() else [])
-    assert [one.width for one in cpu.trellises] == ([3, 4, 5, 6, 7, 8] if is_available() else [])
+    assert [one.width for one in cpu.trellises] == ([4, 5, 6, 7, 8] if is_available() else [])
     assert all(one.rate > 0 for one in (*cpu.experts, *cpu.dense, *cpu.trellises))
     assert (cpu.row_s is not None and cpu.row_s >= 0) == is_available()
 

@@ -16,7 +16,7 @@ def packed(folder: Path, selector: Selector) -> Path:
     spec = replace(small(num_layers=1, num_experts=4, hidden_size=64), vocab_size=128)
     first = trellis_format(4, 64)
     plan = uniform_plan(spec, selector, first, trellis_format(7, 32, 8), trellis_format(8, 16), "nearest")
-    other = ExpertFormat(part_format(3, 64), trellis_format(3, 0), trellis_format(5, 64))
+    other = ExpertFormat(part_format(3, 64), trellis_format(6, 0), trellis_format(5, 64))
     experts = tuple(tuple(other if e % 2 else held for e, held in enumerate(layer)) for layer in plan.experts)
     return made(spec, folder, plan=replace(plan, experts=experts))
 

@@ -399,11 +399,12 @@ def test_the_first_and_last_of_everything_pass() -> None:
 
 
 # Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
-# row of extra values, function; then come seven for each of gate, up and down. The expert here has up in its selector.
-GATE, UP, DOWN = 7, 14, 21
-CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, BIAS, PLACE = range(7)
+# row of extra values, function; then come eight for each of gate, up and down. The expert here has up in its selector.
+GATE, UP, DOWN = 7, 15, 23
+CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, SCALES, BIAS, PLACE = range(8)
 NOT_THERE = "layout: a part is not where its selector kind puts it"
 UNFIT = "layout: a part does not fit its row"
+SCALES_UNFIT = "layout: a part's scales do not fit its row"
 EXPERT_LAYOUTS = {
     "no columns": ({0: 0}, "layout: sizes out of range"),
     "columns below 0": ({0: -64}, "layout: sizes out of range"),
@@ -422,8 +423,8 @@ EXPERT_LAYOUTS = {
     "unknown function": ({6: 3}, "layout: unknown neuron function"),
     "function below 0": ({6: -1}, "layout: unknown neuron function"),
     "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
-    "selector row too short": ({3: 64}, UNFIT),
-    "record too short": ({4: 128}, UNFIT),
+    "selector row too short": ({3: 63}, UNFIT),
+    "record too short": ({4: 128}, SCALES_UNFIT),
     "unknown codec": ({GATE + CODEC: 8}, "layout: unknown codec"),
     "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
     "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
@@ -432,8 +433,11 @@ EXPERT_LAYOUTS = {
     "group below 0": ({UP + GROUP: -64}, "layout: unknown group"),
     "unknown scale_bits": ({DOWN + SCALE_BITS: 4}, "layout: unknown scale_bits"),
     "offset below 0": ({DOWN + OFFSET: -1}, UNFIT),
-    "offset too high": ({DOWN + OFFSET: 89}, UNFIT),
+    "offset too high": ({DOWN + OFFSET: 97}, UNFIT),
     "offset that overflows": ({DOWN + OFFSET: 2**31 - 1}, UNFIT),
+    "scales below 0": ({DOWN + SCALES: -1}, SCALES_UNFIT),
+    "scales too high": ({DOWN + SCALES: 153}, SCALES_UNFIT),
+    "scales that overflow": ({DOWN + SCALES: 2**31 - 1}, SCALES_UNFIT),
     "half a bias": ({UP + BIAS: 2}, "layout: a part has a bias or not"),
     "unknown place": ({UP + PLACE: 3}, "layout: a part is neither in selector nor in record"),
     "up in the record": ({UP + PLACE: 2, 4: 400}, NOT_THERE),
@@ -465,11 +469,13 @@ ROW_LAYOUTS = {
     "too many columns": ({0: (1 << 20) + 64}, "layout: sizes out of range"),
     "rows below nothing": ({1: -80}, "layout: sizes out of range"),
     "rows of nothing": ({1: 0}, UNFIT),
-    "rows too short": ({1: 71}, UNFIT),
+    "rows too short": ({1: 63}, UNFIT),
+    "rows too short for zeros": ({1: 71}, SCALES_UNFIT),
     "unknown codec": ({2 + CODEC: 9}, "layout: unknown codec"),
     "unknown width": ({2 + WIDTH: 7}, "layout: unknown width"),
     "unknown group": ({2 + GROUP: 1}, "layout: unknown group"),
-    "offset too high": ({2 + OFFSET: 9}, UNFIT),
+    "offset too high": ({2 + OFFSET: 17}, UNFIT),
+    "scales too high": ({2 + SCALES: 73}, SCALES_UNFIT),
     "in a selector": ({2 + PLACE: 1}, UNFIT),
     "nowhere": ({2 + PLACE: 0}, "layout: rows hold their part"),
 }
@@ -495,26 +501,29 @@ def test_a_codec_of_a_source_in_another_format_is_refused() -> None:
 
 
 def test_a_codec_of_a_source_takes_its_bytes_and_no_more() -> None:
-    for codec, row_bytes in (("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)):
+    for codec, code_bytes, scale_bytes in (("fp8", 128, 4), ("e5m2", 128, 1), ("mxfp4", 64, 4)):
         with case(codec):
             arguments = legal("decode")
-            layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
+            row_bytes = code_bytes + scale_bytes
+            layout = np.array([D, row_bytes, *SOURCES[codec], 0, code_bytes, 0, 2], np.int32)
             call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
             layout[1] -= 1
             short = arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)}
-            assert_refused("decode", short, UNFIT)
+            assert_refused("decode", short, SCALES_UNFIT)
             layout[0] = 96
             assert_refused("decode", arguments | {"layout": layout}, "layout: rows of codes are multiples of 64")
 
 
 def test_a_layout_that_just_fits_passes() -> None:
-    """A row of 72 bytes of codes, scales and zeros has its part at its end, and no room for a checksum."""
+    """A row of 72 bytes of codes, scales and zeros may have its codes behind its scales, and no room for a checksum."""
     arguments = legal("decode")
     layout = arguments["layout"].copy()
-    layout[2 + OFFSET] = 8
+    layout[2 + OFFSET], layout[2 + SCALES] = 16, 8
+    call("decode", arguments | {"layout": layout})
+    layout[2 + OFFSET], layout[2 + SCALES] = 8, 72
     call("decode", arguments | {"layout": layout})
     layout[1] = 72
-    layout[2 + OFFSET] = 0
+    layout[2 + OFFSET], layout[2 + SCALES] = 0, 64
     call("decode", arguments | {"layout": layout, "rows": np.zeros((F, 72), np.uint8)})
 
 

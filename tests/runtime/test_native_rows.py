@@ -34,7 +34,7 @@ CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16,
 CODECS += [trellis_format(w, g, s) for w in TRELLIS_WIDTHS for g in (0, 16, 32, 64, 128) for s in (16, 8)]
 CODECS += SOURCES
 SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), *SOURCES]
-SOME_CODECS += [trellis_format(3, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
+SOME_CODECS += [trellis_format(5, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
 COLUMNS = (64, 192, 320, 640, 1088)
 MEBIBYTE = 1 << 20
 

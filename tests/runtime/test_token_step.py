@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_pack.convert.rotation import Rotate
+from moe_pack.calib.quantize import Rotate
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.decoder import TokenLayers, TokenStep
 from moe_pack.runtime.gpu.device import HostArena

@@ -19,7 +19,7 @@ TRELLISES = tuple(f"t{width}" for width in TRELLIS_WIDTHS)
 
 
 def named_format(name: Name, group: int = 64) -> PartFormat:
-    """A part's format: 1 to 8 and 16 bits, `t3` to `t8` for a trellis of that width, or `fp8`, `mxfp4`, `e5m2`."""
+    """A part's format: 1 to 8 and 16 bits, `t4` to `t8` for a trellis of that width, or `fp8`, `mxfp4`, `e5m2`."""
     if isinstance(name, int):
         return part_format(name, group)
     return trellis_format(int(name[1:]), group) if name in TRELLISES else CODECS[name]

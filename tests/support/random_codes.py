@@ -35,22 +35,36 @@ def every_code(stored: PartFormat) -> tuple[RowLayout, Tensor]:
 
 
 def every_window(width: int) -> tuple[RowLayout, Tensor]:
-    """Rows of a trellis, so long that each column of a word sees every window in one of them; scales are 1.
+    """32 rows of a trellis in which each step of a block sees every window; refinements are random, scales are 1.
 
-    Before `weight` lies a part whose bits are all set, and whose end is within a word.
+    Right before the codes of `weight` lie those of a part whose bits are all set.
     """
-    num_rows, num_cols = 6, 8192
+    num_rows, num_cols = 32, 8320
     layout = row_layout([("before", E5M2, False), ("weight", trellis_format(width, 0), False)], num_cols)
     generator = torch.Generator().manual_seed(width)
-    stream = torch.randint(0, 256, (num_rows, num_cols * width // 16), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, 256, (num_rows, num_cols * width // 16), generator=generator, dtype=torch.uint8)
+    nibbles, windows = torch.zeros(num_rows, num_cols // 2, dtype=torch.uint8), _all_windows()
+    for row in range(num_rows):
+        nibbles[row, row : row + len(windows)] = windows
+    codes[:, : num_cols // 4] = nibbles[:, ::2] | nibbles[:, 1::2] << 4
     ones = torch.ones(num_rows, 1, dtype=torch.float16).view(torch.uint8)
     out = np.zeros((num_rows, layout.row_bytes), np.uint8)
     sections = {
         "before": np.full((num_rows, num_cols + 1), 0xFF, np.uint8),
-        "weight": torch.cat([stream, ones], dim=1).numpy(),
+        "weight": torch.cat([codes, ones], dim=1).numpy(),
     }
     write_rows(layout, sections, out)
     return layout, torch.from_numpy(out)
+
+
+def _all_windows() -> Tensor:
+    """Nibbles, u8 [4098], of which each three neighbours are others: a de Bruijn sequence, by the greedy rule."""
+    nibbles, seen = [0, 0], set[tuple[int, int, int]]()
+    while len(nibbles) < 16**3 + 2:
+        tried = [value for value in reversed(range(16)) if (nibbles[-2], nibbles[-1], value) not in seen]
+        seen.add((nibbles[-2], nibbles[-1], tried[0]))
+        nibbles.append(tried[0])
+    return torch.tensor(nibbles, dtype=torch.uint8)
 
 
 def _rows_of(stored: PartFormat, codes: Tensor, scales: Tensor) -> tuple[RowLayout, Tensor]:

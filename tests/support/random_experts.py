@@ -85,7 +85,9 @@ class RandomExpert:
         assert found is not None, matrix
         rows, part, base = found
         held = self.extent[base : base + self.shape.num_rows * rows.row_bytes].reshape(-1, rows.row_bytes)
-        return weight_magnitudes(part.format, self.shape.num_cols, held[:, part.offset : part.offset + part.num_bytes])
+        codes = held[:, part.offset : part.offset + part.code_bytes]
+        section = np.hstack([codes, held[:, part.scales_offset : part.bias_offset]])
+        return weight_magnitudes(part.format, self.shape.num_cols, section)
 
 
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
@@ -95,11 +97,12 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
         scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
         return decode_part(stored, num_cols, held).double().abs() + 6 * scales
     if stored.codec == "trellis":
-        # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a value of 127, is
-        # `MAX_ERROR` of 8 times that largest, whose own value may be zero.
+        # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a level of 64, is
+        # `MAX_ERROR` of 4 times that largest, whose own level may be zero. Other kernels add codes, up to 64 too large:
+        # each sum rounds 64 * 2^-24 more, `MAX_ERROR` of 4, and some sums follow each other.
         trellis = Trellis(stored, num_cols)
         scales = trellis.load_scales(held[:, trellis.code_bytes :]).double()
-        return decode_part(stored, num_cols, held).double().abs() + 8 * _each_column(scales, num_cols)
+        return decode_part(stored, num_cols, held).double().abs() + 16 * _each_column(scales, num_cols)
     if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)

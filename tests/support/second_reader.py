@@ -26,10 +26,7 @@ FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
-TABLES = {  # by width: one table, or two where the width is odd (section 8)
-    int(width): np.array(tables, np.int8)
-    for width, tables in json.loads((Path(__file__).parents[2] / "docs" / "trellis-tables.json").read_text()).items()
-}
+TABLES = json.loads((Path(__file__).parents[2] / "docs" / "trellis-tables.json").read_text())  # section 8
 NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
@@ -83,9 +80,9 @@ class Part:
             return self.num_groups(n) * self.scale_bits // 8
         return 2 * self.num_groups(n) if self.scale_bits == 16 else 2 + self.num_groups(n)
 
-    def num_bytes(self, n: int) -> int:
-        zero_bytes = self.scale_bytes(n) if self.codec == "affine" else 0
-        return self.code_bytes(n) + self.scale_bytes(n) + zero_bytes + 4 * self.has_bias
+    def bytes_behind(self, n: int) -> int:
+        """Scales, zeros and bias, which lie behind the codes of all parts."""
+        return self.scale_bytes(n) * (2 if self.codec == "affine" else 1) + 4 * self.has_bias
 
     def code_bytes(self, n: int) -> int:
         return n * self.width // (16 if self.codec == "trellis" else 8)
@@ -95,22 +92,21 @@ class Part:
         if self.codec not in ("affine", "trellis"):
             require((self.width, self.group, self.scale_bits) == FORMATS[self.codec], f"{place}: format")
 
-    def decode(self, stored: Bytes, n: int) -> Floats:
-        """Weights [rows, n] for stored bytes [rows, num_bytes] (section 8)."""
-        code_bytes, scale_bytes = self.code_bytes(n), self.scale_bytes(n)
+    def decode(self, codes: Bytes, behind: Bytes, n: int) -> Floats:
+        """Weights [rows, n] for the bytes of codes [rows, code_bytes] and those behind [rows, bytes_behind]."""
+        scales = behind[:, : self.scale_bytes(n)]
         if self.codec == "bf16":
-            return bf16(np.ascontiguousarray(stored[:, :code_bytes]).view("<u2"))
+            return bf16(np.ascontiguousarray(codes).view("<u2"))
+        if self.codec not in ("affine", "trellis"):
+            return self._decode_kept(codes, scales, n)
+        scale = self._scales(scales, "u1")[:, :, None]
         if self.codec == "trellis":
-            grouped = self._looked_up(stored[:, :code_bytes], n).reshape(len(stored), self.num_groups(n), -1)
-            scale = self._scales(stored[:, code_bytes : code_bytes + scale_bytes], "u1")
-            return (grouped * scale[:, :, None]).reshape(len(stored), n)
-        if self.codec != "affine":
-            return self._decode_kept(stored[:, :code_bytes], stored[:, code_bytes : code_bytes + scale_bytes], n)
-        codes = unpack(stored[:, :code_bytes], self.width).astype(np.float32)
-        scale = self._scales(stored[:, code_bytes : code_bytes + scale_bytes], "u1")
-        zero = self._scales(stored[:, code_bytes + scale_bytes : code_bytes + 2 * scale_bytes], "i1")
-        grouped = codes.reshape(len(stored), self.num_groups(n), -1)
-        return ((grouped - zero[:, :, None]) * scale[:, :, None]).reshape(len(stored), n)
+            values = self._levels(codes, n).reshape(len(codes), self.num_groups(n), -1)
+        else:
+            zero = self._scales(behind[:, self.scale_bytes(n) : 2 * self.scale_bytes(n)], "i1")[:, :, None]
+            grouped = unpack(codes, self.width).astype(np.float32).reshape(len(codes), self.num_groups(n), -1)
+            values = grouped - zero
+        return (values * scale).reshape(len(codes), n)
 
     def _decode_kept(self, codes: Bytes, scales: Bytes, n: int) -> Floats:
         weights: Floats
@@ -123,15 +119,27 @@ class Part:
             weights = weights * np.repeat(scale, self.group or n, axis=1)[:, :n]
         return weights
 
-    def _looked_up(self, codes: Bytes, n: int) -> Floats:
-        bits = np.unpackbits(np.ascontiguousarray(codes), axis=1, bitorder="little")
-        bits = np.pad(bits, ((0, 0), (7, 0)))  # zeros before the stream
-        tables = TABLES[self.width]
+    def _levels(self, codes: Bytes, n: int) -> Floats:
+        """A trellis's levels, step by step."""
+        bits = ((self.width - 4) // 2, (self.width - 3) // 2)
         values = np.empty((len(codes), n), np.float32)
-        for j in range(n):
-            end = j // 2 * self.width + (self.width if j % 2 else self.width // 2)
-            window = bits[:, end : end + 7] @ (1 << np.arange(7))
-            values[:, j] = tables[j % len(tables)][window]
+        middle: Bytes = np.zeros(len(codes), np.uint8)
+        newest = middle
+        for t in range(n // 2):
+            oldest, middle, newest = middle, newest, (codes[:, t // 2] >> 4 * (t % 2) & 15).astype(np.uint8)
+            hashes = [np.array(TABLES["hash"][name], np.uint8) for name in ("newest", "middle", "oldest")]
+            mixed = hashes[0][newest] ^ hashes[1][middle] ^ hashes[2][oldest]
+            block, c = t // 32, t % 32 // 2 + 16 * (t % 2)
+            begin = n // 4 + block * 4 * sum(bits)
+            for half in (0, 1):
+                refined = codes[:, begin : begin + 4 * bits[half]]
+                if bits[half]:
+                    u = refined[:, c % (4 * bits[half])] >> (c // (4 * bits[half]) * bits[half]) & (2 ** bits[half] - 1)
+                else:
+                    u = np.zeros(len(codes), np.uint8)
+                levels = np.array(TABLES["levels"][str(self.width)][half], np.float32)
+                values[:, 64 * block + 32 * half + c] = levels[16 * u.astype(np.int64) + (mixed >> 4 * half & 15)]
+                begin += 4 * bits[half]
         return values
 
     def _scales(self, stored: Bytes, byte_dtype: str) -> Floats:
@@ -150,8 +158,21 @@ class Rows:
     n: int
 
     @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Where each part's codes begin, and where what lies behind them does."""
+        end, begins, places = 0, [], {}
+        for part in self.parts.values():
+            begins.append(align(end, 16))
+            end = begins[-1] + part.code_bytes(self.n)
+        for begin, (name, part) in zip(begins, self.parts.items(), strict=True):
+            places[name] = (begin, end)
+            end += part.bytes_behind(self.n)
+        return places
+
+    @property
     def crc_offset(self) -> int:
-        return sum(part.num_bytes(self.n) for part in self.parts.values())
+        name, last = list(self.parts.items())[-1]
+        return self.places[name][1] + last.bytes_behind(self.n)
 
     @property
     def row_bytes(self) -> int:
@@ -159,16 +180,20 @@ class Rows:
 
     def decode(self, rows: Bytes, place: str) -> dict[str, Floats]:
         """Every part's weights [rows, n], after checking each row's CRC and padding."""
-        end = self.crc_offset
+        end, places = self.crc_offset, self.places
         for number, row in enumerate(rows):
             crc = int.from_bytes(row[end : end + 4].tobytes(), "little")
             require(zlib.crc32(row[:end].tobytes()) == crc, f"{place}: row {number}: CRC-32")
             require(not row[end + 4 :].any(), f"{place}: row {number}: padding")
-        decoded, start = {}, 0
+            stop = 0
+            for name, part in self.parts.items():
+                require(not row[stop : places[name][0]].any(), f"{place}: row {number}: padding before {name}")
+                stop = places[name][0] + part.code_bytes(self.n)
+        decoded = {}
         for name, part in self.parts.items():
-            stop = start + part.num_bytes(self.n)
-            decoded[name] = part.decode(rows[:, start:stop], self.n)
-            start = stop
+            begin, behind = places[name]
+            codes = rows[:, begin : begin + part.code_bytes(self.n)]
+            decoded[name] = part.decode(codes, rows[:, behind : behind + part.bytes_behind(self.n)], self.n)
         return decoded
 
 

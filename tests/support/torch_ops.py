@@ -119,8 +119,10 @@ def _weights(
     num_units, part = kind.selector_units if held.in_selector else kind.record_units, held.part
     found = tables.arena[: len(tables.arena) // 16 * 16].view(-1, 16)
     found = found[units[:, None] + torch.arange(num_units, device=units.device)].flatten(1)  # [n, row bytes]
-    held_bytes = found[:, part.offset : part.offset + held.format.part_bytes(part.num_cols)]
-    return decode_part(held.format, part.num_cols, held_bytes), _biases(found, part)
+    num_codes, num_bytes = held.format.code_bytes(part.num_cols), held.format.part_bytes(part.num_cols)
+    codes = found[:, part.offset : part.offset + num_codes]
+    scales = found[:, part.scales : part.scales + num_bytes - num_codes]
+    return decode_part(held.format, part.num_cols, torch.cat([codes, scales], dim=1)), _biases(found, part)
 
 
 def _biases(found: Tensor, part: RowPart) -> Tensor:

@@ -132,12 +132,13 @@ inline __m256i add_products(const __m256i* codes, int num_codes, const int8_t* d
 }
 
 // Codes times inputs, of one half of a block or of both; each of eight floats sums four columns of each half.
-// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits. `fours`: of E2M1's inputs.
+// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits. (Of a trellis: trellis_avx2.h.)
+// `fours`: what E2M1's or a trellis's zero gives too much.
 template <int WIDTH, int HALVES>
 inline __m256 products(const __m256i* codes, const int8_t* digits, const int32_t* fours = nullptr) {
     const __m256i ones = _mm256_set1_epi16(1), to_middle = _mm256_set1_epi16(256);
     __m256i pairs[kDigits];
-    if constexpr (WIDTH < 8) {
+    if constexpr (WIDTH != 8) {
         for (int k = 0; k < kDigits; ++k) {
             pairs[k] = add_products(codes, HALVES, digits + k * kBlock);
         }
@@ -145,7 +146,7 @@ inline __m256 products(const __m256i* codes, const int8_t* digits, const int32_t
                                               _mm256_madd_epi16(pairs[0], ones));
         const __m256i coarse = _mm256_slli_epi32(_mm256_madd_epi16(pairs[2], to_middle), 8);
         __m256i sum = _mm256_add_epi32(coarse, fine);
-        if constexpr (WIDTH == kE2m1) {
+        if constexpr (WIDTH == kE2m1 || is_trellis(WIDTH)) {
             sum = _mm256_sub_epi32(sum, load_bytes(fours));
         }
         return _mm256_cvtepi32_ps(sum);
@@ -182,7 +183,7 @@ inline __m256 half_scales(const float* scales, int32_t block_idx, int half) {
 
 // The row's scales go to `scales`; returns scale * zero * (sum of inputs) over its groups, in eight parts.
 inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* input_sums, float* scales) {
-    const uint8_t* stored_scales = row + part.code_bytes;
+    const uint8_t* stored_scales = row + part.scales_at;
     __m256 share = _mm256_setzero_ps();
     for (int32_t g = 0; g < part.num_groups; g += 8) {
         const __m256 scale = load_eight(part, stored_scales, g, false);
@@ -199,7 +200,7 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
     __m256 zeros = _mm256_setzero_ps();
     uint8_t top = 0;  // of mxfp4: the exponent that scales are relative to
     if constexpr (WIDTH == kE2m1) {
-        const uint8_t* scales = row + part.code_bytes;
+        const uint8_t* scales = row + part.scales_at;
         top = largest_byte(scales, part.num_groups);
         for (int32_t g = 0; g < part.num_groups; g += 8) {
             _mm256_store_ps(work + g, load_shares(part, scales, g, top));
@@ -259,7 +260,7 @@ inline __m256 spread_codes(__m256i codes, int half, int byte) {
 // scales[g] = h * scale, and zeros += h * scale * zero.
 template <int WIDTH>
 inline void add_zeros(const Part& part, const uint8_t* row, float h, float* scales, float* zeros) {
-    const uint8_t* stored_scales = row + part.code_bytes;
+    const uint8_t* stored_scales = row + part.scales_at;
     for (int32_t g = 0; g < part.num_groups; g += 8) {
         __m256 scale, zero;
         if constexpr (WIDTH == kE2m1) {

@@ -26,10 +26,7 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 // Of a trellis: sets of a chunk's planes, as Units has them, and what the sums of one begin with.
 constexpr int32_t kStarts = 32;
 
-int32_t sets_of(const Part& part) {
-    const int32_t run_of_planes = 8 * planes_of(part);
-    return run_of_planes > unit_of(part) ? run_of_planes / unit_of(part) : 1;
-}
+int32_t sets_of(const Part& part) { return kBlock / unit_of(part); }
 
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
@@ -66,17 +63,13 @@ size_t prepared_digit_bytes(const Part& part) {
 }
 
 // Digits of 16 columns go where their plane's are, or two planes', where runs are of 8.
-inline void store_digits(__m512i fixed, int32_t col, int32_t run, int32_t planes, bool splits, uint8_t* block_digits) {
+inline void store_digits(__m512i fixed, int32_t col, int32_t run, uint8_t* block_digits) {
     // Adding 128 to each digit makes all of them positive: they are then the bytes of the sum.
     const __m512i biased = _mm512_add_epi32(fixed, _mm512_set1_epi32(0x808080));
-    const int32_t part = run * planes;
-    uint8_t* to = block_digits + col % part / run * kPlaneBytes + col / part * run + col % run;
+    uint8_t* to = block_digits + col / run * kPlaneBytes + col % run;
     for (int k = 0; k < kDigits; ++k, to += kBlock) {
         const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_srli_epi32(biased, 16 - 8 * k));
-        __m128i digits = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
-        if (splits) {
-            digits = _mm_shuffle_epi8(digits, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-        }
+        const __m128i digits = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
         if (run >= 16) {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(to), digits);
         } else {
@@ -95,20 +88,20 @@ inline void store_fours_of(__m512i fixed, int32_t* to) {
     }
 }
 
-// What the sums of a trellis's products begin with, by chunk and set: of codes that are all kTrellisZero, the negative
-// of what the highest digits give, then of what the others do.
+// What the sums of a trellis's products begin with: what codes that are all its zero give, negative, of the highest
+// digits, then of the others.
 inline void store_starts(const Part& part, const uint8_t* digits, int32_t* starts) {
-    const __m512i zero = _mm512_set1_epi8(int8_t(kTrellisZero)), none = _mm512_setzero_si512();
-    const int32_t planes = planes_of(part), num_sets = num_chunks(part) * sets_of(part), each = planes / sets_of(part);
+    const __m512i zero = _mm512_set1_epi8(int8_t(trellis_zero(part.width))), none = _mm512_setzero_si512();
+    const int32_t num_sets = num_chunks(part) * sets_of(part), planes_each = planes_of(part) / sets_of(part);
     for (int32_t set = 0; set < num_sets; ++set, starts += kStarts) {
         __m512i sums[kDigits] = {none, none, none};
-        for (int32_t plane = 0; plane < each; ++plane, digits += kPlaneBytes) {
+        for (int32_t plane = 0; plane < planes_each; ++plane, digits += kPlaneBytes) {
             for (int k = 0; k < kDigits; ++k) {
                 sums[k] = _mm512_dpbusd_epi32(sums[k], zero, _mm512_loadu_si512(digits + k * kBlock));
             }
         }
-        _mm512_storeu_si512(starts, _mm512_sub_epi32(none, sums[0]));
         const __m512i fine = _mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[2]);
+        _mm512_storeu_si512(starts, _mm512_sub_epi32(none, sums[0]));
         _mm512_storeu_si512(starts + 16, _mm512_sub_epi32(none, fine));
     }
 }
@@ -122,8 +115,8 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     whole_sum = 0;
     uint8_t* digits = const_cast<uint8_t*>(inputs.digits);
     float* sums = const_cast<float*>(inputs.sums);
-    const bool is_trellis = part.codec == Codec::trellis, splits = is_trellis && part.width % 2 == 1;
-    const int32_t planes = planes_of(part), run = is_trellis ? 8 : kBlock / planes, unit = unit_of(part);
+    const bool is_trellis = part.codec == Codec::trellis;
+    const int32_t planes = planes_of(part), run = kBlock / planes, unit = unit_of(part);
     if (!finite || peak == 0.0f || part.num_cols % (kBlock * planes) != 0) {
         __builtin_memset(digits, 0, Inputs::digit_bytes(part));
     }
@@ -135,12 +128,12 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     const float lift = peak < 0x1p-90f ? 0x1p60f : 1.0f;
     const float steps = kPeak / (peak * lift);
     for (int32_t block = 0; block * kBlock < part.num_cols; ++block) {
-        uint8_t* to = digits + block / planes * planes * kPlaneBytes + block % planes * (kBlock / planes);
+        uint8_t* to = digits + block / planes * planes * kPlaneBytes + block % planes * run;
         __m512i sum = _mm512_setzero_si512();
         for (int32_t col = 0; col < kBlock; col += 16) {
             const __m512 lifted = _mm512_mul_ps(_mm512_loadu_ps(x + block * kBlock + col), _mm512_set1_ps(lift));
             const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, _mm512_set1_ps(steps)));
-            store_digits(fixed, col, run, planes, splits, to);
+            store_digits(fixed, col, run, to);
             if (part.codec == Codec::mxfp4) {
                 int32_t* fours = reinterpret_cast<int32_t*>(sums) + (block / planes * planes + col / run) * 16;
                 store_fours_of(fixed, fours + block % planes * (run / 4) + col % run / 4);
@@ -164,7 +157,8 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 // Codes of a chunk's planes from FIRST on times inputs; each of 16 floats sums four columns of each plane.
 //
 // Digits' sums are computed in parallel, but where few planes make short chains of them, the lowest digit's products
-// are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
+// are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits, nor
+// would 16 * 32 * kPeak of a trellis.
 // `fours`: of E2M1's inputs, by plane; of a trellis's, its set's starts.
 template <int WIDTH, int FIRST, int COUNT>
 MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits, const int32_t* fours) {
@@ -203,13 +197,14 @@ template <int WIDTH, int UNIT>
 float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
     using C = Chunk<WIDTH>;
     using U = Units<WIDTH, UNIT>;
-    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.code_bytes, part.num_groups) : 127;
+    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.scales_at, part.num_groups) : 127;
     const StoredScales stored(part, row, top);
     const uint8_t* digits = inputs.digits;
     const int32_t* fours = reinterpret_cast<const int32_t*>(inputs.sums);
-    int32_t left = part.code_bytes, unit = 0;
+    Chunks<WIDTH> chunks(part, row);
+    int32_t unit = 0;
     __m512 sum = _mm512_setzero_ps(), zeros = sum;
-    while (left > 0) {
+    while (chunks.more()) {
         __m512 scales[U::registers];
         unrolled<U::registers>([&](auto i) MOE_PACK_INLINE {
             if constexpr (is_trellis(WIDTH)) {
@@ -225,17 +220,15 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
             unit += 16;
         });
         // Not unrolled: processors fetch ahead what they see one instruction load in order (Zen 5).
-        for (int32_t c = 0; c < U::span_chunks && left > 0; ++c) {
+        for (int32_t c = 0; c < U::span_chunks && chunks.more(); ++c) {
             prefetch.line();
-            const Codes<WIDTH> codes(row, left, left == part.code_bytes);
+            const Codes<WIDTH> codes = chunks.next();
             unrolled<U::sets>([&](auto set) MOE_PACK_INLINE {
                 const __m512 scale = U::spread(scales, U::template index<decltype(set)::value>(c));
                 constexpr int SET = decltype(set)::value, FIRST = SET * U::planes_each;
                 const int32_t* of_set = is_trellis(WIDTH) ? fours + SET * kStarts : fours;
                 sum = _mm512_fmadd_ps(products<WIDTH, FIRST, U::planes_each>(codes, digits, of_set), scale, sum);
             });
-            row += C::code_bytes;
-            left -= C::code_bytes;
             digits += C::planes * kPlaneBytes;
             fours += is_trellis(WIDTH) ? U::sets * kStarts : C::planes * 16;
         }
@@ -332,27 +325,17 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
         __m512i sum = _mm512_setzero_si512();
         for (int32_t r = 0; r < num_rows; r += 4) {
             const __m512i digits = _mm512_load_si512(factors.digits[r / 4][k]);
-            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(int8_t(kTrellisZero)), digits);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(int8_t(trellis_zero(part.width))), digits);
         }
         _mm512_store_si512(factors.starts[k], _mm512_sub_epi32(_mm512_setzero_si512(), sum));
     }
 }
 
-// Even columns, then odd ones, to natural order.
-inline void in_order(__m512 columns[4]) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const __m512 even[2] = {columns[0], columns[1]}, odd[2] = {columns[2], columns[3]};
-    unrolled<2>([&](auto i) MOE_PACK_INLINE {
-        columns[2 * i.value] = _mm512_permutex2var_ps(even[i.value], low, odd[i.value]);
-        columns[2 * i.value + 1] = _mm512_permutex2var_ps(even[i.value], high, odd[i.value]);
-    });
-}
-
 // A block's columns of all rows (a multiple of four). Its first unit is the `unit`-th of `factors`.
 template <int WIDTH, int UNIT>
-MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_rows, size_t at, const Factors& factors,
-                                      int32_t unit, PrefetchRows& prefetch, int32_t lines, float* sum) {
+MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_rows, Fours<WIDTH>& of_fours,
+                                      int32_t block, const Factors& factors, int32_t unit, PrefetchRows& prefetch,
+                                      int32_t lines, float* sum) {
     Ints sums[4][kDigits];
     unrolled<4 * kDigits>([&](auto i) MOE_PACK_INLINE {
         constexpr int q = decltype(i)::value / kDigits, k = decltype(i)::value % kDigits;
@@ -361,11 +344,7 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
     for (int32_t r = 0; r < num_rows; r += 4) {
         prefetch.lines<kMostLines>(lines);
         __m512i codes[4];
-        if constexpr (is_trellis(WIDTH)) {
-            trellis_of_four<WIDTH - trellis_of(0), kSplits<WIDTH, UNIT>>(rows + r, at, codes);
-        } else {
-            codes_of_four<WIDTH>(rows + r, at, codes);
-        }
+        of_fours.codes(rows + r, r / 4, block, codes);
         unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
             const int32_t* digits = factors.digits[r / 4][k.value] + unit;
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
@@ -386,14 +365,7 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
         const __m512 peak = _mm512_set1_ps(factors.peaks[unit + 16 * q.value / UNIT]);
         _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(total, peak, _mm512_load_ps(sum + 16 * q.value)));
     };
-    if constexpr (kSplits<WIDTH, UNIT>) {
-        __m512 totals[4];
-        unrolled<4>([&](auto q) MOE_PACK_INLINE { totals[q.value] = total_of(q); });
-        in_order(totals);
-        unrolled<4>([&](auto q) MOE_PACK_INLINE { put(q, totals[q.value]); });
-    } else {
-        unrolled<4>([&](auto q) MOE_PACK_INLINE { put(q, total_of(q)); });
-    }
+    unrolled<4>([&](auto q) MOE_PACK_INLINE { put(q, total_of(q)); });
 }
 
 // The six bits of a number in reverse.
@@ -422,6 +394,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     for (; count % 4 != 0; ++count) {
         fours[count] = rows[0];
     }
+    Fours<WIDTH> of_fours(part);
     PrefetchRows prefetch(ahead, num_rows);
     const int32_t wanted = num_rows * (ahead.num_bytes / kLineBytes + 2) / (num_fours * num_blocks) + 1;
     const int32_t lines = wanted < kMostLines ? wanted : kMostLines;
@@ -431,8 +404,8 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         if (unit % 16 == 0) {
             find_factors<!is_trellis(WIDTH)>(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
         }
-        const size_t at = size_t(block) * block_bytes_of(WIDTH);
-        add_block<WIDTH, UNIT>(fours, 4 * num_fours, at, factors, unit % 16, prefetch, lines, sum + block * kBlock);
+        add_block<WIDTH, UNIT>(fours, 4 * num_fours, of_fours, block, factors, unit % 16, prefetch, lines,
+                               sum + block * kBlock);
     }
     prefetch.rest();
 }
@@ -449,7 +422,7 @@ inline __m512i in_one(const __m512i sums[kDigits], int half) {
     return total;
 }
 
-// A row with one scale: sums of products stay integers to its end. They are at most 255 * 128 in each lane for each of
+// A row with one scale: sums of products stay integers to its end. They are at most 124 * 128 in each lane for each of
 // its four columns in a plane, which with kMaxCols is below 2^31.
 template <int W>
 float dot_row_of_one_scale(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
@@ -460,9 +433,9 @@ float dot_row_of_one_scale(const Part& part, const uint8_t* row, const Inputs& i
     unrolled<C::planes * kDigits>([&](auto i) MOE_PACK_INLINE {
         sums[i.value / kDigits][i.value % kDigits] = Ints{};
     });
-    for (int32_t left = part.code_bytes; left > 0; left -= C::code_bytes, row += C::code_bytes) {
+    for (Chunks<trellis_of(W)> chunks(part, row); chunks.more();) {
         prefetch.line();
-        const Codes<trellis_of(W)> codes(row, left, left == part.code_bytes);
+        const Codes<trellis_of(W)> codes = chunks.next();
         unrolled<C::planes>([&](auto plane) MOE_PACK_INLINE {
             const __m512i values = codes.template plane<decltype(plane)::value>();
             unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
@@ -481,7 +454,7 @@ float dot_row_of_one_scale(const Part& part, const uint8_t* row, const Inputs& i
     });
     const int64_t total = _mm512_reduce_add_epi64(_mm512_add_epi64(in_one(all, 0), in_one(all, 1)));
     const double scale = _mm512_cvtss_f32(stored.load(0));
-    return float(double(total - kTrellisZero * inputs.sum) * scale * (1.0 / kPeak) * inputs.peak);
+    return float(double(total - trellis_zero(W) * inputs.sum) * scale * (1.0 / kPeak) * inputs.peak);
 }
 
 // A trellis's rows: those of codes of 8 bits, looked up.

@@ -63,7 +63,7 @@ inline float stored_zero(const Part& part, const uint8_t* zeros, int32_t group) 
 
 // All scales and zeros of a row, `num_groups` floats each.
 inline void load_scales(const Part& part, const uint8_t* row, float* scales, float* zeros) {
-    const uint8_t* stored_scales = row + part.code_bytes;
+    const uint8_t* stored_scales = row + part.scales_at;
     const uint8_t* stored_zeros = stored_scales + part.scale_bytes;
     if (part.scale_bits == 16) {
         for (int32_t g = 0; g < part.num_groups; ++g) {
@@ -81,7 +81,7 @@ inline void load_scales(const Part& part, const uint8_t* row, float* scales, flo
 }
 
 inline float row_bias(const Part& part, const uint8_t* row) {
-    return part.has_bias ? load_float(row + part.num_bytes()) : 0.0f;
+    return part.has_bias ? load_float(row + part.bias_at()) : 0.0f;
 }
 
 // One plane: byte j holds codes j, j + 8 BITS, ... from bit 0 up.
@@ -112,7 +112,7 @@ inline void unpack_block(const uint8_t* __restrict block, uint8_t* __restrict co
 
 template <int WIDTH>
 inline void decode_affine(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
-    const uint8_t* scales = row + part.code_bytes;
+    const uint8_t* scales = row + part.scales_at;
     const uint8_t* zeros = scales + part.scale_bytes;
     // Left unknown to the compiler, which would unroll 16 steps instead of making vectors of them.
     const int32_t run = part.group < kBlock ? part.group : kBlock;
@@ -191,13 +191,26 @@ constexpr float kE2m1Unit = 0.5f;
 
 constexpr int32_t bits_of(int width) { return width == kE2m1 ? 4 : width; }
 
-// A trellis whose two weights have so many bits: this takes a width's place there as well. Its codes are values made
-// positive, bytes less kTrellisZero.
+// A trellis whose two weights have so many bits: this takes a width's place there as well. Its codes are levels made
+// positive by trellis_zero: at most 61, or 124 where levels have 7 bits.
 constexpr int trellis_of(int two_bits) { return 16 + two_bits; }
 constexpr bool is_trellis(int width) { return width > 16; }
-constexpr int32_t kTrellisZero = 128;
+constexpr bool has_wide_levels(int two_bits) { return two_bits > 6; }
+constexpr int32_t trellis_zero(int two_bits) { return has_wide_levels(two_bits) ? 64 : 32; }
 
-constexpr int32_t block_bytes_of(int width) { return is_trellis(width) ? 4 * (width - 16) : 8 * bits_of(width); }
+// The codes of a trellis's levels in a half of each block, level `u` of set `p` at 16 u + p.
+struct alignas(64) TrellisCodes {
+    uint8_t of[64];
+
+    constexpr TrellisCodes(int width, int half) : of() {
+        for (int i = 0; i < 16 << refinement_bits(width, half); ++i) {
+            of[i] = uint8_t(trellis_level(width, half, i) + trellis_zero(width));
+        }
+    }
+};
+
+template <int W, int HALF>
+constexpr TrellisCodes kTrellisCodes = TrellisCodes(W, HALF);
 
 // Whether a part's codes are multiplied as integers, with scales and zeros.
 inline bool is_affine(const Part& part) { return part.codec == Codec::affine || part.codec == Codec::mxfp4; }
@@ -207,7 +220,7 @@ inline bool has_digits(const Part& part) { return is_affine(part) || part.codec 
 
 // The float32 scale of a group of an fp8 row.
 inline float fp8_scale(const Part& part, const uint8_t* row, int32_t group) {
-    return load_float(row + part.code_bytes + 4 * group);
+    return load_float(row + part.scales_at + 4 * group);
 }
 
 inline void decode_fp8(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
@@ -220,7 +233,7 @@ inline void decode_fp8(const Part& part, const uint8_t* row, int32_t start, int3
 }
 
 inline void decode_e5m2(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
-    const PowerOfTwo scale(row[part.code_bytes]);
+    const PowerOfTwo scale(row[part.scales_at]);
     for (int32_t c = start; c < stop; ++c) {
         out[c - start] = e5m2_to_float(row[c]) * scale.first * scale.second;
     }
@@ -231,7 +244,7 @@ inline void decode_mxfp4(const Part& part, const uint8_t* row, int32_t start, in
     for (int32_t block = start; block < stop; block += kBlock) {
         unpack_block<4>(row + block / 2, codes);
         for (int32_t first = 0; first < kBlock; first += kMxGroup) {
-            const PowerOfTwo scale(row[part.code_bytes + (block + first) / kMxGroup]);
+            const PowerOfTwo scale(row[part.scales_at + (block + first) / kMxGroup]);
             for (int32_t j = first; j < first + kMxGroup; ++j) {
                 out[block - start + j] = kE2m1Values[codes[j]] * scale.first * scale.second;
             }
@@ -239,33 +252,57 @@ inline void decode_mxfp4(const Part& part, const uint8_t* row, int32_t start, in
     }
 }
 
-// A block and what precedes it: the block's bytes, zeros behind them, and first the stream's byte before (or zeros).
-// Trellis blocks of the least and the largest width are 12 and 32 bytes.
-struct PaddedBlock {
-    uint8_t bytes[64] = {};
+// -- Trellises -------------------------------------------------------------------------------------------------------
 
-    PaddedBlock(const uint8_t* codes, int32_t block, int32_t block_bytes) {
-        const uint8_t* from = codes + block * block_bytes;
-        bytes[0] = block > 0 ? from[-1] : 0;
-        __builtin_memcpy(bytes + 1, from, size_t(block_bytes));
+// Of a row's codes, nibbles come first, kNibbleBytes a block; then, a block's together, what selects levels in sets.
+constexpr int32_t kNibbleBytes = kBlock / 4;
+
+constexpr int32_t refinement_bytes(int width) { return 4 * (width - 4); }
+
+// Where a block's are, from the first code on.
+inline size_t refinements_at(const Part& part, int32_t block) {
+    return size_t(part.num_cols / 4 + block * refinement_bytes(part.width));
+}
+
+// Which of its set's levels column `c` of half a block has.
+template <int BITS>
+inline int32_t refinement_of(const uint8_t* half, int32_t c) {
+    if constexpr (BITS == 0) {
+        return 0;
+    } else {
+        constexpr int32_t RUN = 4 * BITS;  // bytes; each has the bits of columns so far apart
+        return half[c % RUN] >> BITS * (c / RUN) & ((1 << BITS) - 1);
     }
-};
+}
+
+// The hashes of a block's steps, by their first columns.
+inline void trellis_hashes(const uint8_t* nibbles, bool is_first, uint8_t* __restrict hashes) {
+    for (int j = 0; j < kNibbleBytes; ++j) {
+        const uint8_t now = nibbles[j], before = is_first && j == 0 ? 0 : nibbles[j - 1];
+        hashes[j] = kTrellisHash[0][now & 15] ^ kTrellisHash[1][before >> 4] ^ kTrellisHash[2][before & 15];
+        hashes[j + 16] = kTrellisHash[0][now >> 4] ^ kTrellisHash[1][now & 15] ^ kTrellisHash[2][before >> 4];
+    }
+}
 
 template <int WIDTH>
 inline void decode_trellis(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
     const int32_t run = part.group < kBlock ? part.group : kBlock;
     for (int32_t block = start / kBlock; block * kBlock < stop; ++block) {
-        const PaddedBlock padded(row, block, 4 * WIDTH);
+        uint8_t hashes[32];
+        trellis_hashes(row + block * kNibbleBytes, block == 0, hashes);
+        const uint8_t* first = row + refinements_at(part, block);
+        const uint8_t* second = first + 4 * refinement_bits(WIDTH, 0);
         float* to = out + (block * kBlock - start);
-        for (int32_t c = 0; c < kBlock; ++c) {
-            const int32_t end = c / 2 * WIDTH + (c % 2 ? WIDTH : WIDTH / 2) + 8, from = end - kWindowBits;
-            const int32_t window = load_u16(padded.bytes + from / 8) >> from % 8 & (kWindows - 1);
-            to[c] = float(trellis_table(WIDTH, c % 2)[window]);
+        for (int32_t c = 0; c < 32; ++c) {
+            const int32_t u = refinement_of<refinement_bits(WIDTH, 0)>(first, c);
+            const int32_t v = refinement_of<refinement_bits(WIDTH, 1)>(second, c);
+            to[c] = float(trellis_level(WIDTH, 0, 16 * u + (hashes[c] & 15)));
+            to[c + 32] = float(trellis_level(WIDTH, 1, 16 * v + (hashes[c] >> 4)));
         }
-        for (int32_t first = 0; first < kBlock; first += run) {
-            const float scale = stored_scale(part, row + part.code_bytes, (block * kBlock + first) / part.group);
-            for (int32_t c = first; c < first + run; ++c) {
-                to[c] *= scale;
+        for (int32_t c = 0; c < kBlock; c += run) {
+            const float scale = stored_scale(part, row + part.scales_at, (block * kBlock + c) / part.group);
+            for (int32_t i = c; i < c + run; ++i) {
+                to[i] *= scale;
             }
         }
     }
@@ -292,7 +329,6 @@ inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t 
         case Codec::mxfp4: return decode_mxfp4(part, row, start, stop, out);
         case Codec::trellis:
             switch (part.width) {
-                case 3: return decode_trellis<3>(part, row, start, stop, out);
                 case 4: return decode_trellis<4>(part, row, start, stop, out);
                 case 5: return decode_trellis<5>(part, row, start, stop, out);
                 case 6: return decode_trellis<6>(part, row, start, stop, out);

@@ -147,7 +147,7 @@ inline void decode_sixteen(__m128i codes, __m256 scale, __m256 zero, float* out)
 
 template <int WIDTH>
 void decode_codes(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    const uint8_t* scales = row + part.code_bytes;
+    const uint8_t* scales = row + part.scales_at;
     const uint8_t* zeros = scales + part.scale_bytes;
     const int32_t unit = unit_of(part);
     const int32_t group_shift = part.num_groups == 1 ? 31 : __builtin_ctz(uint32_t(part.group));
@@ -174,7 +174,7 @@ inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int
     for (int32_t block = start; block < stop; block += kBlock) {
         const Codes codes = load_codes<4>(row + block / 2);
         for (int v = 0; v < 2; ++v) {
-            const PowerOfTwo scale(row[part.code_bytes + block / kMxGroup + v]);
+            const PowerOfTwo scale(row[part.scales_at + block / kMxGroup + v]);
             const __m256 scaled = _mm256_mul_ps(magnitudes, _mm256_set1_ps(scale.first));
             const __m256 weights = _mm256_mul_ps(scaled, _mm256_set1_ps(scale.second));
             const __m128i low = _mm256_castsi256_si128(codes.half[v]), high = _mm256_extracti128_si256(codes.half[v], 1);

@@ -36,18 +36,17 @@ MOE_PACK_INLINE inline void unrolled(const Use& use) {
 inline __mmask16 first_lanes_mask(int32_t count) { return count >= 16 ? 0xffff : __mmask16((1u << count) - 1); }
 
 constexpr int32_t planes_of(int width) {
-    return is_trellis(width) ? (width <= trellis_of(4) ? 4 : 2) : width == 3 ? 4 : 8 / bits_of(width);
+    return is_trellis(width) ? 4 : width == 3 ? 4 : 8 / bits_of(width);
 }
 
 // As many blocks as planes: 64 bytes of codes with most widths, of which each shift gives a plane of 64 codes. A plane
-// has one run of codes of each part of the chunk. Parts are blocks, but eighths of the chunk in a trellis.
+// has one run of codes of each block. A trellis's chunks are those of codes of 2 bits.
 template <int WIDTH>
 struct Chunk {
     static constexpr int planes = planes_of(WIDTH);
-    static constexpr int run = is_trellis(WIDTH) ? 8 : kBlock / planes;
-    static constexpr int part = run * planes;
+    static constexpr int run = kBlock / planes;
     static constexpr int cols = kBlock * planes;
-    static constexpr int code_bytes = planes * block_bytes_of(WIDTH);
+    static constexpr int code_bytes = planes * 8 * bits_of(WIDTH);
 };
 
 inline int32_t planes_of(const Part& part) {
@@ -86,7 +85,7 @@ struct Units {
         Lanes lanes = {};
         for (int i = 0; i < 16; ++i) {
             const int place = 4 * i / C::run, col = C::run * set * planes_each + 4 * i % C::run;
-            lanes.lane[i] = (place * C::part + col) / UNIT;
+            lanes.lane[i] = (place * kBlock + col) / UNIT;
         }
         return lanes;
     }
@@ -116,7 +115,7 @@ struct StoredScales {
     int32_t top;
 
     StoredScales(const Part& of, const uint8_t* row, int32_t of_top = 127)
-        : scales(row + of.code_bytes), zeros(scales + of.scale_bytes), part(of), top(of_top) {}
+        : scales(row + of.scales_at), zeros(scales + of.scale_bytes), part(of), top(of_top) {}
 
     // Zeros after the last group. `is_signed`: zeros of groups.
     static __m512 load_groups(const Part& part, const uint8_t* stored, int32_t first, __mmask16 mask, bool is_signed) {
@@ -185,13 +184,13 @@ inline __m512i e2m1_codes(__m512i nibbles) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), nibbles);
 }
 
-// A chunk's bytes; those behind the row's codes are zero.
+// A chunk's codes; those behind the row are zero. (Of a trellis: trellis_avx512.h.)
 template <int WIDTH, bool IS_TRELLIS = is_trellis(WIDTH)>
 struct Codes {
     __m512i low, high;  // high: third bits, with 3-bit codes, in the places of the low ones' first bits
 
     // Of a chunk's bytes from `from` on, `num_bytes` belong to the row.
-    MOE_PACK_INLINE Codes(const uint8_t* from, int32_t num_bytes, bool) {
+    MOE_PACK_INLINE Codes(const uint8_t* from, int32_t num_bytes) {
         if constexpr (WIDTH == 3) {
             const __mmask64 here = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
             const __mmask32 behind = num_bytes >= 96 ? ~0u : num_bytes > 64 ? (1u << (num_bytes - 64)) - 1 : 0;
@@ -226,6 +225,24 @@ struct Codes {
             const __m512i shifted = PLANE > 0 ? _mm512_srli_epi16(low, WIDTH * PLANE) : low;
             return _mm512_and_si512(shifted, _mm512_set1_epi8((1 << WIDTH) - 1));
         }
+    }
+};
+
+// A row's chunks, one after the other.
+template <int WIDTH, bool IS_TRELLIS = is_trellis(WIDTH)>
+struct Chunks {
+    const uint8_t* at;
+    int32_t left;
+
+    MOE_PACK_INLINE Chunks(const Part& part, const uint8_t* row) : at(row), left(part.code_bytes) {}
+
+    MOE_PACK_INLINE bool more() const { return left > 0; }
+
+    MOE_PACK_INLINE Codes<WIDTH> next() {
+        const Codes<WIDTH> codes(at, left);
+        at += Chunk<WIDTH>::code_bytes;
+        left -= Chunk<WIDTH>::code_bytes;
+        return codes;
     }
 };
 
@@ -304,6 +321,18 @@ MOE_PACK_INLINE inline void codes_of_four(const uint8_t* const rows[4], size_t a
         });
     }
 }
+
+// Codes of rows taken four at a time (`four` is their number), one block after the other. A trellis's needs the block
+// before: trellis_avx512.h.
+template <int WIDTH, bool IS_TRELLIS = is_trellis(WIDTH)>
+struct Fours {
+    MOE_PACK_INLINE explicit Fours(const Part&) {}
+
+    MOE_PACK_INLINE void codes(const uint8_t* const rows[4], int32_t /*four*/, int32_t block,
+                               __m512i codes[4]) {
+        codes_of_four<WIDTH>(rows, size_t(block) * 8 * bits_of(WIDTH), codes);
+    }
+};
 
 // -- Weights ---------------------------------------------------------------------------------------------------------
 
@@ -386,7 +415,7 @@ inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int
         __m512i codes[4];
         block_codes<4>(row + block / 2, codes);
         unrolled<4>([&](auto q) MOE_PACK_INLINE {
-            const PowerOfTwo scale(row[part.code_bytes + (block + 16 * q.value) / kMxGroup]);
+            const PowerOfTwo scale(row[part.scales_at + (block + 16 * q.value) / kMxGroup]);
             const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scale.first));
             const __m512 weights = _mm512_mul_ps(scaled, _mm512_set1_ps(scale.second));
             _mm512_storeu_ps(out + (block - start) + 16 * q.value, _mm512_permutexvar_ps(codes[q.value], weights));

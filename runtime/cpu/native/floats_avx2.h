@@ -72,7 +72,7 @@ inline Halves load_halves(const uint8_t* from) {
 template <Codec CODEC>
 void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
     constexpr bool IS_FP8 = CODEC == Codec::fp8;
-    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
+    const PowerOfTwo power(IS_FP8 ? 0 : row[part.scales_at]);
     for (int32_t block = start; block < stop; block += kBlock) {
         const Halves halves = load_halves<CODEC>(row + block);
         const __m256 first = _mm256_set1_ps(IS_FP8 ? kE4m3Unit : power.first);
@@ -115,7 +115,7 @@ float dot_halves(const Part& part, const uint8_t* row, const void* prepared, Pre
     }
     const float total = lanes_total(_mm256_add_ps(_mm256_add_ps(totals[0], totals[1]),
                                                   _mm256_add_ps(totals[2], totals[3])));
-    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.code_bytes]);
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.scales_at]);
 }
 
 template <Codec CODEC>
@@ -175,7 +175,7 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
 // What multiplies a row's codes in the block at column `c`.
 template <Codec CODEC>
 inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
-    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.scales_at]));
 }
 
 // In natural order; with fp8 2^-8 times as large, which is how codes come.

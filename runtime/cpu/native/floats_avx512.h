@@ -53,7 +53,7 @@ MOE_PACK_INLINE inline void load_floats(const uint8_t* from, __m512 floats[4]) {
 template <Codec CODEC>
 void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
     constexpr bool IS_FP8 = CODEC == Codec::fp8;
-    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
+    const PowerOfTwo power(IS_FP8 ? 0 : row[part.scales_at]);
     for (int32_t block = start; block < stop; block += kBlock) {
         __m512 floats[4];
         load_floats<CODEC>(row + block, floats);
@@ -126,7 +126,7 @@ float dot_row_of_halves(const Part& part, const uint8_t* row, const float* x, Pr
     prefetch.rest();
     const float total = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(totals[0], totals[1]),
                                                            _mm512_add_ps(totals[2], totals[3])));
-    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.code_bytes]);
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.scales_at]);
 }
 
 template <Codec CODEC>
@@ -174,7 +174,7 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
 // What multiplies a row's codes in the block at column `c`.
 template <Codec CODEC>
 inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
-    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.scales_at]));
 }
 
 // In natural order; with fp8 2^-8 times as large, which is how codes come.

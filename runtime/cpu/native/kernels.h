@@ -11,10 +11,11 @@ namespace moe_pack {
 
 enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6, trellis = 7 };
 
-// One matrix's share of a row of `num_cols` weights: codes, scales, zeros, then its float32 bias if it has one.
+// One matrix's share of a row of `num_cols` weights: its codes, and elsewhere in the row its scales, zeros, and then its
+// float32 bias if it has one. Kernels get rows from where their part's codes begin.
 struct Part {
     Codec codec;
-    int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine; bits of two, 3 to 8, with trellis
+    int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine; bits of two, 4 to 8, with trellis
     int32_t group;       // weights a group: 16, 32, 64, 128, or num_cols
     int32_t scale_bits;  // affine, trellis, 16: scales and zeros are float16; 8: bytes, with a float16 multiplier each
     int32_t num_cols;
@@ -22,9 +23,10 @@ struct Part {
     int32_t code_bytes;
     int32_t scale_bytes;
     int32_t zero_bytes;  // as many as of scales, with affine
+    int32_t scales_at;   // where scales begin, from the first code on
     bool has_bias;
 
-    int32_t num_bytes() const { return code_bytes + scale_bytes + zero_bytes; }
+    int32_t bias_at() const { return scales_at + scale_bytes + zero_bytes; }
 };
 
 constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
@@ -49,7 +51,7 @@ struct Kernels {
     // Brings float32 [num_cols] into that form. What is not finite makes every product NaN.
     void (*prepare)(const Part& part, const float* x, void* prepared);
 
-    // out[r] = row r . x (+ its bias), in float32. `rows[r]` is where the part begins; `prepared` is aligned to 64.
+    // out[r] = row r . x (+ its bias), in float32. `rows[r]` is where its codes begin; `prepared` is aligned to 64.
     // `work`: `work_floats(part)` floats, aligned to 64.
     void (*dot_rows)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
                      const Ahead& ahead, float* work, float* out);

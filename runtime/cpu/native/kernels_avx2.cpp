@@ -35,13 +35,13 @@ size_t work_floats(const Part& part) {
 }
 
 size_t sum_floats(const Part& part) {
-    const size_t zeros = is_affine(part) ? padded_groups(part) : 0;
+    const size_t zeros = has_digits(part) ? padded_groups(part) : 0;
     return round_up(size_t(part.num_cols), 16) + zeros;
 }
 
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
-    if (is_affine(part)) {
-        const int width = part.codec == Codec::mxfp4 ? kE2m1 : part.width;
+    if (has_digits(part)) {
+        const int width = part.codec == Codec::mxfp4 ? kE2m1 : part.codec == Codec::trellis ? 8 : part.width;
         for (int32_t c = start; c < stop; c += 32) {
             finish_half(part, width, sum, c, weight, out);
         }

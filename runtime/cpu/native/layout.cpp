@@ -20,7 +20,8 @@ const Source* source_of(Codec codec) {
 const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_bytes, int32_t record_row_bytes,
                       PlacedPart* placed) {
     *placed = {};
-    int32_t codec = n[0], width = n[1], group = n[2], scale_bits = n[3], offset = n[4], has_bias = n[5], place = n[6];
+    int32_t codec = n[0], width = n[1], group = n[2], scale_bits = n[3], offset = n[4];
+    int32_t scales_offset = n[5], has_bias = n[6], place = n[7];
     if (place < 0 || place > 2) return "a part is neither in selector nor in record";
     placed->place = (Place)place;
     if (placed->place == Place::none) return nullptr;
@@ -33,7 +34,7 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
     if (part.codec == Codec::affine || part.codec == Codec::trellis) {
         const bool is_affine = part.codec == Codec::affine;
         if (is_affine && width != 1 && width != 2 && width != 3 && width != 4 && width != 8) return "unknown width";
-        if (!is_affine && (width < 3 || width > 8)) return "unknown width";
+        if (!is_affine && (width < 4 || width > 8)) return "unknown width";
         if (group != 0 && group != 16 && group != 32 && group != 64 && group != 128) return "unknown group";
         if (scale_bits != 8 && scale_bits != 16) return "unknown scale_bits";
         if (num_cols % kBlock) return "rows of codes are multiples of 64";
@@ -62,9 +63,11 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
         part.code_bytes = num_cols * (part.width / 8);
     }
     int32_t row_bytes = placed->place == Place::selector ? selector_row_bytes : record_row_bytes;
-    int64_t end = (int64_t)offset + part.num_bytes() + 4 * has_bias;
-    if (offset < 0 || end > row_bytes) return "a part does not fit its row";
+    if (offset < 0 || (int64_t)offset + part.code_bytes > row_bytes) return "a part does not fit its row";
+    int64_t end = (int64_t)scales_offset + part.scale_bytes + part.zero_bytes + 4 * has_bias;
+    if (scales_offset < 0 || end > row_bytes) return "a part's scales do not fit its row";
     placed->offset = offset;
+    part.scales_at = scales_offset - offset;
     return nullptr;
 }
 

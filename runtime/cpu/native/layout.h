@@ -9,11 +9,13 @@
 namespace moe_pack {
 
 constexpr int32_t kMaxCols = 1 << 20, kMaxRows = 1 << 24;
-constexpr int kPartNumbers = 7;  // codec, width, group (0: the row), scale_bits, offset, has_bias, place
+
+// codec, width, group (0: the row), scale_bits, offset of codes, of scales, has_bias, place
+constexpr int kPartNumbers = 8;
 
 enum class Place : int32_t { none = 0, selector = 1, record = 2 };
 
-// A part, and where it begins in its row.
+// A part, and where its codes begin in its row.
 struct PlacedPart {
     Part part;
     int32_t offset;

@@ -480,8 +480,8 @@ PyMethodDef methods[] = {
     {"rotate", caught<rotate_all>, METH_VARARGS, "rotate(pool, x, scale, is_scaled_first, hartley, out)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,
-     "search_trellis(limit, columns, kept, width, weights, targets, scales, importance, factor, tables, starts, codes, "
-     "values, windows)"},
+     "search_trellis(limit, steps, kept, weights, targets, scales, importance, factor, hash, first levels, second levels, "
+     "starts, codes, values, ends)"},
     {"open_reader", caught<open_reader>, METH_VARARGS,
      "open_reader(memory, threads, direct, max_read_bytes) -> capsule"},
     {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},

@@ -133,7 +133,7 @@ class ManyTokens {
 // What a part's bias adds to a row's product.
 inline float bias_of(const Part& part, const uint8_t* begin) {
     float bias = 0.0f;
-    if (part.has_bias) std::memcpy(&bias, begin + part.num_bytes(), 4);
+    if (part.has_bias) std::memcpy(&bias, begin + part.bias_at(), 4);
     return bias;
 }
 

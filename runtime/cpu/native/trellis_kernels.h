@@ -16,15 +16,14 @@ struct RowKernels {
 template <int W>
 RowKernels row_kernels_of(const Part& part) {
     switch (unit_of(part)) {
-        case 16: return {dot_trellis<W, 16>, add_trellis<W, 16>, decode_windows<W>};
-        case 32: return {dot_trellis<W, 32>, add_trellis<W, 32>, decode_windows<W>};
-        default: return {dot_trellis<W, kBlock>, add_trellis<W, kBlock>, decode_windows<W>};
+        case 16: return {dot_trellis<W, 16>, add_trellis<W, 16>, decode_blocks<W>};
+        case 32: return {dot_trellis<W, 32>, add_trellis<W, 32>, decode_blocks<W>};
+        default: return {dot_trellis<W, kBlock>, add_trellis<W, kBlock>, decode_blocks<W>};
     }
 }
 
 RowKernels row_kernels(const Part& part) {
     switch (part.width) {
-        case 3: return row_kernels_of<3>(part);
         case 4: return row_kernels_of<4>(part);
         case 5: return row_kernels_of<5>(part);
         case 6: return row_kernels_of<6>(part);

@@ -16,12 +16,16 @@ struct Aligned {
     void operator()(float* memory) const { ::operator delete[](memory, std::align_val_t(kAlignment)); }
 };
 
-// Column t's factors of the columns before it whose errors paths hold: all but t - 1's, whose errors come last.
 void lay_out_factor(const TrellisWork& work, float* out) {
-    for (int32_t t = 0; t < work.num_cols; ++t) {
-        float* slots = out + size_t(t) * kSurvivorColumns;
-        for (int32_t u = t < kSurvivorColumns ? 0 : t - kSurvivorColumns + 1; u < t - 1; ++u) {
-            slots[u % kSurvivorColumns] = work.factor[size_t(u) * work.num_cols + t];
+    const size_t columns = 2 * size_t(work.num_steps);
+    for (int32_t step = 0; step < work.num_steps; ++step) {
+        for (int32_t u = step < kOwnSteps ? 0 : step - kOwnSteps + 1; u < step - 1; ++u) {
+            float* of_step = out + (size_t(step) * kOwnSteps + u % kOwnSteps) * 4;
+            for (int32_t half = 0; half < 2; ++half) {
+                const float* from = work.factor + (2 * size_t(u) + half) * columns + 2 * size_t(step);
+                of_step[2 * half] = from[0];
+                of_step[2 * half + 1] = from[1];
+            }
         }
     }
 }
@@ -42,19 +46,21 @@ SearchRows best_search(const char* limit) {
 const SearchRows search_rows_portable = search_rows<PlainLanes>;
 
 void search_trellis(const char* limit, const TrellisWork& work) {
-    const size_t columns = size_t(work.num_cols) + kAlignment;  // so that all parts begin at a multiple of 64 bytes
-    const size_t padded = columns / kAlignment * kAlignment, oldest = padded * kMostParents / sizeof(float);
-    const size_t factor = work.factor == nullptr ? 0 : padded * kSurvivorColumns;
-    const size_t floats = oldest + padded + factor + kSurvivorColumns * kMostParents;
-    std::unique_ptr<float[], Aligned> held(
+    // Rounded up, so that all parts begin at a multiple of 64 bytes.
+    const size_t steps = (size_t(work.num_steps) + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t bytes = steps * kFreePaths, targets = 2 * steps;
+    const size_t factor = work.factor == nullptr ? 0 : steps * kOwnSteps * 4;
+    const size_t floats = 2 * bytes / sizeof(float) + targets + factor + kOwnSteps * 2 * kFedPaths;
+    std::unique_ptr<float[], Aligned> memory(
         static_cast<float*>(::operator new[](floats * sizeof(float), std::align_val_t(kAlignment))));
-    TrellisRoom room = {reinterpret_cast<uint8_t*>(held.get()), held.get() + oldest, held.get() + oldest + padded,
-                        held.get() + oldest + padded + factor};
+    uint8_t* parents = reinterpret_cast<uint8_t*>(memory.get());
+    float* after = memory.get() + 2 * bytes / sizeof(float);
+    const TrellisWorkspace workspace = {parents, parents + bytes, after, after + targets, after + targets + factor};
     if (work.factor != nullptr) {
-        std::memset(room.factor, 0, factor * sizeof(float));
-        lay_out_factor(work, room.factor);
+        std::memset(workspace.factor, 0, factor * sizeof(float));
+        lay_out_factor(work, workspace.factor);
     }
-    best_search(limit)(work, room);
+    best_search(limit)(work, workspace);
 }
 
 }  // namespace moe_pack

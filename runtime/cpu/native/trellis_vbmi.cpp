@@ -1,5 +1,5 @@
-// Trellis rows on x86-64 machines with AVX-512 and VBMI: as trellis_avx512.cpp has them, but for how windows are cut
-// out of the stream and looked up. Inputs and sums have the same form.
+// Trellis rows on x86-64 machines with AVX-512 and VBMI: as trellis_avx512.cpp has them, but for how levels are looked
+// up. Inputs and sums have the same form.
 #if defined(__x86_64__)
 
 #include "kernels.h"

@@ -485,10 +485,8 @@ def _enter_latent_kernel(
             live = row < NOPE
             units = (head * (NOPE + V) + row).to(tl.int64) * UNITS
             weights = tl.load(q_ptr + row, mask=live, other=0.0)
-            words, high = load_part(kv_b_ptr, units, live, PART, NW)
-            y, less, y_high = add_part(
-                y, less, y_high, kv_b_ptr, units, live, words, high, weights, lookup_ptr, PART, NW
-            )
+            codes = load_part(kv_b_ptr, units, live, PART, NW)
+            y, less, y_high = add_part(y, less, y_high, kv_b_ptr, units, live, codes, weights, lookup_ptr, PART, NW)
         store_part(moved_ptr, y, less, y_high, PART, NW)
         x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
         x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
@@ -525,6 +523,6 @@ def _leave_latent_kernel(
     live = row < V
     units = (head * (NOPE + V) + NOPE + row).to(tl.int64) * UNITS
     x, x_sums, x_high = load_x_part(mixed_ptr + head * RANK, PART, NW)
-    words, high = load_part(kv_b_ptr, units, live, PART, NW)
-    y = dot_part(kv_b_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART, NW)
+    codes = load_part(kv_b_ptr, units, live, PART, NW)
+    y = dot_part(kv_b_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART, NW)
     tl.store(out_ptr + head * V + row, y, mask=live)

@@ -39,9 +39,11 @@ from moe_pack.runtime.gpu.kernels.products import (
 )
 from moe_pack.runtime.gpu.kernels.rows import (
     AFFINE,
+    TRELLIS,
     UNITS,
     RowPart,
     dot_tile,
+    half_bytes,
     has_scales,
     load_bias,
     load_scales,
@@ -291,14 +293,12 @@ def _select(
             units = tl.load(selector_at_ptr + expert * F + row, mask=live, other=0).to(tl.int64)
             a = tl.full([R], 1.0, tl.float32)
             if GATE is not None:
-                words, high = load_part(arena_ptr, units, live, GATE, GATE_NW)
-                g = dot_part(
-                    arena_ptr, units, live, words, high, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW
-                )
+                codes = load_part(arena_ptr, units, live, GATE, GATE_NW)
+                g = dot_part(arena_ptr, units, live, codes, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW)
                 a = act(g, FUNCTION)
             if UP is not None:
-                words, high = load_part(arena_ptr, units, live, UP, UP_NW)
-                u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
+                codes = load_part(arena_ptr, units, live, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, codes, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
                 a = a * factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             tl.store(a_ptr + place * F + row, a, mask=live)
         tl.debug_barrier()  # other threads wrote the activations that are read below
@@ -415,27 +415,23 @@ def _neurons(
             units = tl.load(record_at_ptr + expert * F + neuron, mask=live, other=0).to(tl.int64)
             # All loads are issued before the first is used.
             if GATE is not None:
-                gate, gate_high = load_part(arena_ptr, units, live, GATE, GATE_NW)
+                gate = load_part(arena_ptr, units, live, GATE, GATE_NW)
             if UP is not None:
-                up, up_high = load_part(arena_ptr, units, live, UP, UP_NW)
-            down, down_high = load_part(arena_ptr, units, live, DOWN, NW)
+                up = load_part(arena_ptr, units, live, UP, UP_NW)
+            down = load_part(arena_ptr, units, live, DOWN, NW)
             h = tl.full([R], 1.0, tl.float32)
             if IS_SELECTED:
                 h = tl.load(a_ptr + place * F + neuron, mask=live, other=0.0)
             if GATE is not None:
-                g = dot_part(
-                    arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW
-                )
+                g = dot_part(arena_ptr, units, live, gate, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW)
                 h *= act(g, FUNCTION)
             if UP is not None:
-                u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, up, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
                 h *= factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             if not IS_SELECTED:
                 h = tl.where(runs(h, threshold), h, 0.0)
             h = tl.where(live, h, 0.0)
-            y, less, y_high = add_part(
-                y, less, y_high, arena_ptr, units, live, down, down_high, h, lookup_ptr, DOWN, NW
-            )
+            y, less, y_high = add_part(y, less, y_high, arena_ptr, units, live, down, h, lookup_ptr, DOWN, NW)
             start += R
         partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN.num_cols
         store_part(partial_ptr, y, less, y_high, DOWN, NW)
@@ -494,7 +490,9 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
     num_tokens, f = tokens.shape[0], kind.num_rows
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
-    most = MAX_TOKENS_IN_TWO // 2 if any(part.bits == 1 for part in parts) else MAX_TOKENS_IN_TWO
+    # With codes of 1 bit, and with words of two registers from a trellis's table, 32 tokens spill registers (sm_120).
+    is_wide = any(part.bits == 1 or (part.kind == TRELLIS.value and half_bytes(part.bits) == 4) for part in parts)
+    most = MAX_TOKENS_IN_TWO // 2 if is_wide else MAX_TOKENS_IN_TWO
     block_tokens, block_rows = blocks(num_tokens, f, most)
     if block_tokens == MAX_TOKENS_IN_TWO:
         block_rows = 64  # as tensor cores of sm_90 take; with 32, registers spill

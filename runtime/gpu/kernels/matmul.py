@@ -22,7 +22,7 @@ from moe_pack.runtime.gpu.kernels.products import (
 from moe_pack.runtime.gpu.kernels.rows import F32, TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
 
 MAX_TOKENS = 64  # that a program takes
-# With two kinds of weights or of sums, codes of 1 bit, or a trellis of width 8: with more, registers spill (sm_80).
+# With two kinds of weights or of sums, codes of 1 bit, or a trellis: with more, registers spill (sm_80).
 MAX_TOKENS_IN_TWO = 32
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of the GPU busy
 
@@ -35,7 +35,7 @@ def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *,
              out: float32 [T, n], contiguous.   bias: float32 [n].
     """
     num_tokens, num_rows = out.shape
-    in_two = part.kind == F32.value or part.bits == 1 or (part.kind == TRELLIS.value and part.bits == 8)
+    in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)
     block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
     _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
@@ -194,8 +194,8 @@ def _gemv(
         row = (tl.program_id(0) * STEPS + step) * R + tl.arange(0, R)
         live = row < n
         units = row.to(tl.int64) * row_units
-        words, high = load_part(rows_ptr, units, live, PART, NW)
-        total = dot_part(rows_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART, NW)
+        codes = load_part(rows_ptr, units, live, PART, NW)
+        total = dot_part(rows_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART, NW)
         if HAS_BIAS:
             total += tl.load(bias_ptr + row, mask=live, other=0.0)
         total *= scale
@@ -209,7 +209,7 @@ def _gather_row(rows_ptr, id_ptr, out_ptr, lookup_ptr, row_units, scale, PART: t
     units = (tl.load(id_ptr) + tl.zeros([1], tl.int64)) * row_units
     live = units >= 0
     factor = tl.zeros([1], tl.float32) + scale
-    words, high = load_part(rows_ptr, units, live, PART, NW)
+    codes = load_part(rows_ptr, units, live, PART, NW)
     y, less, y_high = zero_part(PART, NW)
-    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, words, high, factor, lookup_ptr, PART, NW)
+    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, codes, factor, lookup_ptr, PART, NW)
     store_part(out_ptr, y, less, y_high, PART, NW)

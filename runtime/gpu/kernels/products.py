@@ -7,8 +7,8 @@ Factors may be as large as 2^41; below 2^-60 they lose bits. Codes are masked in
 upper half after it is moved down.
 
 Codes of a group have one scale: codes in `_chunk` neighbouring words, at the same of `QS` places a word. Codes that are
-numbers themselves (`fp8`, `e5m2`, `mxfp4`) are multiplied as `unpack` returns them, and have no zeros. A looked-up
-value of a trellis is treated as a code of 8 bits that stands first in its word, with one zero for all.
+numbers themselves (`fp8`, `e5m2`, `mxfp4`) are multiplied as `unpack_places` returns them, and have no zeros. A level
+of a trellis is treated as a code that stands first in its word, with one zero for all.
 
 The second half has tiles for tensor cores: some rows by some columns of a part, as codes or values in the order of
 columns. A tile is never wider than a group, so a row's codes in it have one scale, which multiplies the product: codes
@@ -25,21 +25,20 @@ from moe_pack.runtime.gpu.kernels.rows import (
     FACTORS,
     TRELLIS,
     UNITS,
+    ZERO,
     RowPart,
     columns,
     has_scales,
     is_word,
-    load_between,
     load_bias,
     load_scales,
-    load_stream,
+    load_trellis,
     load_words,
     load_x,
     look_up,
     places,
     plane_bits,
     store_y,
-    unpack,
     unpack_places,
 )
 
@@ -65,7 +64,7 @@ def _are_lifted(part: RowPart) -> bool:
 def _chunk(part: RowPart, plane: int) -> int:
     """Returns how many neighbouring words have one scale and are loaded together; 64 codes at most."""
     part = RowPart(*part)
-    return 1 if plane or part.kind == TRELLIS.value else 2 if part.bits in (1, 3) else 4
+    return 1 if plane else 2 if part.bits in (1, 3) else 4
 
 
 @triton.constexpr_function
@@ -81,7 +80,7 @@ def _factor(part: RowPart, plane: int) -> float:
 def _scales(part: RowPart, bits: int) -> int:
     """Returns how many scales the codes of a word have."""
     part = RowPart(*part)
-    return 8 // bits if part.group % 64 and part.kind != TRELLIS.value else 1
+    return 8 // bits if part.group % 64 else 1
 
 
 @triton.jit
@@ -95,15 +94,26 @@ def _masked(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def _product_codes(words, lookup_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
-    """Returns codes as products take them: float32 [R, SQ, NW] for words [R, NW]."""
-    if PART.kind == AFFINE:
-        codes = _masked(words, plane_bits(PART, PLANE))
-    elif PART.kind == TRELLIS:
-        codes = look_up(lookup_ptr, words, PART).to(tl.float32, bitcast=True)
+def _unpack(codes, lookup_ptr, PART: tl.constexpr):
+    """Returns codes or values of the first plane as `unpack_places` does: float32 [R, SQ, NW] for [R, NW] words."""
+    if PART.kind == TRELLIS:
+        levels = look_up(lookup_ptr, codes, tl.arange(0, 8), 0, PART, True)
+        values = (levels.to(tl.int32) - ZERO).to(tl.float32)
     else:
-        codes = unpack(words, lookup_ptr, PART, PLANE)
-    return codes
+        values = unpack_places(codes[0][:, None, :], tl.arange(0, places(PART, 0))[None, :, None], PART, 0)
+    return values
+
+
+@triton.jit
+def _product_codes(codes, lookup_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
+    """Returns codes as products take them: float32 [R, SQ, NW] for `load_part`'s."""
+    if PART.kind == AFFINE:
+        values = _masked(codes[PLANE], plane_bits(PART, PLANE))
+    elif PART.kind == TRELLIS:
+        values = look_up(lookup_ptr, codes, tl.arange(0, 8), 0, PART, True).to(tl.float32, bitcast=True)
+    else:
+        values = _unpack(codes, lookup_ptr, PART)
+    return values
 
 
 @triton.jit
@@ -119,11 +129,6 @@ def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.con
     """Loads scales and zeros of chunks: float32 [R, QS, NC]."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     QS: tl.constexpr = _scales(PART, BITS)
-    if PART.kind == TRELLIS:  # words first, as in its loads
-        column = tl.arange(0, NW)[:, None, None] * places(PART, 0)
-        mask = live[None, None, :] & (column < PART.num_cols)
-        scale, zero = load_scales(arena_ptr, units[None, None, :], column // PART.group, mask, PART)
-        return tl.permute(scale, [2, 1, 0]), tl.permute(zero, [2, 1, 0])
     first = tl.arange(0, NW // _chunk(PART, PLANE))[None, :] * _chunk(PART, PLANE)
     column = (first // (2 * BITS)) * 64 + first % (2 * BITS) * 4 + tl.arange(0, QS)[:, None] * (8 * BITS)
     mask = live[:, None, None] & (first < PART.num_cols * BITS // 32)[None, :, :]
@@ -153,12 +158,20 @@ def _chunk_sums(values, QS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_part(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
-    """Loads the words of some rows by plane: two tensors; with one plane, the second is the first again."""
-    words = load_words(arena_ptr, units, live, PART, 0, NW)
-    high = words
-    if has_two_planes(PART):
-        high = load_words(arena_ptr, units, live, PART, 1, NW // 2)
-    return words, high
+    """Loads the codes of some rows: a tuple of their words by plane, for a trellis what `load_trellis` does."""
+    if PART.kind == TRELLIS:
+        block = tl.arange(0, NW // 4)
+        mask = live[:, None] & (block < PART.num_cols // 64)[None, :]
+        codes = load_trellis(arena_ptr, units, block, mask, PART)
+    elif has_two_planes(PART):
+        low, high = (
+            load_words(arena_ptr, units, live, PART, 0, NW),
+            load_words(arena_ptr, units, live, PART, 1, NW // 2),
+        )
+        codes = (low, high)
+    else:
+        codes = (load_words(arena_ptr, units, live, PART, 0, NW),)
+    return codes
 
 
 @triton.jit
@@ -175,25 +188,25 @@ def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def dot_part(arena_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Returns rows times x, plus their bias: float32 [R], zeros for rows that are not live.
 
-    Args:    words, high: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
+    Args:    codes: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
     """
     if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         QS: tl.constexpr = _scales(PART, plane_bits(PART, 0))
-        products = _product_codes(words, lookup_ptr, PART, 0) * x[None, :, :]
+        products = _product_codes(codes, lookup_ptr, PART, 0) * x[None, :, :]
         sums = _chunk_sums(products, QS, _chunk(PART, 0)) * _factor(PART, 0)
         if _are_lifted(PART):
             sums -= zero * x_sums
         total = tl.sum(tl.sum(scale * sums, 2), 1)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
-            sums = _chunk_sums(_product_codes(high, lookup_ptr, PART, 1) * x_high[None, :, :], _scales(PART, 1), 1)
+            sums = _chunk_sums(_product_codes(codes, lookup_ptr, PART, 1) * x_high[None, :, :], _scales(PART, 1), 1)
             total += tl.sum(tl.sum(scale * (sums * _factor(PART, 1)), 2), 1)
     else:
-        total = tl.sum(tl.sum(unpack(words, lookup_ptr, PART, 0) * x[None, :, :], 1), 1)
+        total = tl.sum(tl.sum(_unpack(codes, lookup_ptr, PART) * x[None, :, :], 1), 1)
     if PART.bias >= 0:
         total += load_bias(arena_ptr, units, live, PART)
     return total
@@ -213,7 +226,7 @@ def zero_part(PART: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def add_part(y, less, y_high, arena_ptr, units, live, codes, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Returns the sums plus `h` [R] times rows."""
     if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
@@ -221,13 +234,13 @@ def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, lookup_ptr
         if _are_lifted(PART):
             less += tl.sum(factors * zero, 0)[None, :, :]
             factors *= _LIFT
-        y += tl.sum(_product_codes(words, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), 0)
+        y += tl.sum(_product_codes(codes, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), 0)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
             factors = scale * h[:, None, None]
-            y_high += tl.sum(_product_codes(high, lookup_ptr, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
+            y_high += tl.sum(_product_codes(codes, lookup_ptr, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
     else:
-        y += tl.sum(unpack(words, lookup_ptr, PART, 0) * h[:, None, None], 0)
+        y += tl.sum(_unpack(codes, lookup_ptr, PART) * h[:, None, None], 0)
     return y, less, y_high
 
 
@@ -290,14 +303,14 @@ def dot_exact(w, x):
 def load_tile(
     arena_ptr, units, live, tile, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr = False
 ):
-    """Loads codes or values as `unpack` returns them: float32 [R, COLS], or [COLS, R] if TRANSPOSED.
+    """Loads codes or values as `unpack_places` returns them: float32 [R, COLS], or [COLS, R] if TRANSPOSED.
 
     They are zeros past the row and for rows that are not live. A block is `8 / BITS` runs of columns; each run has its
     own bits of every byte, and a word has one code of a run in each of its 4 bytes.
     """
     R: tl.constexpr = units.shape[0]
     BITS: tl.constexpr = plane_bits(PART, 0)
-    if has_scales(PART) and PART.kind != TRELLIS:
+    if has_scales(PART):
         RUN: tl.constexpr = 8 * BITS
         NUM_RUNS: tl.constexpr = max(COLS // RUN, 1)
         NW: tl.constexpr = COLS // NUM_RUNS // 4
@@ -305,7 +318,15 @@ def load_tile(
         w = first % RUN // 4 + tl.arange(0, NW)
         sq = (first // RUN * 4 + tl.arange(0, 4 * NUM_RUNS))[None, :, None]  # (run, byte)
         mask = (live & (block < PART.num_cols // 64))[:, None]
-        if PART.bits == 3:
+        if PART.kind == TRELLIS:
+            codes = load_trellis(arena_ptr, units, block + tl.zeros([1], tl.int32), mask, PART)
+            if COLS == 64:
+                values = _unpack(codes, lookup_ptr, PART)
+            else:  # runs 0 and 1 are the steps' first weights: of even steps, of odd steps
+                step = first // RUN % 2 * 4 + tl.arange(0, 4 * NUM_RUNS)
+                levels = look_up(lookup_ptr, codes, step, first // 32, PART, False)
+                values = (levels.to(tl.int32) - ZERO).to(tl.float32)
+        elif PART.bits == 3:
             words = _read_words(arena_ptr, units, block * 6 + w, mask, PART)[:, None, :]
             high = _read_words(arena_ptr, units, block * 6 + 4 + w % 2, mask, PART)[:, None, :]
             # Plane 1 has column c at bit c / 8 of byte c % 8.
@@ -320,7 +341,7 @@ def load_tile(
         SQ: tl.constexpr = places(PART, 0)
         w = tile * (COLS // SQ) + tl.arange(0, COLS // SQ)
         mask = live[:, None] & (w < PART.num_cols // SQ)[None, :]
-        values = unpack(_read_words(arena_ptr, units, w, mask, PART), lookup_ptr, PART, 0)
+        values = _unpack((_read_words(arena_ptr, units, w, mask, PART),), lookup_ptr, PART)
         values = tl.reshape(values, [R, 1, SQ, COLS // SQ])
     if TRANSPOSED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile transposed later
         tile_values = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])
@@ -340,12 +361,5 @@ def load_tokens(x_ptr, t, is_token, tile, D: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def _read_words(arena_ptr, units, at, mask, PART: tl.constexpr):
     """Loads words of some rows' part by their places in it: uint32 [R, NW]."""
-    OFFSET: tl.constexpr = PART.offset
-    if PART.kind == TRELLIS:
-        words = load_stream(arena_ptr, units, at, mask, PART)
-    elif OFFSET % 4 == 0:
-        words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
-        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + at[None, :], mask=mask, other=0)
-    else:
-        words = load_between(arena_ptr, units[:, None], at[None, :], mask, OFFSET)
-    return words
+    words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + (units * 4)[:, None] + PART.offset // 4
+    return tl.load(words_ptr + at[None, :], mask=mask, other=0)

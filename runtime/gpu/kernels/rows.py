@@ -10,13 +10,13 @@ their exponents, so their values come out smaller by a power of two; `UNITS` has
 A tile of `R` rows is [R, SQ, NW]: NW is a power of two, and words past the row are masked. A row is given by its offset
 in an arena in units of 16 bytes, so that the compiler knows its alignment.
 
-A trellis is a stream of bits. Word `w` of a row ends with the last bit of columns `SQ w` to `SQ w + SQ - 1`, and so
-contains their windows of 7 bits whole: `SQ` is 8; 16 for width 3; 4 for width 8. Words overlap and begin at any bit, so
-each is put together from two words of the row. Bits in front of the stream are zeros. A window's value is a byte of a
-table (`lookup`), stored with 128 added. A table has 128 bytes, one cache line, which a warp reads at once whichever
-bytes its threads want. Functions that read codes take `lookup_ptr`, which is None where no part is a trellis. Where the
-compiler sees no neighbouring addresses, it divides the first dimension of a load among threads: loads have words first,
-so that a thread has all columns of its words.
+The nibbles of a trellis lie as codes of 2 bits would: a nibble's two weights are those of its two codes. So words,
+columns and scales of a trellis are those of 2 bits (`plane_bits`), and a block of 64 columns is 4 words, which a thread
+loads at once with the word before them and the block's refinements. The last three nibbles of a step select an entry of
+a table (`lookup`) with all levels that the step's two weights may have, stored with `ZERO` added: 2 bytes for width 4,
+4 for widths 5 and 6, 8 for 7 and 8. So two weights cost one load, and refinements select their bytes of it. Functions
+that read codes take `lookup_ptr`, which is None where no part is a trellis. Where the compiler sees no neighbouring
+addresses, it divides the first dimension of a load among threads: blocks come first, so that a thread looks up its own.
 
 The last section chooses how large a tile a program works on: rows at a time, and warps. These sizes are tuned for
 speed; they do not change results.
@@ -31,71 +31,48 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import PartFormat, RowLayout
-from moe_pack.formats.codecs import trellis_values
+from moe_pack.formats.codecs import trellis_hashes, trellis_levels, trellis_refinements
 from moe_pack.formats.plan import TRELLIS_WIDTHS
 
-ZERO = tl.constexpr(128)  # added to a table's values
+ZERO = tl.constexpr(64)  # added to the levels of a table
+_WINDOWS = tl.constexpr(4096)  # of three nibbles
 _FIRST = tl.constexpr(TRELLIS_WIDTHS[0])
+_REFINEMENTS = tl.constexpr(tuple(trellis_refinements(width) for width in TRELLIS_WIDTHS))  # bits of both weights
+
+
+@triton.constexpr_function
+def half_bytes(width: int) -> int:
+    """Returns how many levels of each of a step's weights an entry of a trellis's table has: half of its bytes."""
+    return 1 << int(_REFINEMENTS.value[width - _FIRST.value][1])  # the second weight has as many bits or more
+
+
+@triton.constexpr_function
+def _table_begin(width: int) -> int:
+    """Returns where the table of a width begins in `lookup`, in bytes."""
+    return sum(2 * half_bytes(before) * _WINDOWS.value for before in range(_FIRST.value, width))
 
 
 @cache
 def lookup(device: torch.device) -> Tensor:
-    """Returns all tables, with `ZERO` added: u8 [widths, 2, 128], for even and for odd columns; once a device."""
-    tables = torch.stack([trellis_values(width) for width in TRELLIS_WIDTHS])
-    return tables.add_(ZERO.value).to(torch.uint8).to(device)
+    """Returns the tables of all widths, one after another, u8, 104 KiB; once a device.
 
-
-@triton.constexpr_function
-def codes_of_word(width: int) -> int:
-    """Returns SQ: how many columns' windows a word contains."""
-    return 16 if width == 3 else 4 if width == 8 else 8
-
-
-@triton.jit
-def load_stream(arena_ptr, units, w, mask, PART: tl.constexpr):
-    """Loads words `w` [NW] of rows' streams: uint32 [R, NW].
-
-    Args:    units: int64 [R], offsets of the rows in units of 16 bytes.   mask: [R, NW].
+    A table is [4096, 2, half_bytes]: by window, then the levels of the step's first and second weight, `ZERO` added. A
+    weight with fewer levels than the other has them again.
     """
-    units, w, mask = units[None, :], w[:, None], tl.trans(mask)
-    OFFSET: tl.constexpr = PART.offset
-    BITS: tl.constexpr = codes_of_word(PART.bits) * PART.bits // 2  # that a word shares with no other word
-    begin = OFFSET * 8 + (w + 1) * BITS - 32
-    place = begin >> 5
-    words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + units * 4 + place
-    low = tl.load(words_ptr, mask=mask & (place >= 0) if OFFSET < 4 else mask, other=0)
-    high = tl.load(words_ptr + 1, mask=mask, other=0)  # in the row too, because scales follow a stream
-    shift = (begin & 31).to(tl.uint32)
-    words = (low >> shift) | ((high << 1) << (31 - shift))
-    if OFFSET > 0:
-        OWN: tl.constexpr = 2**32 - 2 ** (32 - BITS)
-        words = tl.where(w == 0, words & OWN, words)
-    return tl.trans(words)
-
-
-@triton.jit
-def look_up(lookup_ptr, words, PART: tl.constexpr):
-    """Returns the values of all columns of words [R, NW], with `ZERO` added: uint32 [R, SQ, NW].
-
-    Args:    lookup_ptr: to `lookup`.
-    """
-    WIDTH: tl.constexpr = PART.bits
-    BITS: tl.constexpr = codes_of_word(WIDTH) * WIDTH // 2
-    sq = tl.arange(0, codes_of_word(WIDTH))[None, :, None]
-    end = sq // 2 * WIDTH + tl.where(sq % 2 == 0, WIDTH // 2, WIDTH)
-    windows = (tl.trans(words)[:, None, :] >> (end + (32 - BITS - 7)).to(tl.uint32)) & 127
-    table_ptr = lookup_ptr + (WIDTH - _FIRST) * 256
-    if WIDTH % 2:
-        table_ptr += sq % 2 * 128
-    values = tl.load(table_ptr + windows, eviction_policy="evict_last")  # [NW, SQ, R]
-    return tl.permute(values, [2, 1, 0]).to(tl.uint32)
+    hashes, tables = trellis_hashes().to(torch.int64), []
+    for width in TRELLIS_WIDTHS:
+        for levels, sets in zip(trellis_levels(width), (hashes & 15, hashes >> 4), strict=True):
+            of_sets = levels.view(-1, 16)[:, sets]  # [levels in a set, windows]
+            tables.append(of_sets.repeat(half_bytes(width) // len(of_sets), 1))
+    entries = [torch.cat(pair).T.flatten() for pair in zip(tables[::2], tables[1::2], strict=True)]
+    return torch.cat(entries).add_(ZERO.value).to(torch.uint8).to(device)
 
 
 AFFINE, BF16, F16, F32, FP8, E5M2, MXFP4, TRELLIS = (tl.constexpr(kind) for kind in range(8))
 FACTORS = tl.constexpr((1.0, 4.0))  # what 1 in a plane's codes counts
 UNITS = tl.constexpr(
     (1.0, 1.0, 1.0, 1.0, 2.0**8, 1.0, 2.0**14, 1.0)
-)  # by kind: what 1 in the values of `unpack` stands for
+)  # by kind: what 1 in the values of `unpack_places` stands for
 _KINDS = {"BF16": BF16.value, "F16": F16.value, "F32": F32.value}
 _CODECS = {"affine": AFFINE.value, "fp8": FP8.value, "e5m2": E5M2.value, "mxfp4": MXFP4.value, "trellis": TRELLIS.value}
 
@@ -107,8 +84,9 @@ class RowPart(NamedTuple):
 
     `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value; of two codes of a trellis.
     `group`: columns that share a scale, 0 where there are no scales.   `scale_bits`: for affine codes and a trellis 16
-    (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8 (E8M0).   `offset`: of the part in the
-    row, in bytes.   `num_cols`: d.   `bias`: the offset of a float32 bias in the row, in bytes, or -1.
+    (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8 (E8M0).   `offset`, `scales`, `bias`:
+    of the codes, of the scales and of a float32 bias in the row, in bytes; `offset` is a multiple of 16, and `bias` is
+    -1 where there is none.   `num_cols`: d.
     """
 
     kind: int
@@ -116,6 +94,7 @@ class RowPart(NamedTuple):
     group: int
     scale_bits: int
     offset: int
+    scales: int
     num_cols: int
     bias: int
 
@@ -140,11 +119,10 @@ def part_of(rows: RowLayout, name: str) -> RowPart:
     part = rows.part(name)
     assert part is not None, f"rows have no part {name}"
     form: PartFormat = part.format
-    bias = part.offset + part.num_bytes if part.has_bias else -1
+    places = (part.offset, part.scales_offset, rows.num_cols, part.bias_offset if part.has_bias else -1)
     if form.codec == "bf16":
-        return RowPart(BF16.value, 16, 0, 0, part.offset, rows.num_cols, bias)
-    group = form.group or rows.num_cols
-    return RowPart(_CODECS[form.codec], form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
+        return RowPart(BF16.value, 16, 0, 0, *places)
+    return RowPart(_CODECS[form.codec], form.width, form.group or rows.num_cols, form.scale_bits, *places)
 
 
 def lookup_for(device: torch.device, *parts: RowPart | None) -> Tensor | None:
@@ -154,21 +132,32 @@ def lookup_for(device: torch.device, *parts: RowPart | None) -> Tensor | None:
 
 def stored_part(dtype: str, num_cols: int) -> RowPart:
     """Returns the part of rows of plain values; `dtype` is BF16, F16 or F32, as in safetensors."""
-    return RowPart(_KINDS[dtype], 32 if dtype == "F32" else 16, 0, 0, 0, num_cols, -1)
+    return RowPart(_KINDS[dtype], 32 if dtype == "F32" else 16, 0, 0, 0, 0, num_cols, -1)
 
 
 @triton.constexpr_function
 def plane_bits(part: RowPart, plane: int) -> int:
-    """Returns the bits of a code in this plane: 3-bit codes have 2 bits in plane 0 and 1 in plane 1."""
+    """Returns the bits of a code in this plane: 3-bit codes have 2 bits in plane 0 and 1 in plane 1.
+
+    The nibbles of a trellis are two codes of 2 bits each, with which they share their columns.
+    """
     part = RowPart(*part)
+    if part.kind == TRELLIS.value:
+        return 2
     return part.bits if part.kind != AFFINE.value or part.bits != 3 else 1 if plane else 2
 
 
 @triton.constexpr_function
 def places(part: RowPart, plane: int) -> int:
     """Returns SQ: how many codes or values of this plane a word contains."""
-    part = RowPart(*part)
-    return int(codes_of_word(part.bits) if part.kind == TRELLIS.value else 32 // plane_bits(part, plane))
+    return int(32 // plane_bits(RowPart(*part), plane))
+
+
+@triton.constexpr_function
+def trellis_bits(part: RowPart) -> tuple[int, int]:
+    """Returns the bits of refinements of a trellis's steps: of their first and of their second weights."""
+    refinements: tuple[int, int] = _REFINEMENTS.value[RowPart(*part).bits - _FIRST.value]
+    return refinements
 
 
 @triton.constexpr_function
@@ -185,7 +174,7 @@ def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     SQ: tl.constexpr = places(PART, PLANE)
     sq = tl.arange(0, SQ)[:, None]
     w = tl.arange(0, NW)[None, :]
-    if has_scales(PART) and PART.kind != TRELLIS:
+    if has_scales(PART):
         # A block of 64 codes is 2 BITS words; byte j holds codes j, j + 8 BITS, ...
         WORDS: tl.constexpr = 2 * BITS
         column = (w // WORDS) * 64 + (sq // 4) * (8 * BITS) + (w % WORDS) * 4 + sq % 4
@@ -221,51 +210,103 @@ def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, 
 
     Args:    units: int64 [R], offsets of the rows in units of 16 bytes.
     """
-    OFFSET: tl.constexpr = PART.offset
     mask = live[:, None] & is_word(PART, PLANE, NW)[None, :]
-    at = word_places(PART, PLANE, NW)[None, :]
-    if PART.kind == TRELLIS:
-        words = load_stream(arena_ptr, units, tl.arange(0, NW), mask, PART)
-    elif OFFSET % 4 == 0:
-        words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
-        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + at, mask=mask, other=0)
-    else:
-        words = load_between(arena_ptr, units[:, None], at, mask, OFFSET)
-    return words
+    at = PART.offset // 4 + word_places(PART, PLANE, NW)
+    words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
+    return tl.load(words_ptr + (units * 4)[:, None] + at[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def load_between(arena_ptr, units, at, mask, BEGIN: tl.constexpr):
-    """Loads words of rows that begin at byte BEGIN, not a multiple of 4 (after an odd number of bytes): uint32.
+def load_trellis(arena_ptr, units, block, mask, PART: tl.constexpr):
+    """Loads blocks of rows of a trellis: their words, uint32 [R, NB, 4], and those before each; their refinements.
 
-    Args:    units, at, mask: of one shape, after broadcasting.
+    Refinements of the steps' first weights, and of the second ones, are [R, NB, 4] too: those of the weights of step
+    `2 b + p` of a word begin at bit `8 b + 4 p`, the lowest. Without any they are the words again, and not used.
+
+    Args:    units: int64 [R], offsets of the rows in units of 16 bytes.   block: int32 [NB].   mask: bool [R, NB].
     """
-    if BEGIN % 2 == 0:
-        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + units * 8 + BEGIN // 2 + 2 * at
-        words = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
-        words |= tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16
-    else:
-        bytes_ptr = arena_ptr + units * 16 + BEGIN + 4 * at
-        words = tl.load(bytes_ptr, mask=mask, other=0).to(tl.uint32)
-        for place in tl.static_range(1, 4):
-            words |= tl.load(bytes_ptr + place, mask=mask, other=0).to(tl.uint32) << (8 * place)
+    words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + (units * 4)[:, None] + PART.offset // 4
+    w = tl.arange(0, 4)[None, None, :]
+    words = tl.load((words_ptr + block[None, :] * 4)[:, :, None] + w, mask=mask[:, :, None], other=0)
+    before = tl.load(words_ptr + (block * 4 - 1)[None, :], mask=mask & (block > 0)[None, :], other=0)
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
+    first, third = tl.split(even)
+    second, _ = tl.split(odd)
+    before = tl.reshape(tl.join(tl.join(before, second), tl.join(first, third)), words.shape)
+    BITS: tl.constexpr = trellis_bits(PART)
+    refinements_ptr = words_ptr + PART.num_cols // 16 + (block * (BITS[0] + BITS[1]))[None, :]
+    first = words
+    if BITS[0] > 0:
+        first = _load_refinements(refinements_ptr, mask, BITS[0])
+    second = words
+    if BITS[1] > 0:
+        second = _load_refinements(refinements_ptr + BITS[0], mask, BITS[1])
+    return words, before, first, second
+
+
+@triton.jit
+def _load_refinements(words_ptr, mask, BITS: tl.constexpr):
+    """Loads a half's refinements: uint32 [R, NB, 4], the bits that belong to a word's steps shifted to their places."""
+    if BITS == 1:  # one word for all four: bit q of byte r is that of column 4 q + r
+        w = tl.arange(0, 4)[None, None, :]
+        words = tl.load(words_ptr, mask=mask, other=0)[:, :, None] >> w.to(tl.uint32)
+    else:  # bits 2 q and 2 q + 1 of byte r are those of column 8 q + r
+        pair_ptr = words_ptr[:, :, None] + tl.arange(0, 2)[None, None, :]
+        pair = tl.load(pair_ptr, mask=mask[:, :, None], other=0)
+        both = tl.join(pair, pair >> 2)  # [R, NB, 2, 2]: by word of the pair, by shift
+        words = tl.reshape(tl.permute(both, [0, 1, 3, 2]), [mask.shape[0], mask.shape[1], 4])
     return words
 
 
 @triton.jit
-def unpack(words, lookup_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
-    """Returns codes as numbers, or values divided by their `UNITS`: float32 [R, SQ, NW] for words [R, NW]."""
-    if PART.kind == TRELLIS:
-        values = (look_up(lookup_ptr, words, PART).to(tl.int32) - ZERO).to(tl.float32)
+def look_up(lookup_ptr, codes, step, half, PART: tl.constexpr, BOTH: tl.constexpr):
+    """Returns levels of steps, with `ZERO` added: uint32 [R, 2 n, NW] of both weights, else [R, n, NW] of one half.
+
+    Args:    lookup_ptr: to `lookup`.   codes: from `load_trellis`.   step: int32 [n], `4 p + b` for step `2 b + p` of a
+             word.   half: 0 for the steps' first weights, 1 for their second ones; not used for both.
+    """
+    words, before, first, second = codes
+    R: tl.constexpr = words.shape[0]
+    NB: tl.constexpr = words.shape[1]
+    N: tl.constexpr = step.shape[0]
+    words, before = tl.permute(words, [1, 0, 2])[:, :, :, None], tl.permute(before, [1, 0, 2])[:, :, :, None]
+    s = step[None, None, None, :]
+    place = ((s % 4) * 8 + s // 4 * 4).to(tl.uint32)  # of the step's nibble in its word
+    early = ((words << 8) | (before >> 24)) >> place
+    windows = tl.where(place < 24, early, words >> ((place + 24) & 31)) & (_WINDOWS - 1)
+    HALF: tl.constexpr = half_bytes(PART.bits)
+    if HALF == 1:
+        entries_ptr = (lookup_ptr + _table_begin(PART.bits)).to(tl.pointer_type(tl.uint16))
+    elif HALF == 2:
+        entries_ptr = (lookup_ptr + _table_begin(PART.bits)).to(tl.pointer_type(tl.uint32))
     else:
-        sq = tl.arange(0, places(PART, PLANE))[None, :, None]
-        values = unpack_places(words[:, None, :], sq, PART, PLANE)
-    return values
+        entries_ptr = (lookup_ptr + _table_begin(PART.bits)).to(tl.pointer_type(tl.uint64))
+    entries = tl.load(entries_ptr + windows, eviction_policy="evict_last")  # [NB, R, 4, n]
+    BITS: tl.constexpr = trellis_bits(PART)
+    left = _refined(entries.to(tl.uint32), first, place, BITS[0])
+    right = _refined((entries >> (8 * HALF)).to(tl.uint32), second, place, BITS[1])
+    if BOTH:
+        levels = tl.reshape(tl.permute(tl.join(left, right), [1, 4, 3, 0, 2]), [R, 2 * N, NB * 4])
+    else:
+        levels = tl.reshape(tl.permute(tl.where(half == 0, left, right), [1, 3, 0, 2]), [R, N, NB * 4])
+    return levels
+
+
+@triton.jit
+def _refined(levels, refinements, place, BITS: tl.constexpr):
+    """Returns the bytes of words of up to four levels that refinements of BITS bits select: uint32 [NB, R, 4, n]."""
+    if BITS > 0:
+        chosen = (tl.permute(refinements, [1, 0, 2])[:, :, :, None] >> place) & (2**BITS - 1)
+        levels = levels >> (chosen * 8)
+    return levels & 255
 
 
 @triton.jit
 def unpack_places(words, sq, PART: tl.constexpr, PLANE: tl.constexpr):
-    """Does as `unpack` for places `sq` of words, not for a trellis; both of one shape, after broadcasting."""
+    """Returns codes as numbers, or values divided by their `UNITS`, at places `sq` of words, not of a trellis: float32.
+
+    Args:    words, sq: of one shape, after broadcasting.
+    """
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     if PART.kind == AFFINE:
         MASK: tl.constexpr = 2**BITS - 1
@@ -308,7 +349,7 @@ def load_scales(arena_ptr, units, groups, mask, PART: tl.constexpr):
     For codes without zeros the zeros are the scales again, and not used. The zero of a trellis is `ZERO`.
     """
     D: tl.constexpr = PART.num_cols
-    BEGIN: tl.constexpr = PART.offset + D * PART.bits // (16 if PART.kind == TRELLIS else 8)
+    BEGIN: tl.constexpr = PART.scales
     if PART.kind != AFFINE and PART.kind != TRELLIS:
         if PART.scale_bits == 32:
             scale = _load_float32(arena_ptr, units, groups, mask, BEGIN)
@@ -354,7 +395,14 @@ def _load_float32(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
         floats_ptr = arena_ptr.to(tl.pointer_type(tl.float32)) + units * 4 + BEGIN // 4
         numbers = tl.load(floats_ptr + places, mask=mask, other=0.0)
     else:
-        numbers = load_between(arena_ptr, units, places, mask, BEGIN).to(tl.float32, bitcast=True)
+        PIECE: tl.constexpr = 2 - BEGIN % 2  # bytes that are loaded at once
+        pieces_ptr = arena_ptr + units * 16 + BEGIN + 4 * places
+        if PIECE == 2:
+            pieces_ptr = pieces_ptr.to(tl.pointer_type(tl.uint16))
+        bits = tl.load(pieces_ptr, mask=mask, other=0).to(tl.uint32)
+        for piece in tl.static_range(1, 4 // PIECE):
+            bits |= tl.load(pieces_ptr + piece, mask=mask, other=0).to(tl.uint32) << (8 * PIECE * piece)
+        numbers = bits.to(tl.float32, bitcast=True)
     return numbers
 
 
@@ -396,18 +444,26 @@ class Tile(NamedTuple):
 
 def dot_tile(parts: tuple[RowPart, ...]) -> Tile:
     """Returns the tile for products with x, whose values stay in registers."""
-    # Looked-up values of a row take as many registers as the row has columns.
-    rows = 2 if any(part.kind == TRELLIS.value for part in parts) else 4
+    # A block of a trellis has 32 entries of a table on their way to registers.
+    rows = 4 if not any(part.kind == TRELLIS.value for part in parts) else 1 if _has_wide_entries(parts) else 2
     return _tile(max(parts, key=lambda part: part.num_words // _thread_words(part)), rows)
 
 
 def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     """Returns the tile for records whose last part is summed up: the sums stay in registers, as x does."""
     least = min(part.bits for part in parts)  # with 1 bit, two rows are 128 columns a thread: registers spill (sm_80)
-    has_many = least < 4 or len(parts) > 2 or any(part.offset % 4 for part in parts)  # unaligned parts take more loads
+    has_many = least < 4 or len(parts) > 2
+    if _has_wide_entries(parts):  # half a block a thread, or registers spill (sm_120)
+        tile = _tile(parts[-1], 1)
+        return Tile(tile.rows, min(8, 2 * tile.num_warps))
     if least == 1 or any(part.kind == TRELLIS.value for part in parts):
         return _tile(parts[-1], 1)
     return _tile(parts[-1], 2 if has_many else 4)
+
+
+def _has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
+    """Whether a part is a trellis of width 7 or 8: an entry of its table takes two registers."""
+    return any(part.kind == TRELLIS.value and half_bytes(part.bits) == 4 for part in parts)
 
 
 def _tile(part: RowPart, rows: int) -> Tile:
@@ -420,9 +476,7 @@ def _tile(part: RowPart, rows: int) -> Tile:
 
 
 def _thread_words(part: RowPart) -> int:
-    """Returns a thread's words of a row: 128 bits, 64 for codes of 1 or 3 bits, 32 columns of a trellis."""
-    if part.kind == TRELLIS.value:
-        return 32 // part.codes_of_word
+    """Returns a thread's words of a row: 128 bits, 64 for codes of 1 or 3 bits."""
     return 2 if part.bits in (1, 3) else 4
 
 

@@ -84,7 +84,7 @@ from moe_pack.runtime.model.rotation import Rotation
 Size = Literal["real", "tiny"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 FORMATS: dict[Size, tuple[Name, ...]] = {
-    "real": (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4", "t3", "t4", "t5", "t6", "t7", "t8"),
+    "real": (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4", "t4", "t5", "t6", "t7", "t8"),
     "tiny": (2, 3, 4, "mxfp4", "t4"),
 }
 _ALL_SELECTORS: dict[Size, tuple[Name, ...]] = {"real": (4, "mxfp4", "t4"), "tiny": (4,)}

@@ -16,27 +16,29 @@ BYTES = {1: {8}, 3: {8, 4}}
 # Tiles of the tensor cores are no wider than a group, a row's share of them 8 to 32 bytes, and stand among threads as
 # the cores want them: words of neighbouring threads lie side by side, and are read once for 16 tokens or more.
 TILE_BYTES = {4, 8, 16}
-# Words of a trellis overlap, and begin at whatever bit: each is put together from two, of which most are in the cache.
-TRELLIS_LOADS = {"load_stream 4", "look_up 1"}
+# Of a trellis a thread loads a block of 64 columns at once, half a block of records whose entries take two registers;
+# and the word before it. The loads of its table are as wide as an entry: all levels of two weights.
+ENTRY_BYTES = {"t4": 2, "t5": 4, "t6": 4, "t7": 8, "t8": 8}
 # With registers to spare, ptxas leaves a word or two on the stack while a loop runs that does not need them, so that
 # more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80:
 # `_lru_update_kernel`).
 MOST_REGISTERS, WAITING_BYTES = 255, 8
-# `_hidden` has all registers before sm_90, where tiles for tensor cores stand in them: up to eight words are read again
-# for each tile, of a thousand instructions. Half the tokens a program need no stack, but unpack every code twice.
+# `_hidden` has all registers where tiles for tensor cores stand in them, which is not so on sm_90 and 100: up to eight
+# words are read again for each tile, of a thousand instructions. Half the tokens need no stack, but unpack codes twice.
 STACK_BYTES = {"_hidden": 32}
-# Products of 64 tokens with a trellis leave up to 16 words on the stack on sm_120. With 32 tokens they leave none, but
-# look up each value twice: which is faster has to be measured on such a GPU.
-STACK_BYTES_120 = {"_gemm": 64}
+# A record's two parts of a trellis leave up to four words on the stack on sm_100. With half a block a thread they leave
+# none, but each thread has half as many loads on their way.
+STACK_BYTES_100 = {"_neurons": 16}
 READERS = {
     "load_words": {"_gemv", "_gather_row", "_select", "_neurons", "_enter_latent_kernel", "_leave_latent_kernel"},
     "_read_words": {"_gemm", "_hidden", "_down"},
     "_load_host": {"_gather_kernel"},
 }
+SUMS = {"_neurons", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
 COVERED = [
     (capability, WIDTHS[i], DIMS[i % 3])
-    for i, capability in enumerate((80, 86, 89, 90, 100, 120, 100, 86, 120, 90, 100, 89, 120, 80))
+    for i, capability in enumerate((80, 86, 89, 90, 100, 120, 100, 86, 100, 90, 89, 120, 80))
 ]
 
 
@@ -46,7 +48,7 @@ def faults(found: list[Compiled]) -> list[str]:
     for k in found:
         name = f"{k.call}, {k.kernel}, sm_{k.capability}"
         waiting = WAITING_BYTES if k.registers < MOST_REGISTERS else 0
-        allowed = STACK_BYTES_120 if k.capability == 120 and names_trellis(k) else STACK_BYTES
+        allowed = STACK_BYTES_100 if k.capability == 100 and trellis_of(k) else STACK_BYTES
         if k.local_bytes or k.stack_bytes > allowed.get(k.kernel, STACK_BYTES.get(k.kernel, waiting)):
             wrong.append(f"{name}: spills")
         if k.flushes:
@@ -59,19 +61,27 @@ def faults(found: list[Compiled]) -> list[str]:
 def loads_codes_wide(k: Compiled) -> bool:
     """Whether all loads of rows' codes are as wide as they can be; true of kernels that read no rows."""
     reader = next((reader for reader, names in READERS.items() if k.kernel in names), None)
-    if reader is None or k.call.startswith("gpt_oss"):  # whose parts begin between words
+    if reader is None:
         return True
-    if names_trellis(k):
-        return {load for load in k.loads if load.startswith(("load_stream ", "look_up "))} == TRELLIS_LOADS
-    found = {int(num_bytes) for function, num_bytes in map(str.split, k.loads) if function == reader}
+    if trellis := trellis_of(k):
+        codes, entries = loaded(k, "load_trellis"), loaded(k, "look_up")
+        block_bytes = 8 if k.kernel in SUMS and ENTRY_BYTES[trellis] == 8 else 16
+        is_wide = codes <= {16, 4} if reader == "_read_words" else codes == {block_bytes, 4}
+        return is_wide and entries == {ENTRY_BYTES[trellis]}
+    found = loaded(k, reader)
     if reader == "_load_host":  # rows as they lie, of whatever width
         return found == {16}
     return bool(found) and found <= (TILE_BYTES if reader == "_read_words" else BYTES.get(width_of(k), {16}))
 
 
-def names_trellis(k: Compiled) -> bool:
-    """Whether its call's codes are a trellis."""
-    return any(word in TRELLISES for word in k.call.split())
+def loaded(k: Compiled, function: str) -> set[int]:
+    """Bytes that its loads in a function's lines take at once."""
+    return {int(num_bytes) for name, num_bytes in map(str.split, k.loads) if name == function}
+
+
+def trellis_of(k: Compiled) -> str:
+    """The name of its call's trellis, or nothing."""
+    return next((word for word in k.call.split() if word in TRELLISES), "")
 
 
 def width_of(k: Compiled) -> int:
@@ -88,6 +98,14 @@ def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None
     assert len(faults([replace(found[0], stack_bytes=16, flushes=1)])) == 2
 
 
+def test_kernels_of_a_trellis_compile_without_spills_and_load_blocks_and_entries_at_once() -> None:
+    found = compiled((90,), "expert up", ("t6",), (4096,))
+    assert {k.kernel for k in found} == {"_select", "_neurons", "_reduce"}
+    assert faults(found) == []
+    for loads in ({"load_trellis 4": 5, "look_up 4": 32}, {"load_trellis 16": 1, "load_trellis 4": 1, "look_up 2": 64}):
+        assert len(faults([replace(k, loads=loads) for k in found])) == 2
+
+
 def test_rotations_compile_without_spills_and_stay_in_registers() -> None:
     (found,) = compiled((90,), "rotate back d2880", (16,), (4096,))
     assert found.kernel == "_rotate_kernel" and faults([found]) == []
@@ -96,7 +114,7 @@ def test_rotations_compile_without_spills_and_stay_in_registers() -> None:
 
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
     lines = Path(str(kernels.__path__[0]), "rows.py").read_text().splitlines()
-    at = next(i for i, line in enumerate(lines, 1) if "words = tl.load(words_ptr" in line)
+    at = next(i for i, line in enumerate(lines, 1) if "return tl.load(words_ptr" in line)
     ptx = f"""
         .loc 2 {at} 24 // rows.py:{at}:24 @[ matmul.py:1:1 ]
         @%p1 ld.global.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %rd1 + 0 ];

@@ -18,7 +18,7 @@ from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
 from moe_pack.runtime.model import Activations, activations, run_expert
 
-WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t4", "t5", "t8")
 
 
 def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
@@ -118,7 +118,7 @@ def test_experts_of_different_formats_in_one_layer_give_the_reference(
 def test_trellises_of_any_group_and_kind_of_scale_give_the_reference(
     selector: Selector, scales: tuple[int, int], kernel_device: torch.device
 ) -> None:
-    trios = [(4, 7, 3), (8, 5, 6)]
+    trios = [(4, 7, 6), (8, 5, 6)]
     shapes = [Shape(9, 384, selector, *(trellis_format(w, *scales) for w in trio)) for trio in trios]
     x = random_tokens(1, 384)[0]
     check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
@@ -128,7 +128,7 @@ def test_trellises_of_any_group_and_kind_of_scale_give_the_reference(
 def test_matrices_of_a_trellis_beside_others_in_one_expert_and_layer_give_the_reference(
     selector: Selector, kernel_device: torch.device
 ) -> None:
-    names: list[tuple[Name, Name, Name]] = [("t4", 3, "t5"), (2, "t8", 16), ("t3", "fp8", "t7"), (4, 4, 4)]
+    names: list[tuple[Name, Name, Name]] = [("t4", 3, "t5"), (2, "t8", 16), ("t6", "fp8", "t7"), (4, 4, 4)]
     layer = random_layer([Shape(9, 128, selector, *map(named_format, trio), bias=("up",)) for trio in names])
     assert len(layer.tables.kinds) == 4
     x = random_tokens(1, 128)[0]

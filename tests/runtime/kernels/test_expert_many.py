@@ -19,7 +19,7 @@ from moe_pack.runtime.model import activations, run_expert
 TOLERANCE = 1e-5  # of the reference's RMS
 GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
 EXPERT = 1  # of a layer of three; the others' rows are not there
-WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t4", "t5", "t8")
 
 
 def tables_of(expert: RandomExpert, threshold: float, device: torch.device) -> LayerTables:

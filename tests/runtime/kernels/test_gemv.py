@@ -18,7 +18,7 @@ from moe_pack.runtime.model import RowMatrix
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
 STORED += [(2, 16, 16), (3, 32, 16), (4, 128, 16), (2, 64, 8), (3, 64, 8), (8, 64, 8), (16, 0, 16)]
 TRELLISES = [trellis_format(width, 64) for width in TRELLIS_WIDTHS]
-TRELLISES += [trellis_format(3, 16), trellis_format(4, 0), trellis_format(7, 128, 8), trellis_format(8, 16, 8)]
+TRELLISES += [trellis_format(5, 16), trellis_format(4, 0), trellis_format(7, 128, 8), trellis_format(8, 16, 8)]
 FORMATS = [*(part_format(*stored) for stored in STORED), *NUMBERS, *TRELLISES]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
