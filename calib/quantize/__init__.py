@@ -10,19 +10,36 @@ from moe_pack.calib.quantize.experts import (
     calibration_bytes,
     needs_inputs,
 )
+from moe_pack.calib.quantize.guard import ExpertLoss, GuardedQuantizer
 from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
+from moe_pack.calib.quantize.rotation import (
+    UNROTATED,
+    LayerRotation,
+    Rotate,
+    RotateChoice,
+    measured_rotation,
+    rotation_vectors,
+)
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 
 __all__ = [
     "BLOCK_NEURONS",
     "MAX_OTHER_TOKENS",
     "MAX_OWN_TOKENS",
+    "UNROTATED",
     "Calibration",
+    "ExpertLoss",
     "ExpertQuantizer",
     "ExpertTokens",
+    "GuardedQuantizer",
+    "LayerRotation",
+    "Rotate",
+    "RotateChoice",
     "RowQuantizer",
     "UnrepresentableError",
     "calibration_bytes",
     "check_finite",
+    "measured_rotation",
     "needs_inputs",
+    "rotation_vectors",
 ]

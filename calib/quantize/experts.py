@@ -1,18 +1,27 @@
 """The quantizer `calibrated`: an expert's weights to codes by GPTQ on the tokens that the expert saw.
 
-Rows of gate and up are quantized column by column with the Hessian of the expert's inputs, rows of down one after
-another with the Hessian of its activations (`gptq` has the formulas). Wide formats are quantized without tokens.
+Rows of gate and up are quantized column by column with the Hessian of the expert's inputs. Rows of down are quantized
+one after another with the Hessian of the expert's activations; if gate and up are known as they are stored, the rows
+are first fitted to these activations, so that down makes up for the errors of gate and up (`gptq` has the formulas for
+the rounding). Wide formats are quantized without tokens.
+
+Sequential calibration: an expert behind stored layers is given other inputs than in the source. If these are known, it
+is quantized for them, and its rows are first moved towards giving the source's outputs. Only a quarter of what the
+inputs miss is made up for: a fit to inputs with errors shrinks its outputs, and shrinkage adds up over layers where
+errors partly cancel (a whole step ruins a model, with every layer's own error halved).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_pack.calib.quantize.gptq import (
     ColumnRun,
+    DampedFit,
     GptqFactor,
+    column_order,
     damping,
     gptq_columns,
     gptq_factor,
@@ -24,14 +33,17 @@ from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
 from moe_pack.runtime.model import NeuronBlock, activations
 
-MAX_OWN_TOKENS = 2048  # of an expert; a profile keeps as many for one of average popularity
+MAX_OWN_TOKENS = 4096  # of an expert; a profile keeps as many for one of average popularity
 MAX_OTHER_TOKENS = 256  # tokens of the layer that the expert did not run for
+_JUDGED_STEP, _ENOUGH_JUDGED = 8, 16  # of the tokens that judge what the others have made
 BLOCK_NEURONS = 1024  # quantized together: among them, later rows of down make up for the errors of earlier ones
 # Columns that share a Hessian. The factor of 4,096 columns takes 64 MiB, and 256 MiB while it is computed; those of
 # each half of DeepSeek-V3's 7,168 columns 49 and 196. Few runs are better: correlations across them are lost.
 _MAX_COLUMNS = 4096
 _PLAIN_BITS = 8  # from so many bits on, errors are too small for GPTQ to gain anything
 _PIECE_ROWS = 256  # of gate and up at once: bounds half a dozen copies of them
+_FIT_DAMPING = 3.0  # of rows that are fitted: times the damping of their factor
+INPUT_STEP = 0.25  # the share of what other inputs miss that rows make up for. Chosen by KL divergence at 2 and 3 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +51,43 @@ class ExpertTokens:
     """The n tokens that an expert is calibrated on.
 
     `inputs` float32 [n, d].   `weights` float32 [n]: how much a squared error of the expert's output counts at each.
+    `num_others`: how many of them, the last ones, the expert did not run for.   `stored` float32 [n, d]: the inputs
+    behind the stored layers before; None if they are not known.
     """
 
     inputs: Tensor
     weights: Tensor
+    num_others: int = 0
+    stored: Tensor | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """The inputs that the stored expert is given, float32 [n, d]."""
+        return self.inputs if self.stored is None else self.stored
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "ExpertTokens":
+        """Returns the same tokens with both inputs in other coordinates."""
+        stored = None if self.stored is None else function(self.stored)
+        return replace(self, inputs=function(self.inputs), stored=stored)
+
+    def divided(self) -> tuple["ExpertTokens", "ExpertTokens"]:
+        """Divides the tokens into those that calibrate and those that judge what the others have made.
+
+        Meaning: every eighth of the expert's own tokens judges. If these are fewer than 16, every eighth of the others
+                 judges too. There may be none.
+        """
+        judges = torch.zeros(len(self.weights), dtype=torch.bool)
+        num_own = len(judges) - self.num_others
+        judges[_JUDGED_STEP - 1 : num_own : _JUDGED_STEP] = True
+        if int(judges.sum()) < _ENOUGH_JUDGED:
+            judges[num_own + _JUDGED_STEP - 1 :: _JUDGED_STEP] = True
+        own = int(judges[:num_own].sum())
+        num_others = int(judges.sum()) - own
+        return self._chosen(~judges, self.num_others - num_others), self._chosen(judges, num_others)
+
+    def _chosen(self, chosen: Tensor, num_others: int) -> "ExpertTokens":
+        stored = None if self.stored is None else self.stored[chosen]
+        return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
 
 
 def needs_inputs(part: PartFormat) -> bool:
@@ -60,9 +105,14 @@ def calibration_bytes(hidden_size: int, intermediate_size: int, other_bytes: int
     neurons = min(intermediate_size, BLOCK_NEURONS)
     run = -(-d // -(-d // _MAX_COLUMNS))  # columns
     computing_runs = 4 * run * (d - run) + 20 * run**2  # factors of other runs; of this one the Hessian, twice float64
-    factor = 4 * num_tokens * 3 * neurons + 20 * neurons**2  # of down: activations, and the same
-    quantizing = 4 * d * (run + 4 * neurons + max(2 * neurons, 10 * _PIECE_ROWS))
-    return 4 * num_tokens * d + max(computing_runs, quantizing + factor + other_bytes)
+    factor = 4 * num_tokens * 4 * neurons + 44 * neurons**2  # of down: activations, moments, and what they solve
+    fit = 4 * num_tokens * d + 24 * min(num_tokens, d) ** 2  # of gate and up: weighted inputs, and what they solve
+    fitting, kept = fit + 8 * num_tokens * d, fit if num_tokens < d else 4 * d**2
+    quantizing = 4 * d * (run + 6 * neurons + max(2 * neurons, 10 * _PIECE_ROWS))
+    judged = num_tokens // _JUDGED_STEP
+    judging = 4 * judged * (3 * d + neurons + 8 * _PIECE_ROWS)  # inputs and outputs, activations
+    both_inputs = 8 * num_tokens * d
+    return both_inputs + judging + max(computing_runs + fitting, kept + quantizing + factor + other_bytes)
 
 
 class Calibration:
@@ -77,6 +127,8 @@ class Calibration:
         self._tokens = tokens
         self._function = function
         self._runs: tuple[ColumnRun, ...] | None = None
+        self._fit: DampedFit | None = None
+        self._moves: Tensor | None = None
 
     @property
     def runs(self) -> tuple[ColumnRun, ...]:
@@ -85,15 +137,55 @@ class Calibration:
             self._runs = tuple(self._compute_runs())
         return self._runs
 
-    def factor(self, block: NeuronBlock) -> Tensor:
-        """Returns the factor of the rows of down in a block of n neurons, float32 [n, n]."""
-        return self._gptq_factor(activations(self._tokens.inputs, block, self._function).h).factor
+    def addition(self, rows: Tensor) -> Tensor | None:
+        """Returns what, added to rows of gate or up, makes up for what the stored layers before miss: float32 [n, d].
+
+        Args:    rows: float32 [n, d].
+        Returns: None if the inputs are the source's.
+        """
+        tokens = self._tokens
+        if tokens.stored is None:
+            return None
+        num_tokens, d = tokens.inputs.shape
+        if num_tokens < d:
+            if self._fit is None:
+                self._fit = self._input_fit()
+            return self._fit.addition((tokens.inputs - tokens.stored) @ rows.T).T
+        if self._moves is None:  # the addition is linear in the rows: once for all of them
+            self._moves = self._input_fit().addition(tokens.inputs - tokens.stored).T
+        return rows @ self._moves
+
+    def _input_fit(self) -> DampedFit:
+        tokens = self._tokens
+        return DampedFit(tokens.given, tokens.weights, _FIT_DAMPING * damping(tokens.weights, tokens.given.shape[1]))
+
+    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> tuple[Tensor, Tensor, float]:
+        """Returns the rows of down to round in a block of n neurons, float32 [n, d], their Hessian, and its damping.
+
+        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. What is missing are
+                 the errors of gate and up, and a share of what the inputs miss.
+        Args:    block: the source's.   stored: gate and up as a reader finds them; down is not read. None: the
+                 source's.
+        """
+        tokens, function = self._tokens, self._function
+        share = damping(tokens.weights, len(block.down))
+        # At most four arrays [T, n] are in memory at once, three of them inside of `activations`.
+        missing = None if tokens.stored is None else activations(tokens.inputs, block, function).h
+        h = activations(tokens.given, block, function).h
+        if stored is None:
+            return block.down, weighted_hessian(h, tokens.weights), share
+        missing = h if missing is None else missing.sub_(h).mul_(INPUT_STEP).add_(h)
+        del h
+        g = activations(tokens.given, stored, function).h
+        missing.sub_(g)
+        fitted = block.down + DampedFit(g, tokens.weights, _FIT_DAMPING * share).addition(missing) @ block.down
+        return fitted, weighted_hessian(g, tokens.weights), share
 
     def _compute_runs(self) -> Iterator[ColumnRun]:
-        d = self._tokens.inputs.shape[1]
-        num_runs = -(-d // _MAX_COLUMNS)
+        d = self._tokens.given.shape[1]
+        num_runs, order = -(-d // _MAX_COLUMNS), column_order(d)
         for first in range(0, d, d // num_runs):
-            run = self._gptq_factor(self._tokens.inputs[:, first : first + d // num_runs])
+            run = self._gptq_factor(self._tokens.given[:, order[first : first + d // num_runs]])
             yield ColumnRun(first, run.importance, run.factor)
 
     def _gptq_factor(self, values: Tensor) -> GptqFactor:
@@ -134,9 +226,11 @@ class ExpertQuantizer:
         return {matrix: self.rows(matrix, block) for matrix in self._parts}
 
     @torch.inference_mode()
-    def rows(self, matrix: Matrix, block: NeuronBlock) -> Tensor:
-        """Returns the bytes of one matrix, as `encode`; they do not depend on the formats of the other matrices.
+    def rows(self, matrix: Matrix, block: NeuronBlock, stored: NeuronBlock | None = None) -> Tensor:
+        """Returns the bytes of one matrix, as `encode`.
 
+        Args:    stored: gate and up as a reader finds them, for which down makes up; without it, the bytes do not
+                 depend on the formats of the other matrices.
         Raises:  UnrepresentableError for a row with weights too large for float16 scales.
         """
         assert len(block.up) <= BLOCK_NEURONS, f"{len(block.up)} neurons at once"
@@ -145,8 +239,17 @@ class ExpertQuantizer:
         if matrix in self._plain:
             return self._plain[matrix].encode(weights)
         if matrix == "down":
-            return gptq_rows(self._parts[matrix], weights, self._calibration.factor(block))
+            return self._down(block, stored)
         return self._columns(self._parts[matrix], weights)
+
+    def _down(self, block: NeuronBlock, stored: NeuronBlock | None) -> Tensor:
+        try:
+            return gptq_rows(self._parts["down"], *self._calibration.down(block, stored))
+        except UnrepresentableError:
+            if stored is None:
+                raise
+        # A weight too large for its row was spread over others. Names its own row, or rounds the rows as they are.
+        return gptq_rows(self._parts["down"], *self._calibration.down(block))
 
     def _columns(self, part: PartFormat, weights: Tensor) -> Tensor:
         pieces = list[Tensor]()

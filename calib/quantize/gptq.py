@@ -11,7 +11,8 @@ errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.fa
 
 `gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
 `gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
-is a column of the formula, and errors go from row to row. Within a row all columns weigh the same.
+is a column of the formula, and errors go from row to row, the largest activations first: the others make up for the
+errors of a neuron that decides an output. Within a row all columns weigh the same.
 Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
 
 Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are
@@ -24,10 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.plain import affine_pairs, check_representable, code_values, nearest_codes, stored_pairs
-from moe_pack.calib.quantize.trellis import TrellisQuantizer, UnrepresentableError, search
+from moe_pack.calib.quantize.plain import affine_pairs, code_values, nearest_codes, stored_pairs
+from moe_pack.calib.quantize.trellis import (
+    TrellisQuantizer,
+    UnrepresentableError,
+    search,
+    trellis_scales,
+)
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, affine, trellis_unit
+from moe_pack.formats.codecs import Trellis, affine, trellis_columns
 
 # Shares of the diagonal's mean, added to the diagonal. Below the least (GPTQ's percdamp), a factor may not exist.
 LEAST_DAMPING = 0.01
@@ -36,6 +42,7 @@ LEAST_DAMPING = 0.01
 USUAL_DAMPING, MOST_DAMPING = 0.1, 1.0
 _DAMPING_OF_A_COLUMN = 0.4  # over the number of tokens
 _PIECE_TOKENS = 256  # weighted at once
+_LEAST_MEAN = 1e-30  # of a diagonal, or a sum of weights: what is less counts as zero
 
 
 def weighted_hessian(values: Tensor, weights: Tensor) -> Tensor:
@@ -110,6 +117,34 @@ def gptq_factor(hessian: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
     return GptqFactor(root.to(torch.float32).flip(0, 1), root_diagonal.flip(0).square().to(torch.float32))
 
 
+class DampedFit:
+    """Least squares by which rows of weights make up for what their outputs lack, damped like a `GptqFactor`.
+
+    With inputs x_t, weights s_t and missing outputs e_t it is the matrix that, added to the weights, comes nearest to
+    giving them: `(H + r I)^-1 sum s x^T e`, with `H = sum s x x^T` and r a share of the mean of its diagonal. With
+    fewer tokens than inputs, the same is computed from the products of the tokens with each other.
+
+    Args:    inputs: float32 [n, m].   weights: float32 [n], not negative.   share: of the diagonal's mean.
+    """
+
+    def __init__(self, inputs: Tensor, weights: Tensor, share: float) -> None:
+        total = max(float(weights.sum(dtype=torch.float64)), _LEAST_MEAN)
+        self._roots = (weights.to(torch.float64) / total).sqrt_().to(torch.float32)
+        x = self._weighted = inputs * self._roots[:, None]
+        n, m = inputs.shape
+        self._is_by_token = n < m
+        squares = (x @ x.T if self._is_by_token else x.T @ x).to(torch.float64)
+        squares.diagonal().add_(share * max(float(x.square().sum(dtype=torch.float64)) / m, _LEAST_MEAN))
+        self._root = torch.linalg.cholesky(squares)
+
+    def addition(self, missing: Tensor) -> Tensor:
+        """Returns what to add to the weights, float32 [m, k], for missing outputs float32 [n, k]."""
+        weighted = missing * self._roots[:, None]
+        if self._is_by_token:
+            return self._weighted.T @ torch.cholesky_solve(weighted.to(torch.float64), self._root).to(torch.float32)
+        return torch.cholesky_solve((self._weighted.T @ weighted).to(torch.float64), self._root).to(torch.float32)
+
+
 _MOST_GAIN = 2.0
 
 
@@ -154,13 +189,17 @@ def _bounded_gains(exact: Tensor, mixed: Tensor) -> Tensor:
 # Columns rounded between two products that carry their errors on: their part of the factor stays in cache. The factor
 # of 4,096 columns takes 64 MiB and does not.
 _BLOCK_COLUMNS = 128
-_AHEAD_COLUMNS = 8  # columns after a block that the trellis search sees: a block's last codes are part of their values
+
+
+def column_order(num_cols: int) -> Tensor:
+    """Returns the order in which columns are quantized, int64 [num_cols]: that of a trellis's steps."""
+    return trellis_columns(num_cols).flatten()
 
 
 def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
     """Quantizes rows column by column.
 
-    Args:    part: affine or trellis.   weights: float32 [rows, d], finite.   runs: all columns, in their order.
+    Args:    part: affine or trellis.   weights: float32 [rows, d], finite.   runs: all columns, in `column_order`.
     Returns: u8 [rows, part_bytes].
     Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
@@ -168,70 +207,33 @@ def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -
 
 
 def _trellis_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    num_rows, d = weights.shape
-    codec = Trellis(part, d)
-    spread = weights.view(num_rows, codec.num_groups, -1).square().mean(dim=2).sqrt()  # [rows, groups]
-    scales = codec.load_scales(codec.store_scales(spread * trellis_unit(part.width)))
-    check_representable(scales, scales)
-    column_scales = scales.repeat_interleave(d // codec.num_groups, dim=1)
-    codes = torch.empty((num_rows, d), dtype=torch.uint8)
-    rounded = torch.empty((num_rows, d))
-    states = torch.zeros(num_rows, dtype=torch.uint8)
-    for run in runs:
-        columns = run.columns
-        states = _search_run(
-            part.width,
-            weights[:, columns],
-            column_scales[:, columns],
-            run,
-            states,
-            codes[:, columns],
-            rounded[:, columns],
-        )
-    rounded *= column_scales
-    return codec.encode(codes, codec.store_scales(scales * column_gains(weights, rounded, runs)))
-
-
-def _search_run(
-    width: int, weights: Tensor, scales: Tensor, run: ColumnRun, states: Tensor, codes: Tensor, values: Tensor
-) -> Tensor:
-    """Writes a run's codes and unscaled values to `codes` and `values`; returns the states after the run."""
-    n, targets = weights.shape[1], weights.clone()
-    for first in range(0, n, _BLOCK_COLUMNS):
-        end = min(first + _BLOCK_COLUMNS, n)
-        seen = slice(first, min(end + _AHEAD_COLUMNS, n))
-        block = search(
-            weights[:, seen],
-            targets[:, seen],
-            scales[:, seen],
-            run.importance[seen],
-            width,
-            factor=run.factor[seen, seen],
-            starts=states,
-            num_kept=end - first,
-        )
-        codes[:, first:end], values[:, first:end], states = block.codes, block.values, block.windows
-        errors = weights[:, first:end] - block.values * scales[:, first:end]
-        targets[:, end:] += errors @ run.factor[first:end, end:]
-    return states
+    d = weights.shape[1]
+    codec, order = Trellis(part, d), column_order(d)
+    scales = trellis_scales(weights, codec)
+    column_scales = scales.repeat_interleave(d // codec.num_groups, dim=1)[:, order]
+    ordered = weights[:, order]
+    importance = torch.cat([run.importance for run in runs])
+    found = search(ordered, column_scales, importance, part.width, [run.factor for run in runs])
+    rounded = found.values * column_scales
+    return codec.encode(found.codes, codec.store_scales(scales * column_gains(ordered, rounded, runs)))
 
 
 def _affine_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
     num_rows, d = weights.shape
-    codec = affine(part, d)
+    codec, order = affine(part, d), column_order(d)
     groups = weights.view(num_rows, codec.num_groups, -1)
-    importance = torch.cat([run.importance for run in runs]).view(codec.num_groups, -1)
+    importance = torch.cat([run.importance for run in runs])[order.argsort()].view(codec.num_groups, -1)
     scale, zero = stored_pairs(codec, *affine_pairs(groups, importance, part.width))
-    codes = torch.empty((num_rows, d))
-    group_of = torch.arange(d) // groups.shape[2]
+    ordered, codes = weights[:, order], torch.empty((num_rows, d))
+    group_of = order // groups.shape[2]
     for run in runs:
         group = group_of[run.columns]
         codes[:, run.columns] = _affine_codes(
-            part.width, weights[:, run.columns], scale[:, group], zero[:, group], run.factor
+            part.width, ordered[:, run.columns], scale[:, group], zero[:, group], run.factor
         )
-    rounded = code_values(codes.view_as(groups), scale[:, :, None], zero[:, :, None]).view(num_rows, d)
-    stored = codec.store_scales(scale * column_gains(weights, rounded, runs), zero)
-    return codec.encode(codes.to(torch.uint8), *stored)
+    gain = column_gains(ordered, code_values(codes, scale[:, group_of], zero[:, group_of]), runs)
+    stored = codec.store_scales(scale * gain, zero)
+    return codec.encode(codes[:, order.argsort()].to(torch.uint8), *stored)
 
 
 def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, factor: Tensor) -> Tensor:
@@ -255,34 +257,41 @@ def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, fact
 _BLOCK_ROWS = 32  # rows rounded between two products that carry their errors on
 
 
-def gptq_rows(part: PartFormat, weights: Tensor, factor: Tensor) -> Tensor:
-    """Quantizes rows one after another.
+def gptq_rows(part: PartFormat, weights: Tensor, hessian: Tensor, share: float = LEAST_DAMPING) -> Tensor:
+    """Quantizes rows one after another, by falling diagonal of the Hessian.
 
-    Args:    part: affine or trellis.   weights: float32 [n, d], finite.   factor: float32 [n, n], of the Hessian of the
-             rows' activations (`GptqFactor`).
+    Args:    part: affine or trellis.   weights: float32 [n, d], finite.   hessian: float32 [n, n], of the rows'
+             activations.   share: its damping, as for `gptq_factor`.
     Returns: u8 [n, part_bytes].
     Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
-    d = weights.shape[1]
-    quantizer = TrellisQuantizer(part, d) if part.codec == "trellis" else _AffineQuantizer(part, d)
-    rows = list[Tensor]()
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = gptq_factor(hessian[order][:, order], share).factor
+    d, weights = weights.shape[1], weights[order]
+    quantizer = square_quantizer(part, d)
+    rows = torch.empty((len(weights), part.part_bytes(d)), dtype=torch.uint8)
     targets, errors = weights.clone(), torch.empty_like(weights)
     for first in range(0, len(weights), _BLOCK_ROWS):
         end = min(first + _BLOCK_ROWS, len(weights))
         try:
             scales = quantizer.scales(targets[first:end])
         except UnrepresentableError as fault:
-            raise UnrepresentableError(first + fault.row, fault.advice) from fault
+            raise UnrepresentableError(int(order[first + fault.row]), fault.advice) from fault
         for i in range(first, end):
             target = (targets[i] + factor[first:i, i] @ errors[first:i])[None]
             row, rounded = quantizer.encode(target, scales[i - first : i - first + 1])
-            rows.append(row)
+            rows[order[i]] = row[0]
             errors[i] = weights[i] - rounded[0]
         targets[end:].addmm_(factor[first:end, end:].T, errors[first:end])
-    return torch.cat(rows)
+    return rows
 
 
-class _AffineQuantizer:
+def square_quantizer(part: PartFormat, num_cols: int) -> "TrellisQuantizer | AffineQuantizer":
+    """Returns the quantizer that minimizes the squared error of each row of `num_cols` weights alone."""
+    return TrellisQuantizer(part, num_cols) if part.codec == "trellis" else AffineQuantizer(part, num_cols)
+
+
+class AffineQuantizer:
     """Quantizes rows of `num_cols` weights to affine codes by least squared error, all columns of equal importance."""
 
     def __init__(self, part: PartFormat, num_cols: int) -> None:
@@ -294,6 +303,13 @@ class _AffineQuantizer:
         """Returns scales and zeros as stored, float32 [n, 2, groups], for rows float32 [n, num_cols]."""
         groups = rows.view(len(rows), self._codec.num_groups, -1)
         return torch.stack(stored_pairs(self._codec, *affine_pairs(groups, self._importance, self._width)), dim=1)
+
+    def expected_errors(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """Returns the squared errors of rows under these scales, summed over their columns: float32 [n]."""
+        groups = rows.view(len(rows), self._codec.num_groups, -1)
+        scale, zero = scales[:, 0, :, None], scales[:, 1, :, None]
+        values = code_values(nearest_codes(groups, scale, zero, self._width), scale, zero)
+        return values.sub_(groups).square_().sum(dim=(1, 2))
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""

@@ -131,12 +131,12 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 # --- how many sequences
 
 
-def test_as_many_sequences_are_kept_as_give_an_expert_2048_tokens() -> None:
+def test_as_many_sequences_are_kept_as_give_an_expert_4096_tokens() -> None:
     for num_experts, num_chosen, num_learned, sequence_length, expected in [
-        (8, 2, 26, 512, 16),  # Mixtral: 8,192 tokens
+        (8, 2, 1000, 512, 32),  # Mixtral: 16,384 tokens
         (8, 2, 10, 512, 10),  # all there are
-        (256, 8, 1000, 512, 128),  # 65,536
-        (60, 4, 1000, 500, 62),  # 30,720, in whole sequences
+        (256, 8, 1000, 512, 256),  # 131,072
+        (60, 4, 1000, 500, 123),  # 61,440, in whole sequences
         (3, 2, 1, 8, 1),
     ]:
         with case(num_experts, num_chosen, num_learned, sequence_length, expected):
@@ -285,10 +285,10 @@ def test_a_profile_keeps_what_experts_were_given_of_text_that_is_not_held_out(sh
 
 def test_where_not_all_is_kept_the_sequences_are_spread(tmp_path: Path) -> None:
     model = TinyMixtral(num_layers=1, num_experts=2, intermediate_size=16, vocab_size=32)
-    text = random_tokens(50, 100, 32)  # 2,048 tokens of 4,000 that are not held out
+    text = random_tokens(100, 100, 32)  # 4,096 tokens of 8,000 that are not held out
     profile = profiled(model.write(tmp_path / "source"), tmp_path / "profile", text)
-    assert profile.facts.text.num_kept == 21
-    routes = profile.statistics(0).routes.reshape(50, 100, 2)
+    assert profile.facts.text.num_kept == 41
+    routes = profile.statistics(0).routes.reshape(100, 100, 2)
     with profile.inputs(0) as found:
-        places = [i * 40 // 21 for i in range(21)]
-        assert (found.experts.reshape(21, 100, 2) == routes[places]).all()
+        places = [i * 80 // 41 for i in range(41)]
+        assert (found.experts.reshape(41, 100, 2) == routes[places]).all()

@@ -8,7 +8,15 @@ from cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens, RowQuantizer, UnrepresentableError
-from moe_pack.calib.quantize.gptq import ColumnRun, column_gains, gptq_columns, gptq_factor, gptq_rows, weighted_hessian
+from moe_pack.calib.quantize.gptq import (
+    ColumnRun,
+    column_gains,
+    column_order,
+    gptq_columns,
+    gptq_factor,
+    gptq_rows,
+    weighted_hessian,
+)
 from moe_pack.calib.quantize.plain import affine_pairs, stored_pairs
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import affine, decode_part, unpack_codes
@@ -21,7 +29,7 @@ PARTS = [
     part_format(3, 0, 8),
     part_format(1, 32),
     part_format(4, 16, 8),
-    trellis_format(3, 0),
+    trellis_format(5, 0),
     trellis_format(4, 0),
     trellis_format(6, 32, 8),
 ]
@@ -83,10 +91,11 @@ def test_codes_of_columns_are_those_of_the_recursion_written_out(width: int) -> 
     codec, weights = affine(part, d), random_values(5, d, 0)
     found = gptq_factor(weighted_hessian(random_values(200, d, 1), torch.ones(200)), 0.2)
     stored = gptq_columns(part, weights, [ColumnRun(0, found.importance, found.factor)])
-    codes = unpack_codes(stored[:, : codec.code_bytes], width)
-    pairs = affine_pairs(weights.view(5, -1, 64), found.importance.view(-1, 64), width)
-    scale, zero = (values.repeat_interleave(64, dim=1).double() for values in stored_pairs(codec, *pairs))
-    aims, exact = weights.double(), weights.double()
+    order = column_order(d)
+    codes = unpack_codes(stored[:, : codec.code_bytes], width)[:, order]
+    pairs = affine_pairs(weights.view(5, -1, 64), found.importance[order.argsort()].view(-1, 64), width)
+    scale, zero = (values.repeat_interleave(64, dim=1)[:, order].double() for values in stored_pairs(codec, *pairs))
+    aims, exact = weights[:, order].double(), weights[:, order].double()
     for j in range(d):
         expected = (aims[:, j] / scale[:, j] + zero[:, j]).round().clamp(0, 2**width - 1)
         assert torch.equal(codes[:, j].double(), expected), f"column {j}"
@@ -101,10 +110,10 @@ def test_no_row_shrinks_in_the_direction_of_its_inputs() -> None:
                 random_values(9, D, 0),
                 gptq_factor(weighted_hessian(tokens_of().inputs, tokens_of().weights), 0.2),
             )
-            runs = [ColumnRun(0, found.importance, found.factor)]
+            runs, order = [ColumnRun(0, found.importance, found.factor)], column_order(D)
             rounded = decode_part(part, D, gptq_columns(part, weights, runs))
             torch.testing.assert_close(
-                column_gains(weights, rounded, runs), torch.ones(9, 1), atol=2e-3, rtol=0
+                column_gains(weights[:, order], rounded[:, order], runs), torch.ones(9, 1), atol=2e-3, rtol=0
             )  # float16 scales
             rows = decode_part(part, D, gptq_rows(part, weights, torch.eye(9)))
             torch.testing.assert_close((weights * rows).sum(dim=1), weights.square().sum(dim=1), atol=0, rtol=2e-3)
@@ -116,10 +125,23 @@ def test_later_neurons_make_up_for_the_errors_of_earlier_ones() -> None:
             h, weights = random_values(200, 16, 3) @ random_values(16, num_neurons, 4), random_values(num_neurons, D, 5)
             hessian = weighted_hessian(h, torch.ones(200))
             alone, together = (
-                lost_rows((decode_part(part, D, gptq_rows(part, weights, factor)) - weights).T, hessian)
-                for factor in (torch.eye(num_neurons), gptq_factor(hessian, 0.2).factor)
+                lost_rows((decode_part(part, D, gptq_rows(part, weights, known, 0.2)) - weights).T, hessian)
+                for known in (torch.eye(num_neurons), hessian)
             )
             assert together < 0.8 * alone if num_neurons > 1 else together == alone
+
+
+def test_neurons_in_another_order_get_the_same_codes() -> None:
+    h, weights = random_values(200, 70, 3) * torch.logspace(-1, 1, 70), random_values(70, D, 5)
+    hessian, order = (
+        weighted_hessian(h, torch.ones(200)),
+        torch.randperm(70, generator=torch.Generator().manual_seed(2)),
+    )
+    for part in PARTS:
+        with case(part):
+            rows = gptq_rows(part, weights, hessian, 0.2)
+            shuffled = gptq_rows(part, weights[order], hessian[order][:, order], 0.2)
+            assert torch.equal(shuffled, rows[order])
 
 
 def test_what_is_no_block_of_usual_rows_stays_finite() -> None:

@@ -16,6 +16,7 @@ from moe_pack.calib.quantize.gptq import (
     LEAST_DAMPING,
     MOST_DAMPING,
     USUAL_DAMPING,
+    DampedFit,
     damping,
     gptq_factor,
     weighted_hessian,
@@ -270,3 +271,31 @@ def test_only_the_upper_triangle_of_a_hessian_is_read() -> None:
     hessian = weighted_hessian(random_values(300, M), random_weights(300))
     other = hessian.triu() + torch.ones(M, M).tril(-1)
     assert torch.equal(gptq_factor(other).factor, gptq_factor(hessian).factor)
+
+
+# --- the damped fit
+
+
+@pytest.mark.parametrize("num_tokens", [3 * M, M // 2])
+def test_a_fit_is_the_damped_least_squares_solution_with_few_tokens_and_many(num_tokens: int) -> None:
+    x, s = random_values(num_tokens, M).double(), random_weights(num_tokens).double()
+    missing, share = random_values(num_tokens, 5, seed=1).double(), 0.3
+    s /= s.sum()
+    hessian = (x * s[:, None]).T @ x
+    ridge = share * hessian.diagonal().mean()
+    # As plain least squares with a row more for each column, which wants it to be zero.
+    roots = torch.cat((s.sqrt()[:, None] * x, ridge.sqrt() * torch.eye(M, dtype=torch.float64)))
+    wanted = torch.cat((s.sqrt()[:, None] * missing, torch.zeros(M, 5, dtype=torch.float64)))
+    expected = torch.linalg.lstsq(roots, wanted).solution
+    found = DampedFit(x.float(), random_weights(num_tokens), share).addition(missing.float())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+
+
+def test_a_fit_without_tokens_that_count_adds_nothing() -> None:
+    for num_tokens in (3 * M, M // 2):
+        for x, s in (
+            (random_values(num_tokens, M), torch.zeros(num_tokens)),
+            (torch.zeros(num_tokens, M), torch.ones(num_tokens)),
+        ):
+            found = DampedFit(x, s, 0.1).addition(random_values(num_tokens, 5))
+            assert not found.any()

@@ -1,0 +1,252 @@
+"""The guard: what calibration makes of an expert is judged on tokens that it was not made from.
+
+A calibrated rounding trusts the second moments of the tokens that it was made from. Where an expert later gets other
+tokens, with directions that were rare, it can lose more than a plain rounding: the one that minimizes the squared error
+of each row alone, in the same format. So both are compared over the tokens that judge, with inputs x_t, weights s_t and
+the source's activations h_t:
+
+- a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from the rounding that loses less;
+- rows of down make up for each other's errors, and for those of gate and up. A block of them, D rounded to Q, loses
+  `sum_t s_t |h_t D - g_t Q|^2`, with the activations g_t of the stored gate and up, and is taken whole.
+
+The plain rounding takes time and rarely wins. Its errors are independent of the tokens, so its loss can be expected:
+the squared error of a row times the mean of `s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the
+calibrated rounding loses more than a share of that. The loss of a single row may turn out as far from its expectation
+as its inputs have few directions; that of a block is within some percent.
+
+Where the inputs behind stored layers are known, the stored weights are judged with them. A step of gate or up towards
+what other inputs miss is judged first: it is made only as far as it helps there.
+
+`GuardedQuantizer.loss` is the error of the expert's outputs on the same tokens, with all matrices as they are stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_pack.calib.quantize.experts import INPUT_STEP, Calibration, ExpertQuantizer, ExpertTokens, needs_inputs
+from moe_pack.calib.quantize.gptq import square_quantizer
+from moe_pack.calib.quantize.trellis import UnrepresentableError
+from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime.model import NeuronBlock, activations
+
+# The shares of its expected loss up to which a calibrated row, or block of down, is taken without a plain rounding.
+_SURE_ROW, _SURE_BLOCK = 0.5, 0.9
+_PIECE_ROWS = 256  # at once: bounds half a dozen copies of them
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoss:
+    """What an expert loses on the tokens that judge.
+
+    `relative_error`: `sum s |y - y'|^2 / sum s |y|^2` of its outputs y, with all matrices as stored.
+    `median_error`: the median over tokens of `|y - y'|^2 / |y|^2`.   `num_tokens`: that judge.
+    `plain_gate`, `plain_up`: rows taken from the plain rounding.   `plain_down`: blocks of rows.
+    `inherited_error`: the relative error that the source's weights would have, with inputs behind stored layers; 0 if
+    all layers are calibrated with the source's inputs.
+    """
+
+    relative_error: float
+    median_error: float
+    num_tokens: int
+    plain_gate: int = 0
+    plain_up: int = 0
+    plain_down: int = 0
+    inherited_error: float = 0.0
+
+    @property
+    def own_error(self) -> float:
+        """The error that the expert adds to what it inherits; below 0 if it makes up for some of that."""
+        return self.relative_error - self.inherited_error
+
+
+class GuardedQuantizer:
+    """An `ExpertQuantizer` whose matrices lose no more than plainly rounded ones on tokens that it was not made from.
+
+    `calibration`: of the tokens that calibrate.
+    Args:    formats: of the expert.   tokens: of the expert, which are divided here (`ExpertTokens.divided`); without
+             any that judge, nothing is compared.   function: of its neurons.
+    Raises:  PlanError if a package is missing.
+    """
+
+    def __init__(self, formats: ExpertFormat, tokens: ExpertTokens, function: NeuronFunction) -> None:
+        calibrating, self._judging = tokens.divided()
+        self._formats = formats
+        self._function = function
+        self._d = tokens.inputs.shape[1]
+        self.calibration = Calibration(calibrating, function)
+        self._quantizer = ExpertQuantizer(formats, self.calibration, self._d)
+        self._is_judged = bool(self._judging.weights.sum(dtype=torch.float64) > 0)
+        self._plain = dict.fromkeys(MATRICES, 0)
+        self._stored = dict[Matrix, Tensor]()  # gate and up of the block, as a reader finds them
+        self._outputs = torch.zeros_like(self._judging.inputs)
+        self._stored_outputs = torch.zeros_like(self._judging.inputs)
+        self._inherited_outputs = None if tokens.stored is None else torch.zeros_like(self._judging.inputs)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The matrices that are quantized."""
+        return self._quantizer.matrices
+
+    @torch.inference_mode()
+    def rows(self, matrix: Matrix, block: NeuronBlock) -> Tensor:
+        """Returns the bytes of one matrix of a block: of gate, of up, then of down, which makes up for their errors.
+
+        Raises:  UnrepresentableError as that does.
+        """
+        part = self._formats.of(matrix)
+        assert part is not None, f"{matrix} has no format"
+        if matrix == "down":
+            stored = replace(block, **self._stored)
+            is_fitted = bool(self._stored) or self._judging.stored is not None
+            rows = self._quantizer.rows(matrix, block, stored if is_fitted else None)
+            self._stored.clear()
+            return self._better_block(block, stored, rows) if self._is_judged and needs_inputs(part) else rows
+        weights = block.gate if matrix == "gate" else block.up
+        assert weights is not None, f"an expert without {matrix} has no format for it"
+        if needs_inputs(part):
+            weights = self._moved(weights)
+            block = replace(block, gate=weights) if matrix == "gate" else replace(block, up=weights)
+        rows = self._quantizer.rows(matrix, block)
+        if self._is_judged and needs_inputs(part):
+            rows = self._better_rows(matrix, weights, rows)
+        self._stored[matrix] = decode_part(part, self._d, rows)
+        return rows
+
+    def _moved(self, weights: Tensor) -> Tensor:
+        """Returns rows of gate or up, moved a step towards the source's outputs if the inputs are others."""
+        addition, judging = self.calibration.addition(weights), self._judging
+        if addition is None or judging.stored is None or not self._is_judged:
+            return weights
+        missing, given = (judging.inputs - judging.stored) @ weights.T, judging.stored @ addition.T
+        best = float(judging.weights @ (missing * given).sum(dim=1))  # of step times `all`: the minimum of the error
+        all_of_it = float(judging.weights @ given.square().sum(dim=1))
+        step = min(max(best / all_of_it, 0.0), INPUT_STEP) if all_of_it > 0 else 0.0
+        return weights + step * addition
+
+    def _better_rows(self, matrix: Matrix, weights: Tensor, rows: Tensor) -> Tensor:
+        part, x = self._formats.of(matrix), self._judging.given
+        assert part is not None
+        quantizer = square_quantizer(part, self._d)
+        energy = float((x.square().mean(dim=1) * self._judging.weights).sum())
+        for piece in _pieces(len(weights)):
+            exact = weights[piece]
+            losses = self._row_losses(exact - decode_part(part, self._d, rows[piece]))
+            try:
+                scales = quantizer.scales(exact)
+            except UnrepresentableError:
+                continue  # plain rounding cannot represent one of these rows
+            unsure = (losses > _SURE_ROW * energy * quantizer.expected_errors(exact, scales)).nonzero()[:, 0]
+            if not len(unsure):
+                continue
+            plain, rounded = quantizer.encode(exact[unsure], scales[unsure])
+            better = self._row_losses(exact[unsure] - rounded) < losses[unsure]
+            rows[piece.start + unsure[better]] = plain[better]
+            self._plain[matrix] += int(better.sum())
+        return rows
+
+    def _row_losses(self, errors: Tensor) -> Tensor:
+        return (errors @ self._judging.given.T).square_() @ self._judging.weights
+
+    def _better_block(self, block: NeuronBlock, stored: NeuronBlock, rows: Tensor) -> Tensor:
+        part, weights, total = self._formats.down, self._judging.weights, len(block.down)
+        exact = activations(self._judging.inputs, block, self._function).h @ block.down
+        h = activations(self._judging.given, stored, self._function).h
+        squares = weights @ h.square()  # [n]
+        quantizer = square_quantizer(part, self._d)
+        pieces = list(_pieces(total))
+        lost, kept = exact, float(weights @ (exact - h @ block.down).square().sum(dim=1))  # with down as it is
+        expected = 0.0
+        try:
+            scales = [quantizer.scales(block.down[piece]) for piece in pieces]
+        except UnrepresentableError:
+            return rows
+        for piece, of_piece in zip(pieces, scales, strict=True):
+            lost = lost - h[:, piece] @ decode_part(part, self._d, rows[piece])
+            expected += float(squares[piece] @ quantizer.expected_errors(block.down[piece], of_piece))
+        loss = float(weights @ lost.square().sum(dim=1))
+        if loss <= kept + _SURE_BLOCK * expected:
+            return rows
+        lost, plain = exact, list[Tensor]()
+        for piece, of_piece in zip(pieces, scales, strict=True):
+            encoded, rounded = quantizer.encode(block.down[piece], of_piece)
+            plain.append(encoded)
+            lost = lost - h[:, piece] @ rounded
+        if float(weights @ lost.square().sum(dim=1)) >= loss:
+            return rows
+        self._plain["down"] += 1
+        return torch.cat(plain)
+
+    @torch.inference_mode()
+    def judge(self, block: NeuronBlock, encoded: Mapping[Matrix, Tensor]) -> None:
+        """Adds the outputs of a block to those that `loss` compares.
+
+        Args:    encoded: the bytes of all its matrices, those that keep the source's codes too.
+        """
+        if not self._is_judged:
+            return
+        x, given = self._judging.inputs, self._judging.given
+        gate_part, up_part, down_part = (self._formats.of(matrix) for matrix in MATRICES)
+        assert up_part is not None and down_part is not None
+        for piece in _pieces(len(block.up)):
+            exact = _cut(block, piece)
+            stored = NeuronBlock(
+                None if gate_part is None else decode_part(gate_part, self._d, encoded["gate"][piece]),
+                decode_part(up_part, self._d, encoded["up"][piece]),
+                decode_part(down_part, self._d, encoded["down"][piece]),
+                exact.gate_bias,
+                exact.up_bias,
+            )
+            self._outputs += activations(x, exact, self._function).h @ exact.down
+            self._stored_outputs += activations(given, stored, self._function).h @ stored.down
+            if self._inherited_outputs is not None:
+                self._inherited_outputs += activations(given, exact, self._function).h @ exact.down
+
+    def loss(self, in_source: Callable[[Tensor], Tensor] = lambda outputs: outputs) -> ExpertLoss | None:
+        """Returns what the expert loses by the blocks that were judged; None if no token judges or outputs are zero.
+
+        Args:    in_source: returns outputs float32 [T, d] in the source's coordinates.
+        """
+        if not self._is_judged:
+            return None
+        weights = self._judging.weights.to(torch.float64)
+        outputs = in_source(self._outputs).to(torch.float64)
+        squares = outputs.square().sum(dim=1)
+        total = float(weights @ squares)
+        if not total > 0:
+            return None
+        lost = (in_source(self._stored_outputs).to(torch.float64) - outputs).square().sum(dim=1)
+        inherited = 0.0
+        if self._inherited_outputs is not None:
+            given = in_source(self._inherited_outputs).to(torch.float64)
+            inherited = float(weights @ (given - outputs).square().sum(dim=1)) / total
+        shares = torch.where(squares > 0, lost / squares, torch.zeros_like(lost))
+        return ExpertLoss(
+            _rounded(float(weights @ lost) / total),
+            _rounded(float(shares.median())),
+            len(weights),
+            self._plain["gate"],
+            self._plain["up"],
+            self._plain["down"],
+            _rounded(inherited),
+        )
+
+
+def _rounded(value: float) -> float:
+    """Returns a value with four digits: more would differ from machine to machine."""
+    return float(f"{value:.4g}")
+
+
+def _pieces(num_rows: int) -> Iterator[slice]:
+    for first in range(0, num_rows, _PIECE_ROWS):
+        yield slice(first, min(first + _PIECE_ROWS, num_rows))
+
+
+def _cut(block: NeuronBlock, piece: slice) -> NeuronBlock:
+    gate, gate_bias, up_bias = (
+        None if values is None else values[piece] for values in (block.gate, block.gate_bias, block.up_bias)
+    )
+    return NeuronBlock(gate, block.up[piece], block.down[piece], gate_bias, up_bias)
