@@ -256,6 +256,11 @@ def num_kept_sequences(spec: ModelSpec, num_learned: int, sequence_length: int) 
     return min(num_learned, -(-num_tokens // sequence_length))
 
 
+def kept_sequences(num_learned: int, num_kept: int) -> Tensor:
+    """Returns the numbers of the sequences that a profile keeps, evenly spread over those not held out: int64 [n]."""
+    return sample_places(num_learned, num_kept)
+
+
 def input_bytes(spec: ModelSpec, num_tokens: int) -> int:
     """Returns the size of a layer's file of this many tokens."""
     return lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES).num_bytes
@@ -355,7 +360,7 @@ class ExpertInputs:
             row[:] = self._reader.read(self._first_byte + token * num_bytes, num_bytes)
         return out.to(torch.float32)
 
-    def of_expert(self, expert: int, first_token: int = 0) -> ExpertTokens:
+    def of_expert(self, expert: int, first_token: int = 0, stored: Tensor | None = None) -> ExpertTokens:
         """Reads the tokens that an expert is calibrated on, from `first_token` on: its own and a few of its layer.
 
         Meaning: at most `MAX_OWN_TOKENS` of the tokens it runs for, evenly spread, each with the square of its router
@@ -365,6 +370,8 @@ class ExpertInputs:
                  `MAX_OTHER_TOKENS` of the layer's other tokens, evenly spread; together they count as `OTHERS_COUNT`
                  average tokens of its own. They draw an expert of few tokens towards its layer. An expert that no
                  token reached has them alone, and each counts 1.
+        Args:    stored: the layer's inputs behind stored layers, float32 [T, d], if they are known. They are rounded
+                 like those in the file.
         """
         runs = (self.experts == expert) & (self.weights != 0)  # [T, k]
         runs[:first_token] = False
@@ -379,7 +386,9 @@ class ExpertInputs:
         if len(squares):
             other_weights *= float(squares.mean() / shares[token_idx].mean()) * OTHERS_COUNT / max(len(others), 1)
         weights = torch.cat((squares, other_weights))
-        return ExpertTokens(self.rows(torch.cat((token_idx, others))), weights)
+        token_idx = torch.cat((token_idx, others))
+        given = None if stored is None else stored[token_idx].to(torch.bfloat16).to(torch.float32)
+        return ExpertTokens(self.rows(token_idx), weights, len(others), given)
 
     def _shares(self, first_token: int) -> Tensor:
         """Returns how much a squared error counts at each token, float32 [T]: the inverse of its squared norm.

@@ -309,6 +309,7 @@ class LayerStates:
              origin: with an encoder, returns the number of the sequence from which a later one branched off, because
              both read the same text; needed if sequences branch off.
              keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
+             workers: threads that run sequences; None: as many as `num_workers`.
     """
 
     def __init__(
@@ -323,6 +324,7 @@ class LayerStates:
         answer: Beginning | None = None,
         origin: Callable[[int], int] | None = None,
         keeps_all: bool = False,
+        workers: int | None = None,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
@@ -334,6 +336,7 @@ class LayerStates:
         self._answer = answer
         self._origin = origin
         self._keeps_all = keeps_all
+        self._workers = workers
         assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
         self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
@@ -368,7 +371,8 @@ class LayerStates:
                 experts, router_weights = route_tokens(inputs, self._weights, layer)
                 tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
 
-        for _ in in_order(run_sequence, range(num_sequences), num_workers(self.spec)):
+        workers = num_workers(self.spec) if self._workers is None else self._workers
+        for _ in in_order(run_sequence, range(num_sequences), workers):
             pass
         return tokens
 

@@ -22,10 +22,12 @@ from moe_pack.calib.forward import (
     ExpertInputs,
     Tokens,
     check_arrays,
+    kept_sequences,
     read_all_arrays,
     source_digest,
     stack_tokens,
 )
+from moe_pack.calib.quantize import RotateChoice
 from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
     MOST_COPIES,
@@ -52,10 +54,10 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ContentFile, PackageVersion
+from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
 from moe_pack.runtime.offload import PathStatistics
 
-VERSION = 5
+VERSION = 6
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -96,6 +98,7 @@ class ProfileFacts:
     model: ModelSpec
     source: str
     text: TextFacts
+    rotate: RotateChoice
     sensitivity: Sensitivity
     made_with: tuple[PackageVersion, ...]
     files: tuple[ContentFile, ...]
@@ -195,6 +198,13 @@ class Profile:
             self._checked.add(name)
         return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
 
+    def kept_sequences(self) -> NDArray[np.int32]:
+        """Reads the tokens whose experts' inputs are kept, in the order of these: int32 [n, S]."""
+        text = self.facts.text
+        kept = kept_sequences(text.num_sequences - text.num_held_out, text.num_kept)
+        sequences: NDArray[np.int32] = self.tokens().sequences[kept.numpy()]
+        return sequences
+
     def inputs_digest(self) -> str:
         """Returns the SHA-256 of the digests of all files of inputs, on which calibrated quantization depends."""
         digest = hashlib.sha256()
@@ -202,6 +212,17 @@ class Profile:
             listed = self._files.get(layer_file("inputs", layer))
             digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
         return digest.hexdigest()
+
+    def rotation(self) -> RotationVectors | None:
+        """Reads the coordinates in which layers are to be stored; None if no layer is rotated."""
+        if not self.has(ROTATION_FILE):
+            return None
+        arrays, shape = self._read(ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
+        check_arrays(arrays, {"input": ("F32", shape), "output": ("F32", shape)}, ROTATION_FILE)
+        vectors = RotationVectors(**arrays)
+        if fault := rotation_fault(vectors):
+            raise PackError(f"{ROTATION_FILE}: {fault}")
+        return vectors
 
     def paths(self) -> PathStatistics:
         """Reads the path statistics, which were learned from all tokens that are not held out."""

@@ -2,6 +2,7 @@
 
     statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
                     then path statistics from the routes
+    rotation        for each MoE layer whether its experts lose less in rotated coordinates: one file in all
     sensitivity     one pass over fewer tokens and back: a file for each layer; then copies, which say how far the
                     estimates are off; with `exact` also a pass with each expert alone at 2 bits, which gives one file
     predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
@@ -17,6 +18,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -37,16 +39,17 @@ from moe_pack.calib.forward import (
     check_length,
     input_bytes,
     input_pieces,
+    kept_sequences,
     made_with,
     num_held_out,
     num_kept_sequences,
     packed_source_digest,
     read_all_arrays,
-    sample_places,
     source_digest,
     stack_tokens,
     tidy,
 )
+from moe_pack.calib.forward.store import WORK_FOLDER
 from moe_pack.calib.profile.profile import (
     EFFECTS_FILE,
     EXACT_FILE,
@@ -61,6 +64,7 @@ from moe_pack.calib.profile.profile import (
     facts_bytes,
     layer_file,
 )
+from moe_pack.calib.quantize import LayerRotation, RotateChoice, measured_rotation
 from moe_pack.calib.sensitivity import (
     Cost,
     ExactPass,
@@ -72,6 +76,7 @@ from moe_pack.calib.sensitivity import (
     effects_of,
     expert_multiplications,
     half_multiplications,
+    is_rotated_better,
     kind_of,
     kinds_of_layers,
     prediction_cost,
@@ -98,8 +103,9 @@ from moe_pack.formats import (
     dump,
     option,
 )
+from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ContentFile
+from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import tensor_sidecar_bytes
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import give_back_freed
@@ -107,6 +113,7 @@ from moe_pack.runtime.model import CheckpointWeights, embed
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing
 from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, write_routing
 
+_ROTATED = b"rotated"  # what the file of a judged layer contains if it is to be rotated
 PATH_BYTES = 8 << 20  # the most that path statistics have, unless their tables alone have more
 
 
@@ -128,11 +135,21 @@ class ProfileOptions:
         ),
     )
     chunk_tokens: int = CHUNK_TOKENS
+    rotate: RotateChoice = field(
+        default="auto",
+        metadata=option(
+            "--rotate",
+            choices=get_args(RotateChoice),
+            help="In which layers errors are measured in rotated coordinates; convert stores their experts in them. "
+            "auto: where an expert that is calibrated to 2 bits loses less in them, which needs the experts' inputs; "
+            "never where the checkpoint has experts in MXFP4 codes, which plans keep. on: in all layers. off: in none.",
+        ),
+    )
     keeps_inputs: bool = field(
         default=True,
         metadata=option(
             "--inputs/--no-inputs",
-            help="Keep the experts' inputs for a part of the text (2,048 tokens an expert on average, none held out). "
+            help="Keep the experts' inputs for a part of the text (4,096 tokens an expert on average, none held out). "
             "Only calibrated quantization needs them. They take 2 bytes for each token, hidden value and layer.",
         ),
     )
@@ -165,6 +182,7 @@ def make_profile(
         run.keep_tokens()
         run.statistics()
         run.paths()
+        run.rotation()
         if options.sensitivity != "none":
             run.sensitivity("fast" if options.sensitivity == "fast" else "full")
         if options.sensitivity == "exact":
@@ -191,6 +209,7 @@ class _Run:
         device: torch.device,
     ) -> None:
         self._spec = checkpoint.spec
+        self._checkpoint = checkpoint
         self._weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
         self._ids = torch.from_numpy(tokens.sequences.astype(np.int64))
         self._store = store
@@ -200,7 +219,7 @@ class _Run:
         self._given = Sequences.of(self._spec, self._ids)
         self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
         self._num_held_out_tokens = num_held_out(len(self._ids)) * self._given.length
-        self._kept = sample_places(len(self._ids) - num_held_out(len(self._ids)), num_kept)
+        self._kept = kept_sequences(len(self._ids) - num_held_out(len(self._ids)), num_kept)
         self._first_layers = first_moe_layers(self._spec)
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
 
@@ -262,6 +281,54 @@ class _Run:
         statistics = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
         self._store.write(PATHS_FILE, statistics.arrays())
 
+    def rotation(self) -> None:
+        """Decides which layers are rotated; writes their vectors, if there are any."""
+        if self._store.has(ROTATION_FILE) or self._options.rotate == "off":
+            return
+        judges = self._options.rotate == "auto"
+        if judges and not len(self._kept):
+            return
+        vectors = measured_rotation(self._checkpoint)
+        if judges:
+            self._progress.begin(Stage("rotation", len(self._spec.moe_layers), "layers"))
+            for layer_idx, layer in enumerate(self._spec.moe_layers):
+                if not self._is_better_rotated(layer_idx, vectors):
+                    vectors.input[layer_idx] = vectors.output[layer_idx] = 0
+                self._progress.advance(1, f"layer {layer}")
+            self._progress.end()
+        if vectors.input.any():
+            self._store.replace(ROTATION_FILE, (rotation_bytes(vectors),))
+
+    def _is_better_rotated(self, layer_idx: int, vectors: RotationVectors) -> bool:
+        """Judges a layer by its expert with the most tokens; reads what a killed run has judged."""
+        name = f"{WORK_FOLDER}/{ROTATION_FILE}.{layer_idx}"
+        if self._store.has(name):
+            return (self._store.folder / name).read_bytes() == _ROTATED
+        is_better = False
+        if not self._keeps_codes(layer_idx):
+            with self._open_inputs(layer_idx) as inputs:
+                expert = int(np.bincount(inputs.experts.ravel(), minlength=self._num_experts).argmax())
+                tokens = inputs.of_expert(expert)
+            is_better = is_rotated_better(
+                self._weights.expert(layer_idx, expert),
+                self._spec.expert.function,
+                tokens,
+                LayerRotation.of(vectors, layer_idx),
+            )
+        self._store.replace(name, (_ROTATED if is_better else b"",))
+        return is_better
+
+    def _keeps_codes(self, layer_idx: int) -> bool:
+        """Returns whether the checkpoint has an expert of a layer in codes of few bits, which plans keep."""
+        return any(
+            self._checkpoint.expert_source(layer_idx, expert, matrix).codec == "mxfp4"
+            for expert in range(self._num_experts)
+            for matrix in self._spec.expert.matrices
+        )
+
+    def _vectors(self) -> RotationVectors | None:
+        return RotationVectors(**self._read(ROTATION_FILE)) if self._store.has(ROTATION_FILE) else None
+
     def sensitivity(self, level: Level) -> None:
         """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
         if self._store.has(EFFECTS_FILE):
@@ -275,6 +342,7 @@ class _Run:
             self._device,
             KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
             self._layer_losses,
+            self._vectors(),
         )
         self._progress.begin(stage.cost().stage("sensitivity"))
         give_back_freed()
@@ -302,7 +370,7 @@ class _Run:
         """Runs EdgeMoE's own measure after the second stage: one file."""
         if self._store.has(EXACT_FILE):
             return
-        stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device)
+        stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device, self._vectors())
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         self._progress.begin((stage.cost(layers)).stage("each expert at 2 bits"))
         for layer in layers:
@@ -330,7 +398,7 @@ class _Run:
         if not left:
             return
         one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
-        self._progress.begin((one * len(left)).stage("predictors"))
+        self._progress.begin((one * len(left)).stage("predictors", is_most=True))
         for layer_idx in left:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
@@ -385,7 +453,8 @@ def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> P
     num_kept = num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
     text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
     source = source_digest(checkpoint)
-    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, options.sensitivity, made_with(), (), "")
+    chosen = options.rotate, options.sensitivity
+    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, *chosen, made_with(), (), "")
 
 
 def _identity(facts: ProfileFacts) -> str:

@@ -33,6 +33,7 @@ from moe_pack.calib.sensitivity.errors import (
     roundable_roles,
 )
 from moe_pack.calib.sensitivity.exact import ExactPass
+from moe_pack.calib.sensitivity.rotated import is_rotated_better
 from moe_pack.calib.sensitivity.stage import SensitivityPass
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "expert_multiplications",
     "half_multiplications",
     "head_pieces",
+    "is_rotated_better",
     "kind_of",
     "kinds_of_layers",
     "log_probabilities",

@@ -58,9 +58,12 @@ class Cost:
     def __mul__(self, number: float) -> "Cost":
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
-    def stage(self, name: str) -> Stage:
-        """Returns a stage of this cost, whose note announces it."""
-        estimate = f", about {time_text(self.seconds)}" if self.seconds else ""
+    def stage(self, name: str, is_most: bool = False) -> Stage:
+        """Returns a stage of this cost, whose note announces it.
+
+        Args:    is_most: whether the stage may end much earlier.
+        """
+        estimate = f", {'at most' if is_most else 'about'} {time_text(self.seconds)}" if self.seconds else ""
         kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
         return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)

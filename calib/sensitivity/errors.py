@@ -436,13 +436,14 @@ def _between(part: PartFormat, found: dict[PartFormat, Tensor]) -> Tensor:
 
 
 class _BlockCalibration(Calibration):
-    """The calibration of a single block of neurons, whose factor is computed once for all formats."""
+    """The calibration of a single block of neurons, whose down is computed once for all formats."""
 
-    def factor(self, block: NeuronBlock) -> Tensor:
-        """Returns the factor of the first block that it was called with."""
-        if not hasattr(self, "_factor"):
-            self._factor = super().factor(block)
-        return self._factor
+    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> tuple[Tensor, Tensor, float]:
+        """Returns the rows and the Hessian of the first block that it was called with."""
+        assert stored is None, "errors of down do not depend on the formats of gate and up"
+        if not hasattr(self, "_down"):
+            self._down = super().down(block)
+        return self._down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -480,7 +481,7 @@ class _Judged:
         decoded = dict[Matrix, Tensor]()
         for matrix, weights in self.matrices().items():
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
-            rows = ExpertQuantizer(formats, calibration, num_cols).rows(matrix, _on_cpu(block))
+            rows = ExpertQuantizer(formats, calibration, num_cols).rows(matrix, on_cpu(block))
             decoded[matrix] = decode_part(part, num_cols, rows).to(self.x.device)
         return decoded
 
@@ -497,7 +498,7 @@ class _Judged:
         return squares
 
 
-def _on_cpu(block: NeuronBlock) -> NeuronBlock:
+def on_cpu(block: NeuronBlock) -> NeuronBlock:
     """Returns the block in host memory, where calibration tokens and quantizers are."""
     gate, gate_bias, up_bias = (
         None if one is None else one.cpu() for one in (block.gate, block.gate_bias, block.up_bias)

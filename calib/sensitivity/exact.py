@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import CHUNK_TOKENS, Array, LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.quantize import LayerRotation
 from moe_pack.calib.sensitivity.costs import (
     Cost,
     Trial,
@@ -24,7 +25,9 @@ from moe_pack.calib.sensitivity.costs import (
 )
 from moe_pack.calib.sensitivity.effects import divergence, head_pieces, log_probabilities
 from moe_pack.calib.sensitivity.errors import RoundedExperts, Rounding
+from moe_pack.calib.sensitivity.rotated import RotatedExperts
 from moe_pack.formats import NO_PROGRESS, ROW_GROUP, Progress
+from moe_pack.formats.manifest import RotationVectors
 from moe_pack.runtime.model import Weights, embed, run_expert
 
 _COPY_TOKENS = 512
@@ -34,15 +37,23 @@ _TRIED_TOKENS = 512
 class ExactPass:
     """Runs the measurement layer by layer; a killed pass goes on in `folder`.
 
-    Args:    ids: int64 [N, S]; the first of these sequences are used.
+    Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of the layers whose experts are
+             rounded in rotated coordinates; None if there are none.
     """
 
-    def __init__(self, weights: LayerwiseWeights, ids: Tensor, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: LayerwiseWeights,
+        ids: Tensor,
+        folder: Path,
+        device: torch.device,
+        rotation: RotationVectors | None = None,
+    ) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._device = device
-        rounding = Rounding("absmax", ROW_GROUP)
-        self._at_4, self._at_2 = (RoundedExperts(weights, width, rounding) for width in (4, 2))
+        rounding, stored = Rounding("absmax", ROW_GROUP), RotatedExperts(weights, rotation, device)
+        self._at_4, self._at_2 = (RoundedExperts(stored, width, rounding) for width in (4, 2))
         given = Sequences.of(weights.spec, ids)
         self.num_copied = number = min(len(ids), -(-_COPY_TOKENS // given.length))  # sequences
         first, answer = given.begun(lambda ids, place: embed(ids[place % number], weights))
@@ -126,8 +137,10 @@ class ExactPass:
             self.states.add(tokens, token_idx[chunk], weights[chunk], output)
 
     def _output(self, tokens: LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int) -> Tensor:
-        x = tokens.inputs[token_idx].to(self._device)
-        return run_expert(x, model.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
+        rotation = LayerRotation(model.rotation(layer_idx))
+        x = rotation.inputs(tokens.inputs[token_idx].to(self._device))
+        y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
+        return rotation.outputs(y)
 
     def _copies(self, tokens: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yields the hidden states of one copy after the other, float32 [n, d]."""

@@ -14,6 +14,7 @@ compares few formats in the other layers and scales the last layer's results by 
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from moe_pack.calib.forward import (
     store_states,
     whole_states,
 )
-from moe_pack.calib.quantize import needs_inputs
+from moe_pack.calib.quantize import LayerRotation, needs_inputs
 from moe_pack.calib.sensitivity.costs import (
     Cost,
     Trial,
@@ -80,6 +81,7 @@ from moe_pack.calib.sensitivity.gradients import (
     prediction_gradient,
     router_gradient,
 )
+from moe_pack.calib.sensitivity.rotated import RotatedExperts
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -88,6 +90,7 @@ from moe_pack.formats import (
     Quantizer,
     part_format,
 )
+from moe_pack.formats.manifest import RotationVectors
 from moe_pack.runtime.model import embed, run_expert
 
 _MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 4096}, 512
@@ -107,6 +110,7 @@ class SensitivityPass:
              kept: the inputs of experts to calibrate on; None if none are kept.
              folder: for hidden states and gradients.
              stored: returns the losses of a layer that `back` returned; needed unless formats are compared in all.
+             rotation: of the layers whose experts are measured in rotated coordinates; None if there are none.
     """
 
     def __init__(
@@ -119,9 +123,12 @@ class SensitivityPass:
         device: torch.device,
         kept: KeptInputs | None = None,
         stored: Callable[[int], LayerLosses] | None = None,
+        rotation: RotationVectors | None = None,
     ) -> None:
         spec = weights.spec
         self.weights = weights
+        self._vectors = rotation
+        self.stored_experts = RotatedExperts(weights, rotation, device)
         self.spec = spec
         self.kept = kept
         self._stored = stored
@@ -161,7 +168,8 @@ class SensitivityPass:
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         halves_back = {kind: trial.half_back(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS) * (1 / _TRIED_TOKENS)
-        back = trial.back(choices / router.num_experts) * router.num_experts
+        stored = Trial(self.stored_experts, self.states)
+        back = stored.back(choices / router.num_experts) * router.num_experts
         anchored = trial.compared(self._anchors)
         compared = anchored * (len(compared_formats(spec.hidden_size)) / len(self._anchors))
         if self.kept is not None:
@@ -169,7 +177,7 @@ class SensitivityPass:
             one = trial.calibrated(judged, (calibrated_anchor(every),))
             anchored, compared = anchored + one, compared + one * len(measured_formats(every))
         copied, num_copies = self.num_copied * S, min(MOST_COPIES, len(spec.moe_layers))
-        rounded = trial.rounded(RoundedExperts(self.weights, WIDTHS[0], plainly_rounded)) * router.num_experts
+        rounded = trial.rounded(RoundedExperts(self.stored_experts, WIDTHS[0], plainly_rounded)) * router.num_experts
         total = trial.predicted(copied) * (1 + num_copies)
         if self._above is None:
             total += trial.predicted_back(self.num_tokens)
@@ -227,11 +235,12 @@ class SensitivityPass:
         expert: int,
     ) -> None:
         """Adds an expert's outputs for some tokens."""
+        rotation = LayerRotation(model.rotation(layer_idx))
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
-            x = tokens.inputs[token_idx[chunk]].to(self.device)
+            x = rotation.inputs(tokens.inputs[token_idx[chunk]].to(self.device))
             output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert.function, "none", 0.0)
-            states.add(tokens, token_idx[chunk], weights[chunk], output)
+            states.add(tokens, token_idx[chunk], weights[chunk], rotation.outputs(output))
 
     # --- back
 
@@ -306,15 +315,16 @@ class SensitivityPass:
         E, function, scale = spec.router.num_experts, spec.expert.function, spec.residual_multiplier
         thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
         by_weight = torch.zeros_like(tokens.weights)
+        rotation = self._rotation(layer_idx)
 
         def work(expert: int) -> tuple[Tensor, Tensor, ExpertGradients]:
             token_idx, rank = torch.where((tokens.experts == expert) & (tokens.weights != 0))
             found = expert_gradients(
-                self.weights.expert(layer_idx, expert),
+                self.stored_experts.expert(layer_idx, expert),
                 function,
-                tokens.inputs[token_idx].to(self.device),
+                rotation.inputs(tokens.inputs[token_idx].to(self.device)),
                 tokens.weights[token_idx, rank].to(self.device),
-                (above[token_idx] * scale).to(self.device),
+                rotation.output_gradients((above[token_idx] * scale).to(self.device)),
                 thresholds[expert],
             )
             return token_idx, rank, found
@@ -323,7 +333,7 @@ class SensitivityPass:
         num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
         for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
-            below.index_add_(0, token_idx, found.inputs.cpu())
+            below.index_add_(0, token_idx, rotation.input_gradients(found.inputs).cpu())
             by_weight[token_idx, rank] = found.weights.cpu()
             quantized[expert], sparse[expert] = found.quantized.cpu(), found.sparse.cpu()
             if expert == popular:
@@ -337,6 +347,9 @@ class SensitivityPass:
         solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
         quantized, sparse = (_shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, sparse))
         return quantized * solved, sparse, ratios, calibrated
+
+    def _rotation(self, layer_idx: int) -> LayerRotation:
+        return LayerRotation(self.stored_experts.rotation(layer_idx))
 
     def _reference(self, layer_idx: int) -> int | None:
         """Returns the MoE layer whose comparison of formats is scaled to this one; None: it has its own.
@@ -353,7 +366,7 @@ class SensitivityPass:
     def _ratios(self, layer_idx: int, expert: int, moments: tuple[Tensor | None, ...]) -> Tensor:
         every, reference = compared_formats(self.spec.hidden_size), self._reference(layer_idx)
         number = max(len(of_matrix) for of_matrix in moments if of_matrix is not None)
-        block = joined(first_neurons(self.weights.expert(layer_idx, expert), number))
+        block = joined(first_neurons(self.stored_experts.expert(layer_idx, expert), number))
         matrices = block.gate, block.up, block.down
         if reference is None:
             return format_ratios(matrices, moments, every)
@@ -371,10 +384,13 @@ class SensitivityPass:
         num_judged, first_kept = self.kept.split(self.num_tokens)
         token_idx, weights = tokens.of_expert(expert)
         judged = (token_idx < num_judged).nonzero()[:_JUDGED_TOKENS, 0]
-        x = tokens.inputs[token_idx[judged]].to(self.device)
+        rotation = self._rotation(layer_idx)
+        x = rotation.inputs(tokens.inputs[token_idx[judged]].to(self.device))
         with self.kept.open(layer_idx) as inputs:
             calibration = inputs.of_expert(expert, first_kept)
-        model_expert = self.weights.expert(layer_idx, expert)
+        on_cpu = LayerRotation.of(self._vectors, layer_idx)
+        calibration = replace(calibration, inputs=on_cpu.inputs(calibration.inputs))
+        model_expert = self.stored_experts.expert(layer_idx, expert)
         function, weights = self.spec.expert.function, weights[judged].to(x.device)
         anchor = calibrated_anchor(every)
         formats = every if reference is None else (anchor,)
@@ -480,7 +496,7 @@ class SensitivityPass:
         layer_idx = self.spec.moe_layers.index(layer)
         copy_tokens = self.num_copied * states.sequence_length
         (rounded_idx,) = (idx for idx, copy in enumerate(copies) if layer_idx in copy.layers)
-        rounded = RoundedExperts(self.weights, copies[rounded_idx].width, plainly_rounded)
+        rounded = RoundedExperts(self.stored_experts, copies[rounded_idx].width, plainly_rounded)
         for expert in range(self.spec.router.num_experts):
             token_idx, weights = tokens.of_expert(expert)
             changes = token_idx // copy_tokens == rounded_idx

@@ -144,7 +144,8 @@ def test_stages_and_work_are_told_in_order(source: Path, tmp_path: Path) -> None
     profiled(source, tmp_path / "profile", TOKENS, progress=progress)
     experts = [[f"layer {layer} expert {expert}" for expert in range(3)] for layer in range(3)]
     counted = ["layer 0", *experts[0], "layer 1", *experts[1], "layer 2", *experts[2], "layer 3"]
-    assert progress.events == ["statistics", *counted, "predictors", "layer 1", "layer 2"]
+    judged = ["rotation", "layer 0", "layer 1", "layer 2"]
+    assert progress.events == ["statistics", *counted, *judged, "predictors", "layer 1", "layer 2"]
 
 
 def test_what_is_done_is_not_done_again(source: Path, tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_of_one_sequence_nothing_is_held_out_and_no_predictor_judged(smallest: P
 
 def test_one_layer_of_experts_has_statistics_and_no_predictors(tmp_path: Path) -> None:
     source = replace(SMALLEST, num_layers=1).write(tmp_path / "source")
-    profile = profiled(source, tmp_path / "profile", TOKENS)
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("none", rotate="off"))
     assert [file.name for file in profile.facts.files] == [
         "inputs-000.safetensors",
         "paths.safetensors",

@@ -36,7 +36,9 @@ def test_width_prices_are_sums_of_predicted_losses_over_the_bits_of_stored_rows(
         lost = [np.minimum.accumulate(_predicted(files, growth, l), axis=2)[..., place].sum() for l in range(3)]
         assert point["note"] == f"{width} bits" and point["kl"] == pytest.approx(sum(lost), rel=1e-5)
         # Up's row, and a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
-        rows = [-(-(n * (8 * width + 4) + 4) // 16) * 16 for n in (1, 2)]
+        # Gate's codes, before down's, are padded to 16 too.
+        gap = -8 * width % 16
+        rows = [-(-(n * (8 * width + 4) + (n - 1) * gap + 4) // 16) * 16 for n in (1, 2)]
         assert point["x"] == pytest.approx(8 * sum(rows) / (3 * 64))
 
 
@@ -149,7 +151,7 @@ def test_of_calibrated_losses_the_curves_are_of_trellises_and_affine_codes_by_bi
         "groups of 32, byte scales",
     ]
     points = curves["trellis, a row as one group"]
-    assert [point.note for point in points] == [f"{bits} bits" for bits in ("1.5", "2", "2.5", "3", "3.5", "4")]
+    assert [point.note for point in points] == [f"{bits} bits" for bits in ("2", "2.5", "3", "3.5", "4")]
     place = losses.calibrated_formats.index(trellis_format(5, 0))
-    assert points[2].kl == pytest.approx(losses.calibrated[..., place].sum())
-    assert "at 1.5 bits (trellis, " in prices_reading(GROUPED, losses)
+    assert points[1].kl == pytest.approx(losses.calibrated[..., place].sum())
+    assert "at 2 bits (trellis, " in prices_reading(GROUPED, losses)

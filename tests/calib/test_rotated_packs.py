@@ -9,7 +9,7 @@ from native import operations_limited_to
 from profiles import Recorder, random_tokens
 
 from moe_pack.calib.evaluate import Quality, ThresholdRule, evaluate, measure_thresholds
-from moe_pack.convert.rotation import Rotate
+from moe_pack.calib.quantize import Rotate
 from moe_pack.formats import Pack
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import TORCH, Operations

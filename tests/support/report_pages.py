@@ -91,7 +91,7 @@ class HandMade:
             listed.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
         text = TextFacts(self.name, "0" * 64, self.num_sequences, self.sequence_length, self.num_held_out, 0)
         made = (PackageVersion("torch", "2"),)
-        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, self.sensitivity, made, tuple(listed), "")  # type: ignore[arg-type]  # a str here
+        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, "off", self.sensitivity, made, tuple(listed), "")  # type: ignore[arg-type]  # a str here
         (folder / "profile.json").write_bytes(facts_bytes(facts))
         return Profile(folder)
 
