@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Profile, check_same_source
 from moe_pack.calib.quantize import needs_inputs
+from moe_pack.convert.rounding import ROUNDING_FILE, Rounding
 from moe_pack.formats import CheckpointError, ModelSpec, PackLayout, Plan, PlanError, RangeReader, canonical, dump
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
@@ -39,11 +40,14 @@ from moe_pack.formats.manifest import (
     manifest_bytes,
     order_bytes,
     order_fault,
+    read_manifest,
     root_digest,
+    root_without_thresholds,
     rotation_bytes,
     thresholds_bytes,
 )
 from moe_pack.formats.plan import dense_quantizer
+from moe_pack.formats.sidecar import sidecar_bytes
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter
 
@@ -54,6 +58,7 @@ class Recipe:
 
     `order`: the source's neuron in each row, u32 [L, E, f]; None: the source's order.   `calibration`: the profile with
     whose inputs a calibrated plan is quantized; None for other plans.   `rotation`: None if no layer is rotated.
+    `is_sequential`: whether a layer is calibrated with the inputs that it has behind the stored layers before it.
     """
 
     checkpoint: Checkpoint
@@ -62,6 +67,7 @@ class Recipe:
     order: NDArray[np.uint32] | None
     calibration: Profile | None = None
     rotation: RotationVectors | None = None
+    is_sequential: bool = False
 
 
 def check_calibration(checkpoint: Checkpoint, plan: Plan, profile: Profile | None) -> None:
@@ -122,6 +128,8 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()
+        if recipe.is_sequential:
+            decisions["tokens"] = recipe.calibration.facts.text.sha256
     if recipe.rotation is not None:
         decisions["rotation"] = hashlib.sha256(rotation_bytes(recipe.rotation)).hexdigest()
     origin = PackOrigin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
@@ -171,6 +179,19 @@ class PackRecord:
             (SOURCE_FILE, self.origin.source),
             *self.origin.copied,
         ]
+
+    def sidecars(self, manifest: bytes, writer: PackWriter) -> list[tuple[str, bytes]]:
+        """Returns names and bytes of the sidecars that are measured while experts are made.
+
+        Args:    manifest: its bytes.
+        """
+        notes = writer.expert_notes()
+        if not notes:
+            return []
+        shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
+        rounding = Rounding.of_notes(notes, shape)
+        root = root_without_thresholds(read_manifest(manifest))
+        return [(ROUNDING_FILE, sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
     def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
         """Returns the manifest's bytes.

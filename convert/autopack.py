@@ -11,10 +11,9 @@ other, so the next plan gets the last plan's nats times the allowed loss over th
 pack that is within the limit but uses little of it is followed by an attempt with more loss.
 """
 
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log1p
 from pathlib import Path
 
@@ -40,9 +39,10 @@ from moe_pack.convert.plan import (
     preset_decision,
     read_plan,
 )
+from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import MANIFEST_FILE, RotationVectors, rotation_bytes
+from moe_pack.formats.manifest import MANIFEST_FILE
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import SteppedFolder
@@ -106,7 +106,8 @@ class PackGoal:
 
     `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
     many nats.   `first_nats`: of the first attempt.   `allowed`: the largest value of `measure`; None: any.
-    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the layers; None if none is rotated.
+    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.   `is_sequential`: how
+    calibrated packs are quantized (`convert`).
     """
 
     identity: Mapping[str, str]
@@ -115,7 +116,8 @@ class PackGoal:
     allowed: float | None
     measure: Callable[[Quality], float]
     verdict: Callable[[Quality], str]
-    rotation: RotationVectors | None = None
+    rotation: PlanRotation = field(default_factory=PlanRotation)
+    is_sequential: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,11 @@ def pack_goal(
     profile: Profile,
     tokens: Tokens,
     target: Target,
-    rotation: RotationVectors | None = None,
+    is_sequential: bool = True,
 ) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
 
-    Args:    tokens: the text on which packs are measured.   rotation: of the layers; None if none is rotated.
+    Args:    tokens: the text on which packs are measured.
     """
 
     def decide(nats: float) -> Decision:
@@ -166,7 +168,8 @@ def pack_goal(
             "profile": profile.facts.sha256,
             "text": tokens.sha256,
             "target": canonical(dump(target)).decode(),
-            **({} if rotation is None else {"rotation": hashlib.sha256(rotation_bytes(rotation)).hexdigest()}),
+            "rotation": model.rotation.digest(),
+            "sequential": str(is_sequential),
             **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
         },
         decide=decide,
@@ -174,7 +177,8 @@ def pack_goal(
         allowed=None if target.preset is not None else allowed,
         measure=lambda quality: measured_loss(quality, limit),
         verdict=loss_text,
-        rotation=rotation,
+        rotation=model.rotation,
+        is_sequential=is_sequential,
     )
 
 
@@ -355,7 +359,8 @@ class AutoPacker:
     def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
         checkpoint = self._checkpoint
         order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
-        layout = layout_for(checkpoint, decision.plan, self._goal.rotation)
+        rotation = self._goal.rotation.of(decision.plan)
+        layout = layout_for(checkpoint, decision.plan, rotation)
         if limited := memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
             self._progress.say(limited)
         convert(
@@ -369,7 +374,8 @@ class AutoPacker:
             earlier=earlier,
             calibration=self._profile,
             memory_bytes=self._memory_bytes,
-            rotation=self._goal.rotation,
+            rotation=rotation,
+            sequential=self._goal.is_sequential,
         )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:

@@ -26,20 +26,21 @@ from torch import Tensor
 from moe_pack.calib.profile import Losses, Profile
 from moe_pack.calib.quantize import (
     BLOCK_NEURONS,
-    Calibration,
-    ExpertQuantizer,
+    UNROTATED,
+    GuardedQuantizer,
+    LayerRotation,
     RowQuantizer,
     UnrepresentableError,
     calibration_bytes,
     check_finite,
 )
-from moe_pack.convert.rotation import UNROTATED, LayerRotation
 from moe_pack.formats import (
     BF16,
     MATRICES,
     CheckpointError,
     ExpertFormat,
     Matrix,
+    NeuronFunction,
     PartFormat,
     Plan,
     PlanError,
@@ -273,9 +274,28 @@ def _encoded(part: PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> 
 Bytes2D = NDArray[np.uint8]
 
 
+def guarded_quantizer(
+    profile: Profile,
+    place: tuple[int, int],
+    formats: ExpertFormat,
+    function: NeuronFunction,
+    rotation: LayerRotation = UNROTATED,
+    stored: Tensor | None = None,
+) -> GuardedQuantizer:
+    """Returns the quantizer of an expert, with its tokens in a profile.
+
+    Args:    place: MoE layer and expert.   function: of its neurons.   rotation: of the layer, for the inputs.
+             stored: the layer's inputs behind the stored layers, float32 [T, d]; None for the source's.
+    Raises:  PackError if the profile is damaged.
+    """
+    with profile.inputs(place[0]) as inputs:
+        tokens = inputs.of_expert(place[1], stored=stored)
+    return GuardedQuantizer(formats, tokens.mapped(rotation.inputs), function)
+
+
 def calibrated_rows(
     checkpoint: Checkpoint,
-    profile: Profile,
+    quantizer: GuardedQuantizer,
     place: tuple[int, int],
     formats: ExpertFormat,
     biases: Mapping[Matrix, Bytes2D],
@@ -284,19 +304,14 @@ def calibrated_rows(
 ) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
     """Yields (first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
 
-    Args:    place: MoE layer and expert.   biases: of gate and up, float32 as bytes, u8 [f, 4].   rotation: of the
-             layer, for rows and inputs.
-    Raises:  CheckpointError for a weight that is not finite, or that a format cannot represent; PackError if the
-             profile is damaged; StoppedError.
+    Args:    quantizer: of this expert; in the end it has judged all neurons.   place: MoE layer and expert.   biases:
+             of gate and up, float32 as bytes, u8 [f, 4].   rotation: of the layer, for the rows.
+    Raises:  CheckpointError for a weight that is not finite, or that a format cannot represent; StoppedError.
     """
     spec = checkpoint.spec
-    with profile.inputs(place[0]) as inputs:
-        tokens = inputs.of_expert(place[1])
-    calibration = Calibration(replace(tokens, inputs=rotation.inputs(tokens.inputs)), spec.expert.function)
-    quantizer = ExpertQuantizer(formats, calibration, spec.hidden_size)
     sources = {matrix: checkpoint.expert_source(*place, matrix) for matrix in spec.expert.matrices}
     if any(matrix != "down" for matrix in quantizer.matrices):
-        _ = calibration.runs  # before matrices are in memory, because computing them takes the most memory
+        _ = quantizer.calibration.runs  # before matrices are in memory, because computing them takes the most memory
     rows = {
         matrix: MatrixRows(checkpoint, source, stop, partial(rotation.rows, matrix))
         for matrix, source in sources.items()
@@ -316,6 +331,7 @@ def calibrated_rows(
                 encoded[matrix] = quantizer.rows(matrix, block).numpy()
             except UnrepresentableError as fault:
                 raise rows[matrix].unrepresentable(first, fault) from fault
+        quantizer.judge(block, {matrix: torch.from_numpy(part_rows) for matrix, part_rows in encoded.items()})
         yield first, end, encoded
 
 

@@ -1,6 +1,6 @@
 """The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
-An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `item_bytes` reads the source,
+An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `made_item` reads the source,
 quantizes and lays out; `EarlierPack` copies the bytes from a pack of the same checkpoint if both plans store the item
 in the same way. `write_pack` writes items in one order, whatever the number of workers.
 
@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -22,9 +23,10 @@ from types import TracebackType
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import check_finite, needs_inputs
+from moe_pack.calib.quantize import ExpertLoss, GuardedQuantizer, LayerRotation, check_finite, needs_inputs
 from moe_pack.convert.account import PackRecord, Recipe, check_calibration, check_order, recipe_account
 from moe_pack.convert.matrix_bytes import (
     Bytes2D,
@@ -32,11 +34,14 @@ from moe_pack.convert.matrix_bytes import (
     calibrated_bytes,
     calibrated_rows,
     check_kept,
+    guarded_quantizer,
     next_rows,
     read_checked,
     transposed_bytes,
 )
-from moe_pack.convert.rotation import LayerRotation, check_rotation, same_rotation, with_rotation
+from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
+from moe_pack.convert.rounding import note_of, read_rounding
+from moe_pack.convert.sequential import StoredInputs
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -66,9 +71,9 @@ class EarlierPack:
     """An earlier pack of the same checkpoint, and the items of a recipe that it contains. Owns the open pack.
 
     It contains an expert if selector kind, quantizer, all formats, the neuron order and the layer's rotation are the
-    same, and a dense tensor if format and quantizer are the same. It contains nothing if the account of the source or a
-    package version differs. It does not check that the source's weights are the same: the caller made the earlier pack
-    of this checkpoint.
+    same, and a dense tensor if format and quantizer are the same. Of a sequential recipe, the layers before must be the
+    same too, and all dense tensors. It contains nothing if the account of the source or a package version differs. It
+    does not check that the source's weights are the same, nor that it was calibrated likewise: the caller made it.
     Raises:  PackError if the folder is not a valid pack.
     """
 
@@ -84,6 +89,9 @@ class EarlierPack:
         self._order = self._pack.read_order() if self._is_usable else None
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
         self._checked: set[str] = set()
+        rounding = read_rounding(self._pack)
+        self._losses = None if rounding is None else rounding.experts
+        self._same_layers = self._count_same_layers() if self._is_usable and recipe.is_sequential else None
 
     def __enter__(self) -> "EarlierPack":
         return self
@@ -103,36 +111,53 @@ class EarlierPack:
             return False
         if item.kind == "unused":
             return True
-        return self._contains_dense(item) if item.kind == "dense" else self._contains_expert(item)
+        return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
 
-    def item_bytes(self, item: Item) -> NDArray[np.uint8]:
-        """Returns the bytes of an item in the pack, checked against their digest: u8 [item.num_bytes], own memory.
+    def made_item(self, item: Item) -> "MadeItem":
+        """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
 
         Raises:  PackError if they are damaged.
         """
         assert self.contains(item), item
         if item.kind == "unused":
-            return self._unused_bytes(item)
+            return MadeItem(self._unused_bytes(item))
         if item.kind == "dense":
-            return self._dense_bytes(item)
+            return MadeItem(self._dense_bytes(item))
+        loss = None if self._losses is None else self._losses[item.layer][item.expert]
+        return MadeItem(self._expert_bytes(item), loss)
+
+    def _expert_bytes(self, item: Item) -> NDArray[np.uint8]:
         raw = self._pack.read_extent(item.layer, item.expert)
         if hashlib.sha256(raw.data).digest() != self._pack.index.sha256[item.layer, item.expert].tobytes():
             raise PackError(f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes")
         return raw
 
+    def _count_same_layers(self) -> int:
+        """Returns how many of the first MoE layers are as the recipe stores them; 0 if a dense tensor is not."""
+        if not all(self._contains_dense(dense.role.name) for dense in self._recipe.layout.dense):
+            return 0
+        num_experts = self._recipe.layout.spec.router.num_experts
+        layers = range(len(self._recipe.layout.spec.moe_layers))
+        same = (all(self._stores_alike((layer_idx, e)) for e in range(num_experts)) for layer_idx in layers)
+        return sum(1 for _ in takewhile(bool, same))
+
     def _contains_expert(self, item: Item) -> bool:
-        recipe, place = self._recipe, (item.layer, item.expert)
+        has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
+        return has_same_inputs and self._stores_alike((item.layer, item.expert))
+
+    def _stores_alike(self, place: tuple[int, int]) -> bool:
+        recipe = self._recipe
         assert self._order is not None, "the earlier pack is usable"
         order = self._order[place]
         expected = np.arange(len(order), dtype=np.uint32) if recipe.order is None else recipe.order[place]
-        formats = self._pack.index.experts[item.layer][item.expert]
+        formats = self._pack.index.experts[place[0]][place[1]]
         same_kind = self._pack.manifest.selector == recipe.plan.selector
-        same_kind = same_kind and same_rotation(self._pack.rotation, recipe.rotation, item.layer)
-        return same_kind and formats == recipe.plan.experts[item.layer][item.expert] and np.array_equal(order, expected)
+        same_kind = same_kind and same_rotation(self._pack.rotation, recipe.rotation, place[0])
+        return same_kind and formats == recipe.plan.experts[place[0]][place[1]] and np.array_equal(order, expected)
 
-    def _contains_dense(self, item: Item) -> bool:
-        expected = next(dense for dense in self._recipe.layout.dense if dense.role.name == item.role)
-        dense = self._dense[item.role]
+    def _contains_dense(self, role: str) -> bool:
+        expected = next(dense for dense in self._recipe.layout.dense if dense.role.name == role)
+        dense = self._dense[role]
         return (dense.dtype, dense.rows) == (expected.dtype, expected.rows)
 
     def _dense_bytes(self, item: Item) -> NDArray[np.uint8]:
@@ -152,19 +177,28 @@ class EarlierPack:
             self._checked.add(file)
 
 
-def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    """Returns the bytes of an item that is not a header: u8 [item.num_bytes].
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeItem:
+    """An item's bytes, u8 [item.num_bytes], and what an expert loses; None if that was not measured."""
 
+    raw: NDArray[np.uint8]
+    loss: ExpertLoss | None = None
+
+
+def made_item(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
+    """Makes an item that is not a header.
+
+    Args:    stored: of a sequential recipe, the inputs of the expert's layer behind the stored layers, float32 [T, d].
     Raises:  CheckpointError for a weight that is not finite, or that the plan's codec cannot represent;
              StoppedError soon after `stop` is set.
     """
     if item.kind == "unused":
-        return recipe.checkpoint.raw(item.role, item.start, item.num_bytes)
-    return _dense_bytes(recipe, item, stop) if item.kind == "dense" else _expert_bytes(recipe, item, stop)
+        return MadeItem(recipe.checkpoint.raw(item.role, item.start, item.num_bytes))
+    return MadeItem(_dense_bytes(recipe, item, stop)) if item.kind == "dense" else _expert(recipe, item, stop, stored)
 
 
 def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
-    """Returns the peak memory of `item_bytes`: the item, transposed matrices, and the data that calibrate an expert.
+    """Returns the peak memory of `made_item`: the item, transposed matrices, and the data that calibrate an expert.
 
     Blocks of rows are not counted.
     """
@@ -198,11 +232,11 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     return out.reshape(-1)
 
 
-def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    """Returns an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
+def _expert(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None) -> MadeItem:
+    """Makes an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
 
     Therefore a neuron has the same bytes in every order, although hqq solves some rows together, and no order takes
-    more memory.
+    more memory. (Sums of the layers before have other last bits in another order, which sequential calibration sees.)
     """
     layout = recipe.layout
     expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
@@ -215,7 +249,8 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
         seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
-    for first, end, encoded in _neurons(recipe, item, biases, stop):
+    quantizer = _calibrated_quantizer(recipe, item, rotation, stored)
+    for first, end, encoded in _neurons(recipe, item, biases, stop, quantizer):
         sections = {
             str(matrix): np.concatenate((part, biases[matrix][first:end]), axis=1) if matrix in biases else part
             for matrix, part in encoded.items()
@@ -224,7 +259,9 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
             block = np.empty((end - first, rows.row_bytes), np.uint8)
             write_rows(rows, sections, block)
             out[places[first:end]] = block
-    return extent
+    if quantizer is None:
+        return MadeItem(extent)
+    return MadeItem(extent, quantizer.loss(rotation.outputs))
 
 
 def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
@@ -233,17 +270,31 @@ def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
     return plan.quantizer == "calibrated" and any(part is not None and needs_inputs(part) for part in parts)
 
 
+def _calibrated_quantizer(
+    recipe: Recipe, item: Item, rotation: LayerRotation, stored: Tensor | None
+) -> GuardedQuantizer | None:
+    """Returns the quantizer of an expert whose codes depend on its inputs, else None."""
+    formats = recipe.plan.experts[item.layer][item.expert]
+    if not is_calibrated(recipe.plan, formats):
+        return None
+    assert recipe.calibration is not None, "a calibrated plan comes with a profile"
+    function = recipe.layout.spec.expert.function
+    return guarded_quantizer(recipe.calibration, (item.layer, item.expert), formats, function, rotation, stored)
+
+
 def _neurons(
-    recipe: Recipe, item: Item, biases: Mapping[Matrix, Bytes2D], stop: Event
+    recipe: Recipe,
+    item: Item,
+    biases: Mapping[Matrix, Bytes2D],
+    stop: Event,
+    calibrated: GuardedQuantizer | None,
 ) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
     """Yields (first, end) of consecutive neurons, and the bytes of each matrix's rows."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
     formats, spec = plan.experts[item.layer][item.expert], recipe.layout.spec.expert
     rotation = LayerRotation.of(recipe.rotation, item.layer)
-    if is_calibrated(plan, formats):
-        assert recipe.calibration is not None, "a calibrated plan comes with a profile"
-        place = (item.layer, item.expert)
-        yield from calibrated_rows(checkpoint, recipe.calibration, place, formats, biases, stop, rotation)
+    if calibrated is not None:
+        yield from calibrated_rows(checkpoint, calibrated, (item.layer, item.expert), formats, biases, stop, rotation)
         return
     quantizer = dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
@@ -289,17 +340,21 @@ MEMORY_BYTES = 1 << 30  # by default, for all items that are worked on at once
 
 @dataclass(frozen=True, slots=True)
 class ItemWork:
-    """The two functions that make items: `convert` and `synthesize` have different ones.
+    """The functions that make items: `convert` and `synthesize` have different ones.
 
-    `make`: returns the bytes of an item; it runs in a worker thread and ends soon after its event is set.
+    `make`: makes an item; it runs in a worker thread and ends soon after its event is set.
     `peak_bytes`: returns the memory that `make` takes for an item at most.
+    `enter_layer`: called with the index of a MoE layer before its first expert is made and after all items before are
+    on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.
     """
 
-    make: Callable[[Item, Event], NDArray[np.uint8]]
+    make: Callable[[Item, Event], MadeItem]
     peak_bytes: Callable[[Item], int]
+    enter_layer: Callable[[int], None] | None = None
+    end: Callable[[], None] = lambda: None
 
 
-_Finished = tuple[Item, NDArray[np.uint8], Digests]
+_Finished = tuple[Item, MadeItem, Digests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,17 +392,19 @@ def convert(
     calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
     rotation: RotationVectors | None = None,
+    sequential: bool = True,
 ) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
              on_step: called before each change of the disk.
              order: u32 [L, E, f], `order[l, e, j]` is the source's neuron in row `j`; None: the source's order.
-             earlier: a pack of the same checkpoint and, if it is calibrated, of the same profile; items that both plans
-             store in the same way are copied from it.   calibration: the profile with whose inputs a calibrated plan is
-             quantized; other plans need none.   memory_bytes: an approximate limit for all items that are worked on at
-             once; one item is always allowed, however large.   rotation: the coordinates in which layers store their
-             experts; None: the source's.
+             earlier: a pack of the same checkpoint and, if it is calibrated, of the same profile and as sequentially;
+             items that both plans store in the same way are copied from it.   calibration: the profile with whose
+             inputs a calibrated plan is quantized; other plans need none.   memory_bytes: an approximate limit for all
+             items that are worked on at once; one item is always allowed, however large.   rotation: the coordinates
+             in which layers store their experts; None: the source's.   sequential: whether a layer of a calibrated plan
+             is quantized for the inputs that it has behind the stored layers before it.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
@@ -359,18 +416,23 @@ def convert(
         check_rotation(rotation, plan, checkpoint.spec)
     layout = layout_for(checkpoint, plan, rotation)
     inputs = calibration if plan.quantizer == "calibrated" else None
-    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation)
+    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation, sequential and inputs is not None)
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     with ExitStack() as stack:
         source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
+        stored = StoredInputs(recipe, folder, workers) if recipe.is_sequential else None
 
-        def make(item: Item, stop: Event) -> NDArray[np.uint8]:
+        def make(item: Item, stop: Event) -> MadeItem:
             if source_pack is not None and source_pack.contains(item):
-                return source_pack.item_bytes(item)
-            return item_bytes(recipe, item, stop)
+                return source_pack.made_item(item)
+            if stored is None or item.kind != "expert":
+                return made_item(recipe, item, stop)
+            return made_item(recipe, item, stop, stored.of_layer(item.layer))
 
         work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
+        if stored is not None:
+            work = replace(work, enter_layer=stored.enter_layer, end=stored.remove)
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
@@ -414,12 +476,13 @@ def write_pack(
         done = total - sum(item.num_bytes for item in pending)
         progress.begin(Stage("packing", total, "B", done))
         with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
-            for item, raw, digests in finished:
-                writer.write(item, raw, digests)
-                del raw  # otherwise it stays in memory until the next item is finished
+            for item, made, digests in finished:
+                writer.write(item, made.raw, digests, b"" if made.loss is None else note_of(made.loss))
+                del made  # otherwise it stays in memory until the next item is finished
                 progress.advance(item.num_bytes, _item_text(item))
         progress.end()
-        writer.seal(account.tables(writer), account.manifest)
+        work.end()
+        writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
         return ConversionResult(layout, writer.resumed_bytes, written=True)
     finally:
         writer.close()
@@ -430,19 +493,25 @@ def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: i
     stop = Event()
 
     def job(item: Item) -> _Finished:
-        raw = work.make(item, stop)
-        return item, raw, digests_of(raw)
+        made = work.make(item, stop)
+        return item, made, digests_of(made.raw)
 
     started: deque[tuple[int, Future[_Finished]]] = deque()
-    total_bytes, next_idx = 0, 0
+    total_bytes, next_idx, layer_idx = 0, 0, -1
     with ThreadPoolExecutor(workers, "convert") as pool:
         try:
             while started or next_idx < len(pending):
                 while next_idx < len(pending) and len(started) <= workers:
-                    num_bytes = work.peak_bytes(pending[next_idx])
+                    item = pending[next_idx]
+                    if work.enter_layer is not None and item.kind == "expert" and item.layer != layer_idx:
+                        if started:  # all that was yielded is on disk
+                            break
+                        layer_idx = item.layer
+                        work.enter_layer(layer_idx)
+                    num_bytes = work.peak_bytes(item)
                     if started and total_bytes + num_bytes > memory_bytes:
                         break
-                    started.append((num_bytes, pool.submit(job, pending[next_idx])))
+                    started.append((num_bytes, pool.submit(job, item)))
                     total_bytes += num_bytes
                     next_idx += 1
                 num_bytes, future = started.popleft()

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.account import PackOrigin, PackRecord
-from moe_pack.convert.pipeline import ConversionResult, ItemWork, write_pack
-from moe_pack.convert.rotation import check_rotation, with_rotation
+from moe_pack.convert.pipeline import ConversionResult, ItemWork, MadeItem, write_pack
+from moe_pack.convert.plan.rotation import check_rotation, with_rotation
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,
@@ -54,7 +54,7 @@ from moe_pack.formats import (
     RowLayout,
     dense_roles,
 )
-from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_values
+from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
 from moe_pack.formats.plan import E5M2, FP8
@@ -165,25 +165,23 @@ def random_rows(
     assert isinstance(words, np.ndarray), "an array for a number of words"
     rows = words.astype("<u8", copy=False).view(np.uint8).reshape(num_rows, layout.row_bytes)
     for part in layout.parts:
-        section = rows[:, part.offset : part.offset + part.num_bytes + 4 * part.has_bias]
-        section[:, part.num_bytes :] = 0  # no bias
+        section = rows[:, part.offset : part.offset + part.code_bytes]
+        scales = rows[:, part.scales_offset : part.bias_offset]
+        rows[:, part.bias_offset : part.bias_offset + 4 * part.has_bias] = 0  # no bias
         if part.format.codec == "bf16":
             values = even_values(spreads[part.name])
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 block = section[start : start + _ROWS_AT_ONCE]
-                block[:, : part.num_bytes] = values[block[:, : layout.num_cols]].view(np.uint8)
+                block[:] = values[block[:, : layout.num_cols]].view(np.uint8)
         elif part.format.keeps_source:
             codes, scale = nearest_codes(part.format, spreads[part.name])
-            num_codes = part.format.code_bytes(layout.num_cols)
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 block = section[start : start + _ROWS_AT_ONCE]
-                block[:, :num_codes] = codes[block[:, :num_codes]]
-            section[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
+                block[:] = codes[block]
+            scales[:] = np.tile(scale, part.format.num_groups(layout.num_cols))
         else:
-            ends = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
-            section[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = ends(
-                part.format, layout.num_cols, spreads[part.name]
-            )
+            stored_scales = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
+            scales[:] = stored_scales(part.format, layout.num_cols, spreads[part.name])
     seal_rows(layout, rows)
     return rows
 
@@ -244,7 +242,8 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
 
 def trellis_scales(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
     """Returns the scales of a trellis's row, u8 [scale_bytes], for weights of the distribution's rms with mean 0."""
-    codec, rms = Trellis(part, num_cols), float(trellis_values(part.width).square().mean().sqrt())
+    codec = Trellis(part, num_cols)
+    rms = math.sqrt(sum(float(levels.square().mean()) for levels in trellis_levels(part.width)) / 2)
     scale = math.hypot(spread.mean, spread.deviation) / rms
     return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
@@ -491,7 +490,8 @@ def synthesize(
     model = _SyntheticModel(layout, traits)
     account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    return write_pack(writer, layout, account, ItemWork(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
+    work = ItemWork(lambda item, stop: MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes)
+    return write_pack(writer, layout, account, work, workers, progress)
 
 
 def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: RotationVectors | None) -> PackRecord:

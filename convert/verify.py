@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality, check_source
+from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.account import totals
-from moe_pack.convert.rotation import LayerRotation
+from moe_pack.convert.rounding import heavy_losses, read_rounding
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -297,7 +298,7 @@ class FormatRun:
 def describe(pack: Pack) -> dict[str, Any]:
     """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
-    quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root)
+    quality, rounding = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root), read_rounding(pack)
     return {
         "format": manifest.format,
         "version": manifest.version,
@@ -325,6 +326,8 @@ def describe(pack: Pack) -> dict[str, Any]:
         ],
         "rotated": [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))],
         "dense": {dense.name: dump(dense.format) for dense in manifest.dense},
+        "rounding": None if rounding is None else dump(rounding)["experts"],
+        "heavy_losses": [] if rounding is None else [dump(one) for one in heavy_losses(pack, rounding)],
         "routing": _routing(pack),
         "quality": None if quality is None else dump(quality),
     }

@@ -72,10 +72,20 @@ def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
     Raises:  PackError if it is longer than a reader accepts; ConversionError if another command is writing in the
              folder, or the disk fails.
     """
-    raw = sealed({_CONTENT: json_files.dump(values), "root": root})
-    _check_size(name, len(raw))
+    raw = sidecar_bytes(name, values, root)
     with locked_for(folder, name) as disk:
         disk.replace(name, raw)
+
+
+def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
+    """Returns the bytes of a JSON sidecar.
+
+    Args:    as for `write_sidecar`.
+    Raises:  PackError if it is longer than a reader accepts.
+    """
+    raw = sealed({_CONTENT: json_files.dump(values), "root": root})
+    _check_size(name, len(raw))
+    return raw
 
 
 def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:

@@ -9,8 +9,9 @@ A conversion is a machine of named states:
 announced to `on_step` before it is made, so that tests can stop it there. Its callers decide which step may follow
 which, so that nothing is lost in between.
 
-The journal says which items are on the disk. A line is `item crc32 sha256 check`, written after the item's fsync;
-`check` is the CRC-32 of the text before it. Everything from the first incomplete line on was being written when the
+The journal says which items are on the disk. A line is `item crc32 sha256 note check`, written after the item's fsync;
+`check` is the CRC-32 of the text before it. The note says in hexadecimal digits what was measured while the item was
+made; without a measurement the line has none. Everything from the first incomplete line on was being written when the
 process died, and is dropped. The manifest comes last: without it the folder is no pack, and the same conversion,
 started again, continues from the journal.
 
@@ -55,22 +56,22 @@ from moe_pack.formats.safetensors import RangeReader, split_bytes
 from moe_pack.formats.spec import ModelSpec
 
 
-def encode_line(item: int, digests: Digests) -> bytes:
+def encode_line(item: int, digests: Digests, note: bytes = b"") -> bytes:
     """Returns the journal's line for an item whose bytes are on the disk."""
-    text = f"{item} {digests.crc32:08x} {digests.sha256.hex()}"
+    text = f"{item} {digests.crc32:08x} {digests.sha256.hex()}" + (f" {note.hex()}" if note else "")
     return f"{text} {zlib.crc32(text.encode('ascii')):08x}\n".encode("ascii")
 
 
-def decode_lines(raw: bytes) -> tuple[dict[int, Digests], int]:
-    """Returns the items in a journal's bytes, and the number of bytes of its complete lines."""
-    done: dict[int, Digests] = {}
+def decode_lines(raw: bytes) -> tuple[dict[int, tuple[Digests, bytes]], int]:
+    """Returns the items in a journal's bytes with their notes, and the number of bytes of its complete lines."""
+    done: dict[int, tuple[Digests, bytes]] = {}
     end = 0
     for line in raw.splitlines(keepends=True):
         text, _, check = line.rpartition(b" ")
-        if check != f"{zlib.crc32(text):08x}\n".encode("ascii") or text.count(b" ") != 2:
+        if check != f"{zlib.crc32(text):08x}\n".encode("ascii") or text.count(b" ") not in (2, 3):
             break
-        item, crc32, sha256 = text.decode("ascii").split(" ")
-        done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256))
+        item, crc32, sha256, *note = text.decode("ascii").split(" ")
+        done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256)), bytes.fromhex("".join(note))
         end += len(line)
     return done, end
 
@@ -338,6 +339,7 @@ class PackWriter:
         self._identity = conversion
         self._disk = SteppedFolder(folder, on_step)
         self._done: dict[int, Digests] = {}
+        self._notes: dict[int, bytes] = {}
         self.resumed_bytes = 0
 
     def open(self) -> None:
@@ -375,20 +377,22 @@ class PackWriter:
         """Returns the items that are not yet written, in order."""
         return [item for item in self._items if self._numbers[item] not in self._done]
 
-    def write(self, item: Item, extent: NDArray[np.uint8], digests: Digests) -> None:
+    def write(self, item: Item, extent: NDArray[np.uint8], digests: Digests, note: bytes = b"") -> None:
         """Writes an item's bytes to the disk, then its line in the journal.
 
-        Args:    extent: u8 [item.num_bytes].   digests: of these bytes.
+        Args:    extent: u8 [item.num_bytes].   digests: of these bytes.   note: what was measured of the item.
         """
         assert self.state is State.WRITING and len(extent) == item.num_bytes, (self.state, item, len(extent))
         for offset, size in split_bytes(0, item.num_bytes, _CHUNK_BYTES):
             self._disk.write(item.file, extent.data[offset : offset + size], item.offset + offset)
         self._disk.sync(item.file)
         number = self._numbers[item]
-        line = memoryview(encode_line(number, digests))
+        line = memoryview(encode_line(number, digests, note))
         self._disk.write(JOURNAL_FILE, line, self._disk.num_bytes(JOURNAL_FILE))
         self._disk.sync(JOURNAL_FILE)
         self._done[number] = digests
+        if note:
+            self._notes[number] = note
 
     def expert_digests(self) -> Mapping[tuple[int, int], Digests]:
         """Returns the digests of all extents, by MoE layer index and expert."""
@@ -397,11 +401,21 @@ class PackWriter:
             (item.layer, item.expert): self._done[self._numbers[item]] for item in self._items if item.kind == "expert"
         }
 
-    def seal(self, tables: Iterable[tuple[str, bytes]], manifest: Callable[[tuple[ContentFile, ...]], bytes]) -> None:
-        """Writes the small files and, last, the manifest, which makes the folder a pack.
+    def expert_notes(self) -> Mapping[tuple[int, int], bytes]:
+        """Returns the notes of experts, of earlier runs too, by MoE layer index and expert."""
+        items = ((self._items[number], note) for number, note in self._notes.items())
+        return {(item.layer, item.expert): note for item, note in items if item.kind == "expert"}
+
+    def seal(
+        self,
+        tables: Iterable[tuple[str, bytes]],
+        manifest: Callable[[tuple[ContentFile, ...]], bytes],
+        sidecars: Callable[[bytes], Iterable[tuple[str, bytes]]] = lambda manifest: (),
+    ) -> None:
+        """Writes the small files, the sidecars and, last, the manifest, which makes the folder a pack.
 
         Args:    tables: names and bytes.   manifest: returns the manifest's bytes for the list of all other files
-                 except the experts'.
+                 except the experts'.   sidecars: returns names and bytes for the manifest's bytes.
         """
         assert self.state is State.WRITING and not self.pending(), (self.state, "every item is written")
         files = []
@@ -412,7 +426,10 @@ class PackWriter:
         for name in whole:
             with RangeReader(self.folder / name, ConversionError) as file:
                 files.append(ContentFile(name, file.num_bytes, file.sha256()))
-        self._disk.replace(MANIFEST_FILE, manifest(tuple(sorted(files, key=lambda file: file.name))))
+        raw = manifest(tuple(sorted(files, key=lambda file: file.name)))
+        for name, sidecar in sidecars(raw):
+            self._disk.replace(name, sidecar)
+        self._disk.replace(MANIFEST_FILE, raw)
         self.state = State.SEALED
         self._clean()
 
@@ -456,7 +473,9 @@ class PackWriter:
         self._disk.open(JOURNAL_FILE)
         raw = self._disk.read(JOURNAL_FILE)
         lines, whole = decode_lines(raw)
-        self._done = {number: digests for number, digests in lines.items() if number < len(self._items)}
+        known = {number: line for number, line in lines.items() if number < len(self._items)}
+        self._done = {number: digests for number, (digests, _) in known.items()}
+        self._notes = {number: note for number, (_, note) in known.items() if note}
         if whole != len(raw):
             self._disk.truncate(JOURNAL_FILE, whole)
 

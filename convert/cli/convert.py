@@ -1,7 +1,6 @@
 """The command `moe-pack convert`: makes a pack from a checkpoint, with options, by a plan, or for a target."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
+from moe_pack.calib.quantize import RotateChoice
 from moe_pack.convert import (
     MEMORY_BYTES,
     SOURCE,
@@ -61,18 +61,11 @@ from moe_pack.convert.plan import (
     planner_for,
     read_plan,
 )
-from moe_pack.convert.rotation import (
-    ROTATE_CHOICE_OPTION,
-    RotateChoice,
-    better_rotated,
-    check_rotation,
-    measured_rotation,
-)
+from moe_pack.convert.plan.rotation import ROTATE_CHOICE_OPTION, PlanRotation, check_rotation
+from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
 from moe_pack.formats import (
     BF16,
     MATRICES,
-    ROW_GROUP,
-    ExpertFormat,
     Pack,
     Plan,
     Progress,
@@ -80,13 +73,12 @@ from moe_pack.formats import (
     UsageError,
     option,
     size_text,
-    trellis_format,
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import QUANTIZERS, format_fault
+from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import read_size
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import operations_for
@@ -94,7 +86,6 @@ from moe_pack.runtime.model import operations_for
 AnyQuantizer = Quantizer | Literal["auto"]
 _QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
 _TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
-_JUDGED_FORMAT = trellis_format(5, ROW_GROUP)  # in which rotation is judged before there is a plan: 2.5 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +145,15 @@ class ConvertOptions:
         ),
     )
     rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
+    sequential: bool = field(
+        default=True,
+        metadata=option(
+            "--sequential/--no-sequential",
+            help="With calibrated: quantize each layer for the inputs that the stored layers before it give, and make "
+            "up for a part of their errors. --no-sequential takes the source's inputs: the conversion is a little "
+            "faster, repeated attempts of --target-vram much, and the pack loses more.",
+        ),
+    )
     profile: Path | None = field(
         default=None,
         metadata=option(
@@ -279,7 +279,10 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
     check_calibration(checkpoint, plan, profile)
-    rotation = _rotation(checkpoint, plan, profile, options)
+    chosen = PlanRotation.chosen(options.rotate, checkpoint, profile)
+    rotation = chosen.of(plan)
+    if rotation is not None:
+        check_rotation(rotation, plan, checkpoint.spec)
     order = None if profile is None else hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
     rule = threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
     # The text is read first: if it cannot be read, that would otherwise be found after hours.
@@ -298,6 +301,7 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
             calibration=profile,
             memory_bytes=options.memory_bytes,
             rotation=rotation,
+            sequential=options.sequential,
         )
     _say_converted(result, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
@@ -305,6 +309,7 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     if profile is not None:
         with Pack(output) as pack:
             click.echo(attached_line(output, attach(pack, profile)))
+    _say_rounding(output)
 
 
 def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile | None) -> Decision:
@@ -320,50 +325,6 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
         quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
     shape = (len(spec.moe_layers), spec.router.num_experts)
     return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
-
-
-def _rotation(
-    checkpoint: Checkpoint, plan: Plan, profile: Profile | None, options: ConvertOptions
-) -> RotationVectors | None:
-    """Returns the coordinates in which layers store their experts.
-
-    Raises:  PlanError for experts that cannot be rotated.
-    """
-    if options.rotate == "off":
-        return None
-    if options.rotate == "auto":
-        if profile is None or plan.quantizer != "calibrated" or not profile.has_inputs:
-            return None
-        with TerminalProgress() as progress:
-            return _better_rotated(checkpoint, profile, lambda l, e: plan.experts[l][e], progress)
-    vectors = measured_rotation(checkpoint)
-    check_rotation(vectors, plan, checkpoint.spec)
-    return vectors
-
-
-def _better_rotated(
-    checkpoint: Checkpoint, profile: Profile, formats: Callable[[int, int], ExpertFormat], progress: Progress
-) -> RotationVectors | None:
-    """Returns the vectors of the layers that lose less if they are rotated, and says how many they are."""
-    vectors = better_rotated(checkpoint, profile, formats, progress)
-    number = 0 if vectors is None else len(vectors.layers(checkpoint.spec))
-    _tell(f"rotation: {number} of {len(checkpoint.spec.moe_layers)} layers lose less with it")
-    return vectors
-
-
-def _rotation_for_target(
-    checkpoint: Checkpoint, profile: Profile, options: ConvertOptions, progress: Progress
-) -> RotationVectors | None:
-    """Returns the coordinates for plans that do not exist yet: `auto` judges a format that they often have."""
-    if options.rotate == "on":
-        return measured_rotation(checkpoint)
-    if options.rotate == "off" or not profile.has_inputs:
-        return None
-    part, has_gate = _JUDGED_FORMAT, "gate" in checkpoint.spec.expert.matrices
-    if lossless_formats(checkpoint) or format_fault(part, checkpoint.spec.hidden_size):
-        return None
-    judged = ExpertFormat(part if has_gate else None, part, part)
-    return _better_rotated(checkpoint, profile, lambda l, e: judged, progress)
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
@@ -406,6 +367,16 @@ def _say_converted(result: ConversionResult, output: Path, seconds: float, sourc
     click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s{how}")
 
 
+def _say_rounding(output: Path) -> None:
+    """Says what was rounded plainly and which experts lose much, if that was measured."""
+    with Pack(output) as pack:
+        rounding = read_rounding(pack)
+        if rounding is not None:
+            plain = plain_line(rounding)
+            for line in ([] if plain is None else [plain]) + warning_lines(pack, rounding):
+                click.echo(line)
+
+
 def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
     with Pack(output) as pack:
         measured, layers = measure_thresholds_of(pack, tokens, rule, "cpu"), pack.spec.moe_layers
@@ -430,16 +401,25 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress)
-        rotation = _rotation_for_target(checkpoint, profile, options, progress)
-        # Rotated experts cannot keep the checkpoint's codes, so the planner is not offered them.
-        losses = with_kept(losses_of(profile), {} if rotation is not None else lossless_formats(checkpoint))
-        model = PlanningModel(checkpoint.spec, dtypes, losses)
+        rotation = PlanRotation.chosen(options.rotate, checkpoint, profile)
+        if note := rotation.note(profile):
+            _tell(note)
+        # Layers that keep the checkpoint's codes stay as they are, but with --rotate on they cannot be kept.
+        losses = with_kept(losses_of(profile), {} if options.rotate == "on" else lossless_formats(checkpoint))
+        model = PlanningModel(checkpoint.spec, dtypes, losses, rotation)
         packer = AutoPacker(
             checkpoint,
             profile,
             tokens,
             options.output,
-            pack_goal(model, _planner(model, profile, target, options.output), profile, tokens, target, rotation),
+            pack_goal(
+                model,
+                _planner(model, profile, target, options.output),
+                profile,
+                tokens,
+                target,
+                options.sequential,
+            ),
             options.workers,
             progress,
             operations,
@@ -448,6 +428,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         result = packer.make()
     for line in _result_lines(result, options.output, target):
         click.echo(line)
+    _say_rounding(options.output)
 
 
 def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) -> Tokens:
@@ -465,14 +446,14 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progre
     tokens = _sample(checkpoint, text)
     _tell(f"{folder}: the profile; it is kept, and --profile {folder} uses it again")
     say_text(checkpoint.spec, tokens)
-    return make_profile(checkpoint, tokens, folder, ProfileOptions(), progress)
+    return make_profile(checkpoint, tokens, folder, ProfileOptions(rotate=options.rotate), progress)
 
 
 def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
     facts = known_facts(output)
     for line in defaults_text(target, model.spec, facts):
         _tell(f"by default {line}")
-    return planner_for(target, model.spec, model.dense_dtypes, model.losses, profile, facts)
+    return planner_for(target, model, profile, facts)
 
 
 def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[str]:

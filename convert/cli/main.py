@@ -38,6 +38,7 @@ from moe_pack.convert.cli.profile import (
 )
 from moe_pack.convert.cli.replay import replay_command
 from moe_pack.convert.cli.synth import synth_command
+from moe_pack.convert.rounding import read_rounding, rounding_lines
 from moe_pack.convert.verify import LogitsError, MatrixError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, RunError, option
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
@@ -106,6 +107,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         _print_formats(opened)
         routing = Routing.open(opened)
         click.echo(f"attached: {'no routing' if routing is None else routing_text(pack, routing)}")
+        for line in rounding_lines(opened, read_rounding(opened)):
+            click.echo(line)
         quality = read_sidecar(pack, QUALITY_FILE, Quality, opened.manifest.root)
         if quality is not None:
             click.echo(f"measured: {quality_summary(quality)}")

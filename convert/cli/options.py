@@ -52,7 +52,7 @@ FIELD_OPTION = option(
 )
 
 PlanCodec = Literal["auto", "affine", "trellis"]
-_EXPERT_BITS_CHOICE = ("1", "1.5", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
+_EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
 _TRELLIS_BITS = tuple(width / 2 for width in TRELLIS_WIDTHS)
 _AFFINE_GROUP = 64  # by default; a trellis has one scale a row
 _EXPERT_BITS = 4  # by default, of experts that the checkpoint does not have in codes
@@ -100,7 +100,7 @@ class PlanOptions:
         metadata=option(
             "--codec",
             help="The codec of expert weights of 4 bits and less. affine has equal steps. In trellis a value also "
-            "depends on the codes before it; it loses least for its bytes, and only trellis has 1.5, 2.5 and 3.5 bits. "
+            "depends on the codes before it; it loses least for its bytes, and only trellis has 2.5 and 3.5 bits. "
             "auto is trellis if the quantizer is calibrated, and for half bits.",
         ),
     )
@@ -166,7 +166,7 @@ class PlanOptions:
         """Returns the format of experts' matrices with `bits` bits a weight."""
         fits = bits in _TRELLIS_BITS
         if self.codec == "trellis" and not fits and bits != 16:
-            raise PlanError(f"{flag} {bits:g}: a trellis has 1.5 to 4 bits a weight; use --codec affine")
+            raise PlanError(f"{flag} {bits:g}: a trellis has 2 to 4 bits a weight; use --codec affine")
         if self.codec == "affine" and bits % 1:
             raise PlanError(f"{flag} {bits:g}: affine has whole bits only; use --codec trellis")
         if fits and (self.codec == "trellis" or (self.codec == "auto" and (quantizer == "calibrated" or bits % 1))):

@@ -30,6 +30,7 @@ from moe_pack.convert.plan import (
     preset_decision,
     share_lines,
 )
+from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import (
     Matrix,
     ModelSpec,
@@ -143,7 +144,7 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
     facts = known_facts(Path())
     request = _request(path, options.profile, options.narrowed(), facts)
     model = request.model
-    planner = planner_for(request.target, model.spec, model.dense_dtypes, model.losses, request.profile, facts)
+    planner = planner_for(request.target, model, request.profile, facts)
     offers = list(_offers(planner, request))
     first = offers[0].planned
     assert first is not None, "without a plan for the given loss, an error was raised"
@@ -166,7 +167,9 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
-    return PlanRequest(path, target, PlanningModel(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
+    rotation = PlanRotation() if profile is None else PlanRotation(profile.rotation())
+    model = PlanningModel(spec, dtypes, losses, rotation)
+    return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 
 
 def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:

@@ -9,6 +9,7 @@ import click
 
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.profile import Profile
+from moe_pack.calib.quantize import Rotate, rotation_vectors
 from moe_pack.convert import (
     ConversionResult,
     SyntheticTraits,
@@ -22,7 +23,7 @@ from moe_pack.convert import (
 from moe_pack.convert.cli.measure import model_text
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.convert.plan import read_plan
-from moe_pack.convert.rotation import ROTATE_OPTION, Rotate, rotation_vectors
+from moe_pack.convert.plan.rotation import ROTATE_OPTION
 from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given

@@ -6,7 +6,7 @@ from a tier (`tiers`).
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import expm1, isfinite, isnan
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
+from moe_pack.convert.plan.rotation import PlanRotation, with_rotation
 from moe_pack.convert.plan.tiers import SpeedEstimate
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, size_text
 from moe_pack.formats.layout import pack_layout
@@ -27,15 +28,17 @@ class PlanningModel:
     """The model for which plans are made.
 
     `dense_dtypes`: of each dense tensor in the source, in the order of `dense_roles`.   `losses`: of every choice.
+    `rotation`: of the layers of packs made by the plans.
     """
 
     spec: ModelSpec
     dense_dtypes: tuple[str, ...]
     losses: Losses
+    rotation: PlanRotation = field(default_factory=PlanRotation)
 
     def layout(self, plan: Plan) -> PackLayout:
         """Returns the layout of a plan's pack."""
-        return pack_layout(self.spec, plan, self.dense_dtypes)
+        return with_rotation(pack_layout(self.spec, plan, self.dense_dtypes), self.rotation.of(plan))
 
     def loss(self, decision: Decision) -> float:
         """Estimates the loss of a decision in nats of KL divergence a token.

@@ -80,7 +80,7 @@ def held_out_passes(profile: Profile) -> Passes:
 
 USUAL_CONTEXT = 4096
 _RAM_SHARE = 0.75
-_SMALLEST = (trellis_format(3, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
+_SMALLEST = (trellis_format(4, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -243,24 +243,16 @@ def context_of(target: Target, spec: ModelSpec) -> int:
     return target.context_tokens
 
 
-def planner_for(
-    target: Target,
-    spec: ModelSpec,
-    dense_dtypes: tuple[str, ...],
-    losses: Losses,
-    profile: Profile | None,
-    facts: MachineFacts | None,
-) -> Planner:
+def planner_for(target: Target, model: PlanningModel, profile: Profile | None, facts: MachineFacts | None) -> Planner:
     """Returns the planner for a target.
 
-    Args:    dense_dtypes: in the source, in the order of `dense_roles`.   profile: the one with the losses; if None,
-             routes are drawn at random and all neurons run equally often.   facts: of `moe-pack doctor`, if it has
-             measured this machine.
+    Args:    profile: the one with the losses; if None, routes are drawn at random and all neurons run equally often.
+             facts: of `moe-pack doctor`, if it has measured this machine.
     Raises:  RunError if the context is too long, the GPU is not known, or it has less memory than the budget; PlanError
              as `Planner`.
     """
-    tier = tier_for(target, spec, losses, profile, facts)
-    return Planner(PlanningModel(spec, dense_dtypes, losses), tier, target.search, target.selectors)
+    tier = tier_for(target, model.spec, model.losses, profile, facts)
+    return Planner(model, tier, target.search, target.selectors)
 
 
 def tier_for(

@@ -102,12 +102,14 @@ def expert_choices(
 def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, known: tuple[PartFormat, ...]) -> tuple[Ints, Ints, Ints]:
     """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
     expert, extra = spec.expert, extra_layout(spec.expert.extra_floats)
-    by_format = np.array([part.part_bytes(spec.hidden_size) for part in known])
-    sizes = by_format[parts] + 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])  # [C, 3]
+    codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
+    sizes += 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])
 
     def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
         idx = [MATRICES.index(matrix) for matrix in matrices]
-        row_bytes = -(-(sizes[:, idx].sum(axis=1) + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
+        gaps = (-codes[:, idx[:-1]] % ROW_ALIGN).sum(axis=1)  # between codes: all but the last are padded
+        row_bytes = -(-(sizes[:, idx].sum(axis=1) + gaps + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
         num_bytes: Ints = expert.intermediate_size * row_bytes * bool(idx)
         return num_bytes
 

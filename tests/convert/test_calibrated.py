@@ -16,13 +16,14 @@ from killing import different_files, files_in
 from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
 from profiles import QUICK, profiled, random_tokens
+from torch import Tensor
 
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import Calibration, ExpertQuantizer, calibration_bytes
+from moe_pack.calib.quantize import GuardedQuantizer, calibration_bytes
 from moe_pack.convert import convert, keep_source, layout_for, memory_line, pipeline
 from moe_pack.convert.account import Recipe
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.pipeline import item_bytes, job_bytes
+from moe_pack.convert.pipeline import MadeItem, job_bytes, made_item
 from moe_pack.formats import (
     BF16,
     MATRICES,
@@ -92,17 +93,18 @@ def test_an_expert_holds_what_the_quantizer_makes_of_its_own_tokens(
     mixed = ExpertFormat(TWO, BF16, HALVES)
     plan = plan_of(checkpoint)
     plan = dataclasses.replace(plan, experts=(plan.experts[0], (ExpertFormat(EIGHT, BF16, EIGHT), mixed)))
-    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile, sequential=False)
     with Pack(tmp_path / "p") as pack:
         held = PackWeights(pack, CPU)
         assert pack.manifest.quantizer == "calibrated"
         for place in ((0, 1), (1, 1)):
             original = whole(CheckpointWeights(checkpoint), *place)
             with profile.inputs(place[0]) as inputs:
-                calibration = Calibration(inputs.of_expert(place[1]), "silu")
+                tokens = inputs.of_expert(place[1])
             formats = plan.experts[place[0]][place[1]]
-            quantizer = ExpertQuantizer(formats, calibration, D)
-            made = [quantizer.encode(part_of(original, *ends)) for ends in ((0, 1024), (1024, F))]
+            quantizer = GuardedQuantizer(formats, tokens, "silu")
+            blocks = [part_of(original, *ends) for ends in ((0, 1024), (1024, F))]
+            made = [{m: quantizer.rows(m, block) for m in MATRICES} for block in blocks]
             found = whole(held, *place)
             for matrix in MATRICES:
                 part = formats.of(matrix)
@@ -136,8 +138,8 @@ def test_any_workers_stops_and_order_give_the_same_experts(
     convert(checkpoint, plan, tmp_path / "shuffled", 1, order=shuffled(), calibration=profile)
     with Pack(tmp_path / "one") as one, Pack(tmp_path / "shuffled") as other:
         for e in range(E):
-            rows = [torch.from_numpy(shuffled()[1, e].astype(np.int64)), torch.arange(F)]
-            found, kept = (whole(PackWeights(held, CPU), 1, e) for held in (other, one))
+            rows = [torch.from_numpy(shuffled()[0, e].astype(np.int64)), torch.arange(F)]
+            found, kept = (whole(PackWeights(held, CPU), 0, e) for held in (other, one))  # the same inputs
             assert torch.equal(found.down, kept.down[rows[0]]) and torch.equal(found.up, kept.up[rows[0]])
 
 
@@ -150,17 +152,17 @@ def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
     convert(checkpoint, plan, one := new_folder(), 1, calibration=profile)
     lock, begun, most = Lock(), 0, 0
 
-    def counted(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    def counted(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
         nonlocal begun, most
         with lock:
             begun += item.kind == "expert"
             most = max(most, begun)
-        made = item_bytes(recipe, item, stop)
+        made = made_item(recipe, item, stop, stored)
         with lock:
             begun -= item.kind == "expert"
         return made
 
-    monkeypatch.setattr(pipeline, "item_bytes", counted)
+    monkeypatch.setattr(pipeline, "made_item", counted)
     for num_experts, allowed in [(1, 1), (2.5, 2), (100, 3)]:
         with case(num_experts, allowed):
             most = 0
@@ -249,13 +251,12 @@ def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monk
     held = Checkpoint(model.write(tmp_path / "source", change))
     profile = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(4, 16, 96))
     plan = keep_source(held, uniform_plan(held.spec, "up", TWO, HALVES, None, "calibrated"), 2, "source", None)
-    convert(held, plan, tmp_path / "p", 1, calibration=profile)
+    convert(held, plan, tmp_path / "p", 1, calibration=profile, sequential=False)
     block = next(iter(CheckpointWeights(held).expert(0, 1).blocks()))
     with profile.inputs(0) as inputs:
-        calibration = Calibration(inputs.of_expert(1), held.spec.expert.function)
-    formats = plan.experts[0][1]
-    made = ExpertQuantizer(formats, calibration, D).encode(block)
-    assert list(made) == ["up"]
+        quantizer = GuardedQuantizer(plan.experts[0][1], inputs.of_expert(1), held.spec.expert.function)
+    assert quantizer.matrices == ("up",)
+    made = {"up": quantizer.rows("up", block)}
     with Pack(tmp_path / "p") as pack:
         found = next(iter(PackWeights(pack, CPU).expert(0, 1).blocks()))
     assert torch.equal(found.up, decode_part(TWO, D, made["up"]))
@@ -294,8 +295,8 @@ def test_a_profile_with_inputs_calibrates(new_folder: Callable[[], Path]) -> Non
     profile = profiled(source, new_folder(), random_tokens(4, 16, 96))
     cases = [
         (["--record-bits", "2"], "calibrated", {trellis_format(8, 0), trellis_format(4, 0)}),
-        (["--record-bits", "1.5", "--selector-bits", "3.5", "--group-size", "32", "--scale-bits", "8"],
-         "calibrated", {trellis_format(3, 32, 8), trellis_format(7, 32, 8)}),
+        (["--record-bits", "2.5", "--selector-bits", "3.5", "--group-size", "32", "--scale-bits", "8"],
+         "calibrated", {trellis_format(5, 32, 8), trellis_format(7, 32, 8)}),
         (["--codec", "affine", "--record-bits", "3", "--dense-bits", "4"],
          "calibrated", {part_format(3, 64), part_format(4, 64)}),
         (["--quantizer", "hqq", "--sparsity", "0.5"], "hqq", {part_format(4, 64)}),
@@ -329,7 +330,7 @@ USAGE = {
 REFUSED = {
     "a trellis of 8 bits": (
         ["--codec", "trellis", "--record-bits", "8"],
-        "--record-bits 8: a trellis has 1.5 to 4 bits a weight; use --codec affine",
+        "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine",
     ),
     "affine of half bits": (
         ["--codec", "affine", "--selector-bits", "2.5"],

@@ -9,6 +9,7 @@ import pytest
 from moe_pack.convert import measure_fixed_costs
 from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of, steady_disk
 from moe_pack.formats import RunError, part_format, trellis_format
+from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.machine import CpuFacts
 
@@ -33,21 +34,21 @@ def test_a_width_that_was_not_measured_goes_by_the_nearest_and_of_two_by_the_wid
 
 
 def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_bits() -> None:
-    """Bits of 1.5, 2, 2.5, 3, 3.5 and 4."""
+    """Bits of 2, 2.5, 3, 3.5 and 4."""
     affine = tuple(WidthRate(width, 10.0 * width) for width in (1, 2, 3, 4, 8, 16))
     machine = replace(assumed_cpu(), expert_rates=affine)
-    parts = [trellis_format(width, 0) for width in (3, 4, 5, 6, 7, 8)]
-    assert [machine.expert_rate(part) for part in parts] == [20, 20, 30, 30, 40, 40]
-    measured = replace(machine, trellis_rates=(WidthRate(3, 7.0), WidthRate(4, 8.0), WidthRate(8, 9.0)))
-    assert [measured.expert_rate(part) for part in parts] == [7, 8, 8, 9, 9, 9]
+    parts = [trellis_format(width, 0) for width in TRELLIS_WIDTHS]
+    assert [machine.expert_rate(part) for part in parts] == [20, 30, 30, 40, 40]
+    measured = replace(machine, trellis_rates=(WidthRate(4, 7.0), WidthRate(5, 8.0), WidthRate(8, 9.0)))
+    assert [measured.expert_rate(part) for part in parts] == [7, 8, 8, 9, 9]
     assert measured.expert_rate(part_format(8, 64)) == 80
 
 
 def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
     one = (WidthRate(4, 1e10),)
-    cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(3, 2e9),))
+    cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(4, 2e9),))
     facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0))
-    assert machine_of_cpu(facts).expert_rate(trellis_format(3, 0)) == 2e9
+    assert machine_of_cpu(facts).expert_rate(trellis_format(4, 0)) == 2e9
 
 
 def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:

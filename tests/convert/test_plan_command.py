@@ -15,7 +15,7 @@ from models import DEMO_MODEL, TinyMixtral
 from published import CONFIGS, PUBLISHED
 
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import Target, planner_for, read_plan
+from moe_pack.convert.plan import PlanningModel, Target, planner_for, read_plan
 from moe_pack.formats import Pack, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
@@ -104,7 +104,7 @@ def test_a_plans_parts_sum_to_the_target() -> None:
         with case(target):
             spec = model_spec(NAME, 4)
             dtypes = ("BF16",) * len(dense_roles(spec))
-            found = planner_for(target, spec, dtypes, random_losses(spec), None, None).plan(0.05)
+            found = planner_for(target, PlanningModel(spec, dtypes, random_losses(spec)), None, None).plan(0.05)
             assert sum(share.num_bytes for share in found.speed.shares) == target.budget_bytes
             assert all(share.num_bytes >= 0 for share in found.speed.shares)
 

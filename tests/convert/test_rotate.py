@@ -16,13 +16,13 @@ from profiles import profiled, random_tokens
 from safetensors.torch import load_file, save_file
 from second_reader import SecondReader, rotation_matrix
 
-from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import Calibration, ExpertQuantizer
+from moe_pack.calib.profile import Profile, ProfileOptions
+from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors
 from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.pipeline import EarlierPack, item_bytes
-from moe_pack.convert.rotation import better_rotated, check_rotation, measured_rotation, rotation_vectors
+from moe_pack.convert.pipeline import EarlierPack, made_item
+from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
 from moe_pack.formats.codecs import decode_part
@@ -186,10 +186,10 @@ def test_calibrated_rows_are_rounded_on_rotated_inputs(checkpoint: Checkpoint, t
     plan = uniform_plan(checkpoint.spec, "up", part, part, None, "calibrated")
     layout, place = layout_for(checkpoint, plan, vectors), (1, 0)
     item = next(item for item in layout.items() if item.kind == "expert" and (item.layer, item.expert) == place)
-    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile, rotation=vectors)
-    raw = item_bytes(Recipe(checkpoint, plan, layout, None, profile, vectors), item, Event())
+    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile, rotation=vectors, sequential=False)
+    made = made_item(Recipe(checkpoint, plan, layout, None, profile, vectors), item, Event())
     with Pack(tmp_path / "p") as pack:
-        np.testing.assert_array_equal(pack.read_extent(*place), raw)
+        np.testing.assert_array_equal(pack.read_extent(*place), made.raw)
         (found,) = PackWeights(pack, torch.device("cpu")).expert(*place).blocks()
     R = torch.from_numpy(rotation_matrix(D))
     a, b = (torch.from_numpy(each[1]).double() for each in (vectors.input, vectors.output))
@@ -200,8 +200,9 @@ def test_calibrated_rows_are_rounded_on_rotated_inputs(checkpoint: Checkpoint, t
     assert source.gate is not None and found.gate is not None
     gate, up = ((rows.double() / a @ R).float() for rows in (source.gate, source.up))
     block = NeuronBlock(gate, up, (source.down.double() / b @ R).float())
-    quantizer = ExpertQuantizer(plan.experts[1][0], Calibration(dataclasses.replace(tokens, inputs=x), "silu"), D)
-    for matrix, stored in quantizer.encode(block).items():
+    quantizer = GuardedQuantizer(plan.experts[1][0], dataclasses.replace(tokens, inputs=x), "silu")
+    for matrix in quantizer.matrices:
+        stored = quantizer.rows(matrix, block)
         expected, theirs = decode_part(part, D, stored), getattr(found, matrix)
         # A rounding of the last bit may choose another path of a row, and nearly all rows have none.
         assert (expected == theirs).all(dim=1).float().mean() > 0.9, matrix
@@ -267,22 +268,46 @@ def test_a_synthetic_pack_may_be_rotated(tmp_path: Path) -> None:
 
 
 TRELLIS = ExpertFormat(*(trellis_format(4, 0),) * 3)
+EIGHT = ExpertFormat(*(part_format(8, 64),) * 3)
+CODES = ExpertFormat(TRELLIS.gate, TRELLIS.up, FP8)
 
 
-def test_layers_with_a_few_huge_weights_are_rotated_and_others_only_where_it_pays(tmp_path: Path) -> None:
-    folder = SHAPE.write(tmp_path / "source")
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        if "layers.1." in name and name.endswith(("w1.weight", "w2.weight", "w3.weight")):
-            tensors[name][7, 3] = 40 * tensors[name].abs().max()
-    save_file(tensors, folder / "model.safetensors")
-    opened = Checkpoint(folder)
-    profile = profiled(folder, tmp_path / "profile", random_tokens(12, 16, 96))
-    found, every = better_rotated(opened, profile, lambda l, e: TRELLIS), measured_rotation(opened)
-    assert found is not None and found.is_rotated(1)
-    for l in range(3):
-        wanted = every.output[l] if found.is_rotated(l) else np.zeros(D)
-        np.testing.assert_array_equal(found.output[l], wanted)
-    eight = part_format(8, 64)
-    assert better_rotated(opened, profile, lambda l, e: ExpertFormat(eight, eight, eight)) is None
-    opened.close()
+def test_auto_takes_the_profiles_layers_except_where_no_format_gains_or_codes_are_kept(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder, tokens = checkpoint.folder, random_tokens(6, 32, 96)
+    rotated = profiled(folder, tmp_path / "on", tokens, ProfileOptions("none", rotate="on"))
+    measured, plan = measured_rotation(checkpoint), plan_of(checkpoint)
+    for layers, expected in (
+        ((TRELLIS, TRELLIS, TRELLIS), (0, 1, 2)),
+        ((EIGHT, TRELLIS, CODES), (1,)),
+        ((EIGHT, EIGHT, CODES), ()),
+    ):
+        mixed = dataclasses.replace(plan, experts=tuple((EIGHT, formats) for formats in layers))
+        found = PlanRotation.chosen("auto", checkpoint, rotated).of(mixed)
+        assert expected == (() if found is None else found.layers(checkpoint.spec)), layers
+        for l in expected:
+            assert found is not None
+            np.testing.assert_array_equal(found.input[l], measured.input[l])
+            np.testing.assert_array_equal(found.output[l], measured.output[l])
+        assert PlanRotation.chosen("off", checkpoint, rotated).of(mixed) is None
+        forced = PlanRotation.chosen("on", checkpoint, None).of(mixed)
+        assert forced is not None and len(forced.layers(checkpoint.spec)) == 3
+    assert PlanRotation.chosen("auto", checkpoint, None).of(plan) is None
+    plain = profiled(folder, tmp_path / "off", tokens, ProfileOptions("none", rotate="off"))
+    assert PlanRotation.chosen("auto", checkpoint, plain).of(plan) is None
+
+
+def test_a_line_says_that_losses_were_predicted_in_other_coordinates(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, tokens = checkpoint.folder, random_tokens(6, 32, 96)
+    rotated = profiled(folder, tmp_path / "on", tokens, ProfileOptions("none", rotate="on"))
+    plain = profiled(folder, tmp_path / "off", tokens, ProfileOptions("none", rotate="off"))
+    off, on = PlanRotation.chosen("off", checkpoint, None), PlanRotation.chosen("on", checkpoint, None)
+    for chosen, profile, counts in ((off, rotated, (0, 3)), (on, plain, (3, 0))):
+        assert chosen.note(profile) == (
+            f"note: {counts[0]} of 3 layers are rotated, but the profile predicts losses with {counts[1]} of them "
+            "rotated; profile the model with the same --rotate for predictions that fit"
+        )
+    for profile in (rotated, plain):
+        assert PlanRotation.chosen("auto", checkpoint, profile).note(profile) is None
+    assert on.note(rotated) is None and off.note(plain) is None

@@ -11,7 +11,7 @@ from cases import case
 from click.testing import CliRunner
 from losses import random_losses
 
-from moe_pack.convert.plan import LossLimit, Target, defaults_text, planner_for
+from moe_pack.convert.plan import LossLimit, PlanningModel, Target, defaults_text, planner_for
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.target import context_of, parse_limit
 from moe_pack.formats import RunError, dense_roles
@@ -175,7 +175,7 @@ def test_a_card_that_cannot_be_is_refused(target: Target, fault: str) -> None:
 
 def planned(target: Target, machine: MachineFacts | None = None) -> Any:
     dtypes = ("BF16",) * len(dense_roles(SPEC))
-    return planner_for(target, SPEC, dtypes, random_losses(SPEC), None, machine).plan(0.05)
+    return planner_for(target, PlanningModel(SPEC, dtypes, random_losses(SPEC)), None, machine).plan(0.05)
 
 
 @pytest.mark.parametrize("target", [replace(CPU, budget_bytes=GIB // 2), replace(CARD, budget_bytes=GIB)])

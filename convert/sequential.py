@@ -1,0 +1,189 @@
+"""Sequential calibration: the inputs of a layer behind the stored layers before it, while a pack is written.
+
+The profile keeps the tokens whose inputs calibrate experts. `StoredInputs` takes their sequences through the pack as
+far as it is written: dense tensors and experts are read back from its files. A layer's experts can be made when all of
+the layers before are on disk.
+
+Hidden states between layers lie in a folder in the pack's folder, so that a killed conversion goes on where it stopped,
+and are removed before the pack is complete.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, in_order
+from moe_pack.convert.account import Recipe
+from moe_pack.formats import ConversionError, ModelSpec, RangeReader, Selector
+from moe_pack.formats.layout import DENSE_FILE, experts_file
+from moe_pack.runtime.model import TORCH, Expert, Matrix, PackedExpert, activations, embed
+from moe_pack.runtime.model.expert import resting_output
+from moe_pack.runtime.model.pack_weights import stored_matrix, stored_vector
+from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.weights import from_experts, to_experts
+
+STATES_FOLDER = "sequential"
+_CPU = torch.device("cpu")
+
+
+class StoredInputs:
+    """The inputs of one layer after another behind a pack's stored layers. One thread at a time may enter a layer.
+
+    Args:    recipe: sequential.   folder: of the pack.   workers: threads.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, workers: int) -> None:
+        assert recipe.calibration is not None, "a sequential recipe has a profile"
+        self._profile = recipe.calibration
+        self._spec = recipe.layout.spec
+        self._folder = folder / STATES_FOLDER
+        self._weights = LayerwiseWeights(_UnfinishedPack(recipe, folder))
+        self._workers = workers
+        self._states: LayerStates | None = None
+        self._entered: tuple[int, LayerTokens] | None = None  # the MoE layer, and its tokens up to its experts
+
+    def of_layer(self, layer_idx: int) -> Tensor:
+        """Returns the inputs of the MoE layer that was entered last, float32 [T, d]."""
+        assert self._entered is not None and self._entered[0] == layer_idx, "a layer is entered before it is made"
+        return self._entered[1].inputs
+
+    @torch.inference_mode()
+    def enter_layer(self, layer_idx: int) -> None:
+        """Takes all sequences up to the experts of a MoE layer; all experts before are on disk."""
+        last = self._spec.moe_layers[layer_idx]
+        if self._states is None:
+            self._states = self._begun(last)
+        states = self._states
+        if self._entered is not None:
+            self._leave(states, *self._entered)
+            self._entered = None
+        while states.next_layer <= last:
+            layer = states.next_layer
+            tokens = states.enter(layer)
+            if layer == last:
+                self._entered = layer_idx, tokens
+                return
+            if layer in self._spec.moe_layers:  # made by an earlier run
+                self._leave(states, self._spec.moe_layers.index(layer), tokens)
+            else:
+                states.leave(layer, tokens)
+            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
+
+    def remove(self) -> None:
+        """Removes the hidden states from the disk."""
+        self._entered = None
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    def _begun(self, last: int) -> LayerStates:
+        """Returns the sequences between layers, where an earlier run has left them."""
+        given = Sequences.of(self._spec, torch.from_numpy(self._profile.kept_sequences().astype(np.int64)))
+        first, answer = given.begun(lambda ids, number: embed(ids[number], self._weights))
+
+        def states() -> LayerStates:
+            num_sequences, length = given.ids.shape
+            workers = self._workers
+            return LayerStates(
+                self._weights, first, num_sequences, length, self._folder, _CPU, answer=answer, workers=workers
+            )
+
+        found = states()
+        if found.next_layer > last:  # of experts that are no longer on disk
+            found.close()
+            found = states()
+        return found
+
+    def _leave(self, states: LayerStates, layer_idx: int, tokens: LayerTokens) -> None:
+        """Runs the stored experts of a layer and ends it."""
+
+        def work(expert: int) -> tuple[Tensor, Tensor, Tensor]:
+            token_idx, router_weights = tokens.of_expert(expert)
+            stored = self._weights.expert(layer_idx, expert)
+            x = to_experts(tokens.inputs[token_idx], self._weights, layer_idx)
+            y = resting_output(x, stored)
+            for block in stored.blocks():
+                y.addmm_(activations(x, block, self._spec.expert.function).h, block.down)
+            return token_idx, router_weights, from_experts(y, self._weights, layer_idx)
+
+        for added in in_order(work, range(self._spec.router.num_experts), self._workers):
+            states.add(tokens, *added)
+        states.leave(self._spec.moe_layers[layer_idx], tokens)
+
+
+class _UnfinishedPack:
+    """The weights of a pack whose dense part and first layers are on disk, in which all neurons run."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.spec: ModelSpec = recipe.layout.spec
+        self.selector: Selector = "none"
+        self.operations = TORCH
+        self._layout = recipe.layout
+        self._folder = folder
+        self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
+        vectors = recipe.rotation
+        self._rotations = [
+            None
+            if vectors is None or not vectors.is_rotated(layer_idx)
+            else Rotation(torch.from_numpy(vectors.input[layer_idx]), torch.from_numpy(vectors.output[layer_idx]))
+            for layer_idx in range(len(self.spec.moe_layers))
+        ]
+
+    def vector(self, role: str) -> Tensor:
+        """Returns a norm's weight or a bias, float32 [n]."""
+        return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
+
+    def matrix(self, role: str) -> Matrix:
+        """Returns a dense matrix by its role, which reads its rows when they are needed."""
+        return _UnfinishedMatrix(self, role)
+
+    def load(self, role: str) -> Matrix:
+        """Reads a dense matrix into memory, in its stored bytes."""
+        return self.rows_of(role, 0, self._dense[role].role.shape[0])
+
+    def rows_of(self, role: str, start: int, stop: int) -> Matrix:
+        """Reads rows of a dense matrix."""
+        return stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations)
+
+    def shape(self, role: str) -> tuple[int, int]:
+        """Returns rows and columns of a dense matrix."""
+        num_rows, num_cols = self._dense[role].role.shape
+        return num_rows, num_cols
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """Reads an expert."""
+        layout = self._layout.experts[layer_idx][expert]
+        offset = self._layout.offsets[layer_idx][expert]
+        raw = self._read(experts_file(self.spec.moe_layers[layer_idx]), offset, layout.num_bytes)
+        return PackedExpert(layout, raw, self.operations)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """Returns zero: all neurons run."""
+        return 0.0
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._rotations[layer_idx]
+
+    def _rows(self, role: str, start: int, stop: int) -> Tensor:
+        entry = self._dense[role].entry
+        row_bytes = entry.num_bytes // entry.shape[0]
+        return self._read(DENSE_FILE, entry.offset + start * row_bytes, (stop - start) * row_bytes)
+
+    def _read(self, file: str, offset: int, num_bytes: int) -> Tensor:
+        with RangeReader(self._folder / file, ConversionError) as reader:
+            raw: NDArray[np.uint8] = reader.read(offset, num_bytes)
+        return torch.from_numpy(raw)
+
+
+class _UnfinishedMatrix:
+    def __init__(self, weights: _UnfinishedPack, role: str) -> None:
+        self._weights = weights
+        self._role = role
+        self.num_rows, self.num_cols = weights.shape(role)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._weights.rows_of(self._role, start, stop).rows(0, stop - start)
