@@ -228,7 +228,9 @@ def plan_row(name: str, gibibytes: int) -> tuple[str, ...]:
         name, target = f"{name} (CPU)", Target(gibibytes << 30, "cpu")
     first = (name, size_text(2 * num_parameters(spec)), str(gibibytes))
     try:
-        planned = planner_for(target, spec, dtypes, losses, None, None).plan(target.limit.nats(losses.nll_per_kl))
+        planned = planner_for(target, PlanningModel(spec, dtypes, losses), None, None).plan(
+            target.limit.nats(losses.nll_per_kl)
+        )
     except RunError as fault:  # `--target-vram: 8.0 GiB is too small; a pack within this loss needs ...; give ...`
         return (*first, str(fault).partition("; ")[2].partition(";")[0], *[""] * 9)
     return (
@@ -269,8 +271,8 @@ def presets_command(presets: tuple[PresetName, ...], as_json: bool) -> None:
         spec = model_spec(name)
         losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
         target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=gpu, preset=preset)
-        planner = planner_for(target, spec, dtypes, losses, None, None)
-        planned = planner.estimate(preset_decision(preset, PlanningModel(spec, dtypes, losses)))
+        model = PlanningModel(spec, dtypes, losses)
+        planned = planner_for(target, model, None, None).estimate(preset_decision(preset, model))
         rows.append((
             preset, name, size_text(2 * num_parameters(spec)), gibibytes, size_text(planned.pack_bytes),
             f"{planned.bits_per_weight:.2f}", *shares_of(planned), f"{planned.speed.hit_rate:.1%}",

@@ -1,27 +1,32 @@
 """Quality by size: KL divergence from the source over stored bits an expert weight, against HQQ and llama.cpp.
 
     python tests/bench/quality.py --llama-python PYTHON --svg PICTURE.svg
+    python tests/bench/quality.py --model MODEL --step 0.5 --other-text FILE
 
-Ours: the planner's plan at every quarter of a bit from 1.75 to 4.5, and all experts in one format, of the formats that
-a profile predicts to lose less than every smaller one. Against them: HQQ in groups of 64 at 2, 3 and 4 bits, and those
-of llama.cpp's types that the model's rows can hold, with an importance matrix; each is compared with our plan within
-its bytes. Bits a weight are all bytes of experts: codes, scales, CRCs, padding. Selector `none`, sparsity 0, the dense
-part as it is. All are calibrated on the shipped sample and judged on another text by the mean KL divergence in nats; a
-difference counts when its 95% interval, of a paired bootstrap over blocks of 128 tokens, excludes 0. Exits with 1 if
-our plan is not lower than another of at least 1.75 bits.
+Ours: the planner's plan at every quarter of a bit (`--step`) from 1.75 to 4.5, and all experts in one format, of the
+formats that a profile predicts to lose less than every smaller one. Against them: HQQ in groups of 64 at 2, 3 and 4
+bits, and those of llama.cpp's types that the model's rows can hold, with an importance matrix; each is compared with
+our plan within its bytes. Bits a weight are all bytes of experts: codes, scales, CRCs, padding. Selector `none`,
+sparsity 0, the dense part as it is. All are calibrated on the shipped sample and judged on another text by the mean KL
+divergence in nats; a difference counts when its 95% interval, of a paired bootstrap over blocks of 128 tokens, excludes
+0. KL has 1.96 standard errors over these blocks. `--other-text` is of another kind: it gives a KL of its own, not the
+differences. Exits with 1 if our plan is not lower than another of at least 1.75 bits.
 """
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
+from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import numpy as np
 from benchlib import SEQUENCE_LENGTH, figure, finish, json_option, model_options, sample_and_unseen, table
 from benchlib.judging import (
+    BLOCK_TOKENS,
     Blocks,
     Difference,
     Judge,
@@ -32,7 +37,7 @@ from benchlib.judging import (
     stored_bytes,
     uniform,
 )
-from benchlib.llama import LlamaExperts, llama_option, llama_types
+from benchlib.llama import LlamaExperts, experts_with_inputs, libggml_option, llama_option, llama_types
 from tqdm import tqdm
 
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
@@ -46,20 +51,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOW, HIGH = 1.75, 4.5  # bits a weight
-_STEP = 0.25
 _BEYOND = 0.25  # of single formats: how far outside these bounds they are still shown
 PARTS = ("plans", "formats", "hqq", "llama")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement. `our_kl`, `difference`: of our plan within its bytes, ours less it; None where it is ours."""
+    """One measurement.
+
+    `kl_error`: 1.96 standard errors.   `other_kl`, `other_kl_error`: on the other text.   `our_kl`, `difference`: of
+    our plan within its bytes, ours less it; None where it is ours.
+    """
 
     series: str
     name: str
     num_bytes: int
     bits: float
     kl: float
+    kl_error: float
+    other_kl: float | None
+    other_kl_error: float | None
     is_ours: bool
     our_kl: float | None = None
     difference: Difference | None = None
@@ -73,18 +84,24 @@ class Point:
 
 
 class Curve:
-    """Collects the points of a checkpoint."""
+    """Collects the points of a checkpoint.
 
-    def __init__(self, judge: Judge, profile: Profile) -> None:
+    Args:    num_first: blocks of the text that gives the differences; the judge's others are of the other text.
+             step: of the plans, in bits.
+    """
+
+    def __init__(self, judge: Judge, profile: Profile, num_first: int, step: float) -> None:
         self._judge, self._profile, self._spec = judge, profile, judge.spec
+        self._num_first, self._step = num_first, step
         self._num_weights = num_expert_weights(judge.spec)
 
     def plans(self) -> Iterator[Point]:
-        """Yields our plans at every quarter of a bit that has one."""
-        for quarter in tqdm(range(round(LOW / _STEP), round(HIGH / _STEP) + 1), desc="plans", disable=None):
-            plan = planned(self._profile, self._spec, int(quarter * _STEP * self._num_weights) // 8)
+        """Yields our plans at every step that has one."""
+        step = self._step
+        for number in tqdm(range(ceil(LOW / step), floor(HIGH / step) + 1), desc="plans", disable=None):
+            plan = planned(self._profile, self._spec, int(number * step * self._num_weights) // 8)
             if plan is not None:
-                yield self._ours("moe-pack, plans", f"plan of {quarter * _STEP:g}", plan)
+                yield self._ours("moe-pack, plans", f"plan of {number * step:g}", plan)
 
     def formats(self) -> Iterator[Point]:
         """Yields all experts in one of our formats."""
@@ -109,7 +126,8 @@ class Curve:
     def llama(self, experts: LlamaExperts) -> Iterator[Point]:
         """Yields llama.cpp's types."""
         num_experts = self._spec.router.num_experts
-        for kind in tqdm(llama_types(self._spec), desc="llama.cpp", disable=None):
+        columns = (self._spec.hidden_size, self._spec.expert.intermediate_size)
+        for kind in tqdm(llama_types(*columns), desc="llama.cpp", disable=None):
             num_bytes, blocks = experts.stored_as(kind)
             found = self._judge.experts(partial(_block, blocks, num_experts))
             yield self._other("llama.cpp", kind, num_bytes, found)
@@ -118,17 +136,28 @@ class Curve:
         return num_bytes * 8 / self._num_weights
 
     def _ours(self, series: str, name: str, plan: Plan) -> Point:
-        num_bytes, kl = stored_bytes(self._spec, plan), float(self._judge.plan(plan).mean())
-        return Point(series, name, num_bytes, self._bits(num_bytes), kl, is_ours=True)
+        num_bytes = stored_bytes(self._spec, plan)
+        return self._point(series, name, num_bytes, self._judge.plan(plan), is_ours=True)
 
     def _other(self, series: str, name: str, num_bytes: int, blocks: Blocks) -> Point:
-        plan = planned(self._profile, self._spec, num_bytes)
-        place = (series, name, num_bytes, self._bits(num_bytes), float(blocks.mean()), False)
+        plan, point = planned(self._profile, self._spec, num_bytes), self._point(series, name, num_bytes, blocks)
         if plan is None:
-            return Point(*place)
-        own = self._judge.plan(plan)
-        assert stored_bytes(self._spec, plan) <= num_bytes, "a plan keeps within its bytes"
-        return Point(*place, float(own.mean()), paired_difference(own, blocks))
+            return point
+        own = self._judge.plan(plan)[: self._num_first]
+        difference = paired_difference(own, blocks[: self._num_first])
+        return replace(point, our_kl=float(own.mean()), difference=difference)
+
+    def _point(self, series: str, name: str, num_bytes: int, blocks: Blocks, is_ours: bool = False) -> Point:
+        first, other = blocks[: self._num_first], blocks[self._num_first :]
+        bits = self._bits(num_bytes)
+        point = Point(series, name, num_bytes, bits, float(first.mean()), _error(first), None, None, is_ours)
+        if len(other):
+            point = replace(point, other_kl=float(other.mean()), other_kl_error=_error(other))
+        return point
+
+
+def _error(blocks: Blocks) -> float:
+    return float(1.96 * blocks.std() / len(blocks) ** 0.5)
 
 
 def _block(blocks: list[NeuronBlock], num_experts: int, layer_idx: int, expert: int) -> NeuronBlock:
@@ -201,8 +230,10 @@ def plot(axes: "Axes", model: str, points: list[Point]) -> None:
 @click.option("--tokens-profiled", default=16384, show_default=True, help="Of the sample, to calibrate on.")
 @click.option("--tokens", default=16384, show_default=True, help="Of the text, to judge on.")
 @click.option("--only", type=click.Choice(PARTS), multiple=True, default=PARTS, help="What to measure; all by default.")
+@click.option("--step", default=0.25, show_default=True, help="Bits from plan to plan.")
+@click.option("--other-text", type=click.Path(path_type=Path, exists=True), help="Also judge on as much of this text.")
 @llama_option
-@click.option("--libggml", type=click.Path(path_type=Path, exists=True), help="The library, if llama_cpp is not there.")
+@libggml_option
 @click.option("--svg", type=click.Path(path_type=Path), help="Also draw the result here.")
 @json_option
 def main(
@@ -212,6 +243,8 @@ def main(
     tokens_profiled: int,
     tokens: int,
     only: tuple[str, ...],
+    step: float,
+    other_text: Path | None,
     llama_python: Path | None,
     libggml: Path | None,
     svg: Path | None,
@@ -219,26 +252,41 @@ def main(
 ) -> None:
     """Profiles in a temporary folder, measures, prints, draws, and judges."""
     sample, unseen = sample_and_unseen(model, tokens_profiled, tokens, text)
+    judged = unseen
+    if other_text is not None:
+        _, other = sample_and_unseen(model, tokens_profiled, tokens, other_text)
+        judged = replace(unseen, sequences=np.concatenate((unseen.sequences, other.sequences)))
     checkpoint, points = Checkpoint(model), list[Point]()
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
             profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions(sensitivity), NO_PROGRESS)
-            curve = Curve(Judge(checkpoint, unseen, profile), profile)
+            num_first = unseen.sequences.size // BLOCK_TOKENS
+            curve = Curve(Judge(checkpoint, judged, profile), profile, num_first, step)
             points += curve.plans() if "plans" in only else ()
             points += curve.formats() if "formats" in only else ()
             points += curve.hqq() if "hqq" in only else ()
             if "llama" in only and llama_python:
-                points += curve.llama(LlamaExperts(checkpoint, profile, llama_python, libggml, Path(folder)))
+                experts, function = experts_with_inputs(checkpoint, profile), checkpoint.spec.expert.function
+                points += curve.llama(LlamaExperts(experts, function, llama_python, libggml, Path(folder)))
     finally:
         checkpoint.close()
     points.sort(key=lambda point: (point.num_bytes, point.series, point.name))
     if svg:
         draw(model.name, points, svg)
     rows = [
-        (f"{p.bits:.3f}", p.series, p.name, f"{p.num_bytes:,}", f"{p.kl:.6f}", figure(p.our_kl, ".6f"), p.difference)
+        (
+            f"{p.bits:.3f}",
+            p.series,
+            p.name,
+            f"{p.num_bytes:,}",
+            f"{p.kl:.6f} ± {p.kl_error:.2g}",
+            None if p.other_kl is None else f"{p.other_kl:.6f} ± {p.other_kl_error:.2g}",
+            figure(p.our_kl, ".6f"),
+            p.difference,
+        )
         for p in points
     ]
-    header = ("bits a weight", "series", "name", "bytes", "KL", "our plan's KL", "ours less it, 95%")
+    header = ("bits a weight", "series", "name", "bytes", "KL", "other text", "our plan's KL", "ours less it, 95%")
     facts = {"model": model.name, "tokens_profiled": sample.sequences.size, "tokens": unseen.sequences.size}
     facts |= {"sequence_length": SEQUENCE_LENGTH, "points": [asdict(point) for point in points]}
     finish(facts, table(header, rows), as_json, [fault for point in points if (fault := point.fault())])

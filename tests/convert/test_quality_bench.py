@@ -17,7 +17,7 @@ from benchlib.judging import (
     stored_bytes,
     uniform,
 )
-from benchlib.llama import LlamaExperts, llama_types
+from benchlib.llama import LlamaExperts, experts_with_inputs, llama_types
 from models import DEMO_MODEL, TinyMixtral
 from profiles import profiled, random_tokens
 from quality import MOST_KL, SERIES, Curve, Point, draw, plot
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # they take seconds to import
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 TEXT = random_tokens(2, 512, 96)
+NUM_FIRST = TEXT.sequences.size // BLOCK_TOKENS // 2  # blocks: the second sequence stands for the other text
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -86,7 +87,7 @@ def judge(checkpoint: Checkpoint, profile: Profile) -> Judge:
 
 @pytest.fixture(scope="module")
 def curve(judge: Judge, profile: Profile) -> Curve:
-    return Curve(judge, profile)
+    return Curve(judge, profile, NUM_FIRST, 0.25)
 
 
 def test_the_source_has_no_divergence_from_itself(judge: Judge, checkpoint: Checkpoint) -> None:
@@ -139,13 +140,21 @@ def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit_and_hqq_is_compared_
         assert point.difference.mean == pytest.approx(point.our_kl - point.kl)
 
 
+def test_each_text_has_a_divergence_of_its_own(curve: Curve, judge: Judge, profile: Profile) -> None:
+    blocks = judge.plan(uniform(profile.spec, part_format(2, 64), "hqq"))
+    found = next(curve.hqq())
+    assert (found.name, found.kl) == ("2 bit", pytest.approx(blocks[:NUM_FIRST].mean()))
+    assert found.other_kl == pytest.approx(blocks[NUM_FIRST:].mean()) != pytest.approx(found.kl)
+    assert found.kl_error == pytest.approx(1.96 * blocks[:NUM_FIRST].std() / NUM_FIRST**0.5)
+
+
 # --- llama.cpp's side
 
 
 def test_rows_that_blocks_of_256_do_not_divide_leave_llama_the_types_of_blocks_of_32() -> None:
     spec = Checkpoint(DEMO_MODEL).spec
     assert (spec.hidden_size, spec.expert.intermediate_size) == (128, 448)
-    assert llama_types(spec) == ("MXFP4", "Q4_0", "IQ4_NL")
+    assert llama_types(128, 448) == ("MXFP4", "Q4_0", "IQ4_NL")
 
 
 def matches(found: dict[str, np.ndarray], x: torch.Tensor, block: "MixtralSparseMoeBlock") -> bool:
@@ -165,7 +174,7 @@ def test_the_importance_matrix_is_the_mean_square_of_what_each_column_is_multipl
     from transformers import MixtralForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    LlamaExperts(checkpoint, profile, Path("python"), None, tmp_path)
+    LlamaExperts(experts_with_inputs(checkpoint, profile), "silu", Path("python"), None, tmp_path)
     disable_progress_bar()
     oracle = MixtralForCausalLM.from_pretrained(profile.folder.parent / "model", dtype=torch.float32)
     assert profile.facts.text.num_kept == 1, "of the two sequences"
@@ -182,7 +191,8 @@ def test_the_importance_matrix_is_the_mean_square_of_what_each_column_is_multipl
 
 def point(series: str, name: str, bits: float, kl: float, low: float | None = -2.0, high: float = -1.0) -> Point:
     difference = None if low is None else Difference((low + high) / 2, low, high)
-    return Point(series, name, 4_500, bits, kl, series.startswith("moe-pack"), 0.003, difference)
+    is_ours = series.startswith("moe-pack")
+    return Point(series, name, 4_500, bits, kl, 0.001, None, None, is_ours, our_kl=0.003, difference=difference)
 
 
 def test_a_point_that_ours_is_not_below_is_a_fault() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert import convert
+from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
 from moe_pack.formats.families import Checkpoint
@@ -78,13 +79,17 @@ def paired_difference(
 class Judge:
     """Measures plans of a checkpoint against the source's predictions for the sequences of a text, which it keeps.
 
-    Args:    tokens: sequences whose length is a multiple of `BLOCK_TOKENS`.   profile: what calibrated plans round by.
+    Args:    tokens: sequences whose length is a multiple of `BLOCK_TOKENS`.   profile: what calibrated plans round by,
+             and the layers that are rotated.   is_sequential: how they are rounded (`convert`).
     """
 
-    def __init__(self, checkpoint: Checkpoint, tokens: Tokens, profile: Profile | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, tokens: Tokens, profile: Profile | None = None, is_sequential: bool = True
+    ) -> None:
         assert tokens.sequences.shape[1] % BLOCK_TOKENS == 0, tokens.sequences.shape
         self.checkpoint, self.spec = checkpoint, checkpoint.spec
         self._profile = profile
+        self._is_sequential = is_sequential
         self._sequences: list[list[int]] = tokens.sequences.tolist()
         self._context = tokens.sequences.shape[1]
         source = Decoder(CheckpointWeights(checkpoint), self._context)
@@ -96,9 +101,19 @@ class Judge:
         if plan not in self._judged:
             num_threads = torch.get_num_threads()
             with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-                convert(self.checkpoint, plan, Path(folder) / "pack", num_threads, calibration=self._profile)
+                rotation = PlanRotation.chosen("auto", self.checkpoint, self._profile).of(plan)
+                out = Path(folder) / "pack"
+                convert(
+                    self.checkpoint,
+                    plan,
+                    out,
+                    num_threads,
+                    calibration=self._profile,
+                    rotation=rotation,
+                    sequential=self._is_sequential,
+                )
                 torch.set_num_threads(num_threads)  # converting leaves torch with one thread
-                with Pack(Path(folder) / "pack") as pack:
+                with Pack(out) as pack:
                     self._judged[plan] = self.blocks(Decoder(PackWeights(pack, _CPU), self._context))
         return self._judged[plan]
 

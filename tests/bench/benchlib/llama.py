@@ -13,6 +13,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, dense_roles
+from moe_pack.formats import GroupedQuerySpec, ModelSpec, NeuronFunction, Pack, dense_roles
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.spec import DenseRole
-from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, activations
+from moe_pack.runtime.model import CheckpointWeights, Expert, NeuronBlock, PackWeights, activations
 
 _SIDE = Path(__file__).with_name("llama_side.py")
 _ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # llama.cpp's, by our family
@@ -70,6 +71,12 @@ def llama_option(body: Any) -> Any:
     kind = click.Path(path_type=Path, exists=True, dir_okay=False)
     text = "A Python with llama_cpp, gguf and numpy.  [default: llama.cpp is left out]"
     return click.option("--llama-python", type=kind, help=text)(body)
+
+
+def libggml_option(body: Any) -> Any:
+    """Adds `--libggml` to a command."""
+    kind = click.Path(path_type=Path, exists=True, dir_okay=False)
+    return click.option("--libggml", type=kind, help="The library, if llama_cpp is not there.")(body)
 
 
 class Llama:
@@ -191,53 +198,67 @@ def _deviations(weights: PackWeights) -> dict[str, float]:
     return {f"ffn_{name}_exps": float(torch.cat(parts).std()) for name, parts in matrices.items()}
 
 
-def llama_types(spec: ModelSpec) -> tuple[str, ...]:
-    """Returns the types that can hold this model's rows, by rising size."""
-    rows = (spec.hidden_size, spec.expert.intermediate_size)
-    return tuple(kind for kind, block in _BLOCKS.items() if not any(columns % block for columns in rows))
+def llama_types(*columns: int) -> tuple[str, ...]:
+    """Returns the types that can hold rows of so many weights, by rising size."""
+    return tuple(kind for kind, block in _BLOCKS.items() if not any(number % block for number in columns))
+
+
+def experts_with_inputs(checkpoint: Checkpoint, profile: Profile) -> Iterator[tuple[NeuronBlock, Tensor]]:
+    """Yields the weights of each expert, layer by layer, and the inputs in a profile that go to it, float32 [n, d]."""
+    weights, spec = CheckpointWeights(checkpoint), checkpoint.spec
+    for layer_idx in range(len(spec.moe_layers)):
+        with profile.inputs(layer_idx) as inputs:
+            for expert in range(spec.router.num_experts):
+                chosen = ((inputs.experts == expert) & (inputs.weights != 0)).any(axis=1)
+                x = inputs.rows(torch.from_numpy(np.flatnonzero(chosen)))
+                yield whole_expert(weights.expert(layer_idx, expert)), x
+
+
+def whole_expert(expert: Expert) -> NeuronBlock:
+    """Returns all neurons of an expert with a gate and without biases as one block."""
+    blocks = list(expert.blocks())
+    gate = torch.cat([block.gate for block in blocks if block.gate is not None]).float()
+    return NeuronBlock(
+        gate, *(torch.cat([getattr(block, name) for block in blocks]).float() for name in ("up", "down"))
+    )
 
 
 class LlamaExperts:
-    """A checkpoint's experts as llama.cpp stores them; matrices and importance lie in `folder`.
+    """Experts as llama.cpp stores them; matrices and importance lie in `folder`.
 
-    Args:    profile: of the calibration text, with the inputs of experts.   libggml: unless the Python has llama_cpp.
+    Args:    experts: each with the inputs float32 [n, d] that its importance matrix is made from.   function: of their
+             neurons.   libggml: unless the Python has llama_cpp.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, profile: Profile, python: Path, libggml: Path | None, folder: Path
+        self,
+        experts: Iterable[tuple[NeuronBlock, Tensor]],
+        function: NeuronFunction,
+        python: Path,
+        libggml: Path | None,
+        folder: Path,
     ) -> None:
-        self._spec, self._folder = checkpoint.spec, folder
+        self._folder = folder
         self._command: list[str | Path] = [python, _SIDE, "quantize", folder]
         self._options: list[str | Path] = ["--libggml", libggml] if libggml else []
-        self._write(CheckpointWeights(checkpoint), profile)
+        self._write(experts, function)
 
     @torch.inference_mode()
-    def _write(self, weights: CheckpointWeights, profile: Profile) -> None:
+    def _write(self, experts: Iterable[tuple[NeuronBlock, Tensor]], function: NeuronFunction) -> None:
         """Writes matrices as llama.cpp has them, gate and up [f, d], down [d, f], and the importance of columns."""
-        function = self._spec.expert.function
         files: dict[str, list[Tensor]] = {
             f"{name}{kind}": [] for name in ("gate", "up", "down") for kind in ("", "-importance")
         }
-        for layer_idx in range(len(self._spec.moe_layers)):
-            with profile.inputs(layer_idx) as inputs:
-                for expert in range(self._spec.router.num_experts):
-                    blocks = list(weights.expert(layer_idx, expert).blocks())
-                    gate = torch.cat([block.gate for block in blocks if block.gate is not None]).float()
-                    up, down = (
-                        torch.cat([getattr(block, name) for block in blocks]).float() for name in ("up", "down")
-                    )
-                    x = inputs.rows(
-                        torch.from_numpy(
-                            np.flatnonzero(((inputs.experts == expert) & (inputs.weights != 0)).any(axis=1))
-                        )
-                    )
-                    h = activations(x, NeuronBlock(gate, up, down), function).h
-                    of_x, of_h = (
-                        values.square().mean(dim=0) if len(values) else torch.ones(values.shape[1]) for values in (x, h)
-                    )
-                    for name, matrix, importance in (("gate", gate, of_x), ("up", up, of_x), ("down", down.T, of_h)):
-                        files[name].append(matrix)
-                        files[f"{name}-importance"].append(importance)
+        for block, x in experts:
+            assert block.gate is not None, "llama.cpp's experts have gates"
+            h = activations(x, block, function).h
+            of_x, of_h = (
+                values.square().mean(dim=0) if len(values) else torch.ones(values.shape[1]) for values in (x, h)
+            )
+            matrices = (("gate", block.gate, of_x), ("up", block.up, of_x), ("down", block.down.T, of_h))
+            for name, matrix, importance in matrices:
+                files[name].append(matrix)
+                files[f"{name}-importance"].append(importance)
         for name, tensors in files.items():
             np.save(self._folder / f"{name}.npy", np.ascontiguousarray(torch.stack(tensors).numpy()))
 
