@@ -4,7 +4,15 @@ from moe_pack.convert.account import check_calibration
 from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
 from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.matrix_bytes import SOURCE, keep_source, kept_text, lossless_formats, with_kept
+from moe_pack.convert.matrix_bytes import (
+    SOURCE,
+    keep_source,
+    kept_text,
+    lossless_formats,
+    num_repeats,
+    usual_repeats,
+    with_kept,
+)
 from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
 from moe_pack.convert.synthetic import (
     SyntheticTraits,
@@ -65,6 +73,7 @@ __all__ = [
     "lossless_formats",
     "measure_fixed_costs",
     "memory_line",
+    "num_repeats",
     "pack_goal",
     "profiled_popularity",
     "same_tensors",
@@ -72,5 +81,6 @@ __all__ = [
     "synthesize",
     "synthetic_layout",
     "threshold_rule",
+    "usual_repeats",
     "with_kept",
 ]

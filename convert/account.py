@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Profile, check_same_source
 from moe_pack.calib.quantize import needs_inputs
-from moe_pack.convert.rounding import ROUNDING_FILE, Rounding
+from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_notes
 from moe_pack.formats import CheckpointError, ModelSpec, PackLayout, Plan, PlanError, RangeReader, canonical, dump
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
@@ -97,7 +97,7 @@ def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
     if order.shape != shape:
         raise PlanError(f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons")
-    fault = order_fault(order)
+    fault = order_fault(order, shape[2])
     if fault:
         raise PlanError(f"order: {fault}")
 
@@ -174,19 +174,31 @@ class PackRecord:
         return [
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
             (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
-            (ORDER_FILE, order_bytes(self._order)),
+            (ORDER_FILE, order_bytes(self._stored_order(read_notes(writer.expert_notes())))),
             *([] if self._rotation is None else [(ROTATION_FILE, rotation_bytes(self._rotation))]),
             (SOURCE_FILE, self.origin.source),
             *self.origin.copied,
         ]
+
+    def _stored_order(self, notes: Mapping[tuple[int, int], ExpertNote]) -> NDArray[np.uint32]:
+        """Returns the order of all rows, u32 [L, E, f]: neurons that are repeated stand twice, one behind the other."""
+        repeats = self._layout.spec.expert.repeats
+        if not repeats:
+            return self._order
+        shape = (*self._order.shape[:2], self._order.shape[2] + repeats)
+        rows = np.empty(shape, np.uint32)
+        for place in np.ndindex(*shape[:2]):
+            twice = np.isin(self._order[place], notes[place[0], place[1]].repeated)
+            rows[place] = np.repeat(self._order[place], 1 + twice)
+        return rows
 
     def sidecars(self, manifest: bytes, writer: PackWriter) -> list[tuple[str, bytes]]:
         """Returns names and bytes of the sidecars that are measured while experts are made.
 
         Args:    manifest: its bytes.
         """
-        notes = writer.expert_notes()
-        if not notes:
+        notes = read_notes(writer.expert_notes())
+        if all(note.loss is None for note in notes.values()):
             return []
         shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
         rounding = Rounding.of_notes(notes, shape)
@@ -232,7 +244,7 @@ class PackRecord:
 def _source_order(layout: PackLayout) -> NDArray[np.uint32]:
     """Returns the order of the source's neurons: u32 [L, E, f]."""
     spec = layout.spec
-    rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
+    rows = np.arange(spec.expert.source_size, dtype=np.uint32)
     return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
 
@@ -274,6 +286,8 @@ def _features(layout: PackLayout, is_rotated: bool) -> tuple[str, ...]:
             features.add("byte_scales")
     if dense:
         features.add("dense_rows")
+    if layout.spec.expert.repeats:
+        features.add("repeated")
     if is_rotated:
         features.add("rotated")
     if layout.unused_file is not None:

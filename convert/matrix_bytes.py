@@ -13,7 +13,7 @@ are in memory at once, because the inputs of down depend on gate and up.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from threading import Event
@@ -33,6 +33,7 @@ from moe_pack.calib.quantize import (
     UnrepresentableError,
     calibration_bytes,
     check_finite,
+    repeats_between,
 )
 from moe_pack.formats import (
     BF16,
@@ -40,6 +41,7 @@ from moe_pack.formats import (
     CheckpointError,
     ExpertFormat,
     Matrix,
+    ModelSpec,
     NeuronFunction,
     PartFormat,
     Plan,
@@ -272,6 +274,29 @@ def _encoded(part: PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> 
 
 
 Bytes2D = NDArray[np.uint8]
+_NEURONS_A_REPEAT = 128
+
+
+def num_repeats(spec: ModelSpec) -> int:
+    """Returns how many neurons of an expert have two rows by default, if codes are calibrated: 1 of 128."""
+    return spec.expert.source_size // _NEURONS_A_REPEAT
+
+
+def usual_repeats(checkpoint: Checkpoint) -> int:
+    """Returns the same for a checkpoint: none if it is quantized itself, because a plan may keep its codes."""
+    is_coded = any(source.codec != "plain" for source in checkpoint.claims.experts.values())
+    return 0 if is_coded else num_repeats(checkpoint.spec)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeuronRows:
+    """The bytes of some neurons' rows by matrix, u8 [n + r, part_bytes].
+
+    `neurons`: of the source, in the order of the rows: consecutive ones, then the r that have a second row.
+    """
+
+    neurons: NDArray[np.intp]
+    matrices: dict[Matrix, Bytes2D]
 
 
 def guarded_quantizer(
@@ -301,11 +326,13 @@ def calibrated_rows(
     biases: Mapping[Matrix, Bytes2D],
     stop: Event,
     rotation: LayerRotation = UNROTATED,
-) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
-    """Yields (first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
+    repeats: int = 0,
+) -> Iterator[NeuronRows]:
+    """Yields all rows of an expert, those of consecutive neurons at once.
 
     Args:    quantizer: of this expert; in the end it has judged all neurons.   place: MoE layer and expert.   biases:
-             of gate and up, float32 as bytes, u8 [f, 4].   rotation: of the layer, for the rows.
+             of gate and up, float32 as bytes, u8 [f, 4].   rotation: of the layer, for the rows.   repeats: how many
+             neurons have two rows.
     Raises:  CheckpointError for a weight that is not finite, or that a format cannot represent; StoppedError.
     """
     spec = checkpoint.spec
@@ -321,29 +348,34 @@ def calibrated_rows(
         for matrix, source in sources.items()
         if (part := formats.of(matrix)) is not None and part.keeps_source
     }
-    for first, end in next_rows(spec.expert.intermediate_size, stop, BLOCK_NEURONS):
+    f = spec.expert.intermediate_size
+    for first, end in next_rows(f, stop, BLOCK_NEURONS):
         block = _block(rows, biases, first, end)
         encoded = {matrix: part_rows.rows(first, end) for matrix, part_rows in copied.items()}
         for matrix in quantizer.matrices:
             if stop.is_set():
                 raise StoppedError
+            number = repeats_between(repeats, f, first, end) if matrix == "down" else 0
             try:
-                encoded[matrix] = quantizer.rows(matrix, block).numpy()
+                encoded[matrix] = quantizer.rows(matrix, block, number).numpy()
             except UnrepresentableError as fault:
                 raise rows[matrix].unrepresentable(first, fault) from fault
         quantizer.judge(block, {matrix: torch.from_numpy(part_rows) for matrix, part_rows in encoded.items()})
-        yield first, end, encoded
+        of_row = np.array([*range(end - first), *quantizer.repeated], np.intp)
+        yield NeuronRows(first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()})
 
 
-def calibrated_bytes(checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat, num_bytes: int) -> int:
-    """Returns the peak memory of `calibrated_rows` for an expert, with the `num_bytes` of its extent."""
+def calibrated_bytes(
+    checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat, num_bytes: int, repeats: int = 0
+) -> int:
+    """Returns the peak memory of `calibrated_rows` for an expert, with the `num_bytes` that its extent takes."""
     spec, total = checkpoint.spec, num_bytes
     for matrix in spec.expert.matrices:
         source, part = checkpoint.expert_source(*place, matrix), formats.of(matrix)
         total += transposed_bytes(checkpoint, source, BF16)
         if part is not None and part.keeps_source:
             total += transposed_bytes(checkpoint, source, part)
-    return calibration_bytes(spec.hidden_size, spec.expert.intermediate_size, total)
+    return calibration_bytes(spec.hidden_size, spec.expert.intermediate_size, total, repeats)
 
 
 def _block(rows: Mapping[Matrix, MatrixRows], biases: Mapping[Matrix, Bytes2D], first: int, end: int) -> NeuronBlock:

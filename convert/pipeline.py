@@ -26,11 +26,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import ExpertLoss, GuardedQuantizer, LayerRotation, check_finite, needs_inputs
+from moe_pack.calib.quantize import (
+    ExpertLoss,
+    GuardedQuantizer,
+    LayerRotation,
+    RowQuantizer,
+    check_finite,
+    needs_inputs,
+    repeats_between,
+)
 from moe_pack.convert.account import PackRecord, Recipe, check_calibration, check_order, recipe_account
 from moe_pack.convert.matrix_bytes import (
     Bytes2D,
     EncodedRows,
+    NeuronRows,
     calibrated_bytes,
     calibrated_rows,
     check_kept,
@@ -124,7 +133,9 @@ class EarlierPack:
         if item.kind == "dense":
             return MadeItem(self._dense_bytes(item))
         loss = None if self._losses is None else self._losses[item.layer][item.expert]
-        return MadeItem(self._expert_bytes(item), loss)
+        assert self._order is not None, "the earlier pack is usable"
+        order = self._order[item.layer, item.expert]
+        return MadeItem(self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist()))
 
     def _expert_bytes(self, item: Item) -> NDArray[np.uint8]:
         raw = self._pack.read_extent(item.layer, item.expert)
@@ -149,6 +160,7 @@ class EarlierPack:
         recipe = self._recipe
         assert self._order is not None, "the earlier pack is usable"
         order = self._order[place]
+        order = order[np.append(True, order[1:] != order[:-1])]  # without second rows
         expected = np.arange(len(order), dtype=np.uint32) if recipe.order is None else recipe.order[place]
         formats = self._pack.index.experts[place[0]][place[1]]
         same_kind = self._pack.manifest.selector == recipe.plan.selector
@@ -179,10 +191,18 @@ class EarlierPack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeItem:
-    """An item's bytes, u8 [item.num_bytes], and what an expert loses; None if that was not measured."""
+    """An item's bytes, u8 [item.num_bytes].
+
+    `loss`: of an expert; None if it was not measured.   `repeated`: an expert's neurons with two rows, rising.
+    """
 
     raw: NDArray[np.uint8]
     loss: ExpertLoss | None = None
+    repeated: tuple[int, ...] = ()
+
+    def note(self) -> bytes:
+        """Returns what the journal notes of the item, which is not in its bytes."""
+        return b"" if self.loss is None and not self.repeated else note_of(self.loss, self.repeated)
 
 
 def made_item(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
@@ -206,7 +226,8 @@ def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
         return item.num_bytes
     formats = plan.experts[item.layer][item.expert]
     if is_calibrated(plan, formats):
-        return calibrated_bytes(checkpoint, (item.layer, item.expert), formats, item.num_bytes)
+        place = item.layer, item.expert
+        return calibrated_bytes(checkpoint, place, formats, item.num_bytes, plan.repeats)
     parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
     sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
     return item.num_bytes + sum(transposed_bytes(checkpoint, source, part) for source, part in sources)
@@ -247,21 +268,21 @@ def _expert(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None) -> M
         extra = extent[-expert.extra_bytes :].reshape(1, -1)
         extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
         seal_rows(expert.extra, extra)
-    halves = _halves(expert, extent)
-    places = _places(recipe, item)
     quantizer = _calibrated_quantizer(recipe, item, rotation, stored)
-    for first, end, encoded in _neurons(recipe, item, biases, stop, quantizer):
+    halves, end = _halves(expert, extent), 0
+    neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
+    for made in _neurons(recipe, item, biases, stop, quantizer):
+        first, end = end, end + len(made.neurons)
+        neurons[first:end] = made.neurons
         sections = {
-            str(matrix): np.concatenate((part, biases[matrix][first:end]), axis=1) if matrix in biases else part
-            for matrix, part in encoded.items()
+            str(m): np.concatenate((part, biases[m][made.neurons]), axis=1) if m in biases else part
+            for m, part in made.matrices.items()
         }
         for rows, out in halves:
-            block = np.empty((end - first, rows.row_bytes), np.uint8)
-            write_rows(rows, sections, block)
-            out[places[first:end]] = block
-    if quantizer is None:
-        return MadeItem(extent)
-    return MadeItem(extent, quantizer.loss(rotation.outputs))
+            write_rows(rows, sections, out[first:end])
+    repeated = _place_rows(halves, neurons, None if recipe.order is None else recipe.order[item.layer, item.expert])
+    loss = None if quantizer is None else quantizer.loss(rotation.outputs)
+    return MadeItem(extent, loss, repeated)
 
 
 def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
@@ -288,13 +309,14 @@ def _neurons(
     biases: Mapping[Matrix, Bytes2D],
     stop: Event,
     calibrated: GuardedQuantizer | None,
-) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
-    """Yields (first, end) of consecutive neurons, and the bytes of each matrix's rows."""
+) -> Iterator[NeuronRows]:
+    """Yields the rows of consecutive neurons."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
-    formats, spec = plan.experts[item.layer][item.expert], recipe.layout.spec.expert
+    formats, spec = plan.experts[item.layer][item.expert], checkpoint.spec.expert
     rotation = LayerRotation.of(recipe.rotation, item.layer)
     if calibrated is not None:
-        yield from calibrated_rows(checkpoint, calibrated, (item.layer, item.expert), formats, biases, stop, rotation)
+        place = item.layer, item.expert
+        yield from calibrated_rows(checkpoint, calibrated, place, formats, biases, stop, rotation, plan.repeats)
         return
     quantizer = dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
@@ -304,7 +326,14 @@ def _neurons(
         if (part := formats.of(m))
     }
     for first, end in next_rows(spec.intermediate_size, stop):
-        yield first, end, {matrix: part.rows(first, end) for matrix, part in parts.items()}
+        # Wide formats lose next to nothing, whichever neurons are repeated: any will do, with second rows of zeros.
+        repeats = repeats_between(plan.repeats, spec.intermediate_size, first, end)
+        of_row = np.array([*range(end - first), *range(repeats)], np.intp)
+        encoded = {matrix: part.rows(first, end)[of_row] for matrix, part in parts.items()}
+        if repeats:
+            zeros = torch.zeros((repeats, checkpoint.spec.hidden_size))
+            encoded["down"][end - first :] = RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
+        yield NeuronRows(first + of_row, encoded)
 
 
 def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLayout, NDArray[np.uint8]]]:
@@ -316,13 +345,28 @@ def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLa
     return halves
 
 
-def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
-    """Returns the row of each of the source's neurons: [f]."""
-    f = recipe.layout.spec.expert.intermediate_size
-    places = np.arange(f)
-    if recipe.order is not None:
-        places[recipe.order[item.layer, item.expert]] = np.arange(f)
-    return places
+_MOVED_BYTES = 16 << 20  # copied at once while rows are brought into their order
+
+
+def _place_rows(
+    halves: list[tuple[RowLayout, NDArray[np.uint8]]], neurons: NDArray[np.intp], order: NDArray[np.uint32] | None
+) -> tuple[int, ...]:
+    """Brings rows into the order of an expert, the second row of a neuron behind its first; returns the repeated ones.
+
+    Args:    halves: the rows as they were made, in the extent.   neurons: [rows], of each row.   order: [f], of the
+             neurons; None: the source's.
+    """
+    counts = np.bincount(neurons)
+    wanted = np.arange(len(counts)) if order is None else order.astype(np.intp)
+    by_neuron = neurons.argsort(kind="stable")  # first rows before second ones
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    places = np.concatenate([by_neuron[starts[n] : starts[n] + counts[n]] for n in wanted.tolist()])
+    if not np.array_equal(places, np.arange(len(places))):
+        for _, rows in halves:
+            step = max(_MOVED_BYTES // len(rows), 1)
+            for first in range(0, rows.shape[1], step):
+                rows[:, first : first + step] = rows[places, first : first + step]
+    return tuple(np.flatnonzero(counts > 1).tolist())
 
 
 def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix, rotation: LayerRotation) -> NDArray[np.uint8]:
@@ -477,7 +521,7 @@ def write_pack(
         progress.begin(Stage("packing", total, "B", done))
         with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
             for item, made, digests in finished:
-                writer.write(item, made.raw, digests, b"" if made.loss is None else note_of(made.loss))
+                writer.write(item, made.raw, digests, made.note())
                 del made  # otherwise it stays in memory until the next item is finished
                 progress.advance(item.num_bytes, _item_text(item))
         progress.end()

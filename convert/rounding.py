@@ -22,9 +22,28 @@ _SHOWN_EXPERTS = 10
 _JOURNAL = "conversion.journal"
 
 
-def note_of(loss: ExpertLoss) -> bytes:
-    """Returns the journal's note of what an expert loses."""
-    return canonical(dump(loss))
+@dataclass(frozen=True, slots=True)
+class ExpertNote:
+    """What the journal keeps of an expert next to its bytes: what it loses, and the neurons with two rows, rising."""
+
+    loss: ExpertLoss | None
+    repeated: tuple[int, ...]
+
+
+def note_of(loss: ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
+    """Returns the journal's note of an expert."""
+    return canonical(dump(ExpertNote(loss, repeated)))
+
+
+def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
+    """Reads the notes of experts by MoE layer and expert.
+
+    Raises:  ConversionError for a note that is none.
+    """
+    return {
+        place: load(ExpertNote, parse(note, _JOURNAL, ConversionError), _JOURNAL, ConversionError)
+        for place, note in notes.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +53,9 @@ class Rounding:
     experts: tuple[tuple[ExpertLoss | None, ...], ...]
 
     @classmethod
-    def of_notes(cls, notes: Mapping[tuple[int, int], bytes], shape: tuple[int, int]) -> "Rounding":
-        """Returns the record of a pack with `shape` layers and experts from the journal's notes of some of them.
-
-        Raises:  ConversionError for a note that is none.
-        """
-        found = {
-            place: load(ExpertLoss, parse(note, _JOURNAL, ConversionError), _JOURNAL, ConversionError)
-            for place, note in notes.items()
-        }
+    def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
+        """Returns the record of a pack with `shape` layers and experts from the notes of some of them."""
+        found = {place: note.loss for place, note in notes.items()}
         return cls(tuple(tuple(found.get((layer, e)) for e in range(shape[1])) for layer in range(shape[0])))
 
 

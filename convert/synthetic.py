@@ -25,7 +25,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 
@@ -58,7 +58,7 @@ from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
 from moe_pack.formats.plan import E5M2, FP8
-from moe_pack.formats.spec import DenseRole
+from moe_pack.formats.spec import DenseRole, with_repeats
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, Step
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
@@ -463,7 +463,14 @@ def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
 
     Raises:  PlanError if the plan does not fit the model.
     """
+    spec, plan = _without_repeats(spec, plan)
     return pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
+
+
+def _without_repeats(spec: ModelSpec, plan: Plan) -> tuple[ModelSpec, Plan]:
+    """Returns a model and a plan of the same size in which second rows are neurons of their own: rows are random."""
+    wider = with_repeats(spec, plan.repeats).expert
+    return replace(spec, expert=replace(wider, repeats=0)), replace(plan, repeats=0)
 
 
 def synthesize(
@@ -484,6 +491,7 @@ def synthesize(
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
     torch.set_num_threads(1)
+    spec, plan = _without_repeats(spec, plan)
     if rotation is not None:
         check_rotation(rotation, plan, spec)
     layout = with_rotation(synthetic_layout(spec, plan), rotation)

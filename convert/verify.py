@@ -190,7 +190,8 @@ def _compare_expert(
 ) -> None:
     """Compares an expert's matrices; with the source's rows in rotated coordinates, where the pack's are.
 
-    Args:    number: the MoE layer and the expert.   order: int64 [f], the source's neuron in each row.
+    Args:    number: the MoE layer and the expert.   order: int64 [f], the source's neuron in each row; the second row
+             of a neuron is behind its first.
     """
     layer_idx, expert = number
     places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
@@ -201,25 +202,34 @@ def _compare_expert(
     rotation = LayerRotation.of(vectors, layer_idx)
     down_bias = biases.pop("down", None)
     _check_bias(number, "down", packed.down_bias(), None if down_bias is None else rotation.rows("down", down_bias))
-    start = 0
+
+    def compare(matrix: Matrix, rows: Tensor, stored: Tensor | None) -> None:
+        part = formats.of(matrix)
+        assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+        expected = rotation.rows(matrix, sources[matrix][rows])
+        expected = (expected.to(torch.bfloat16) if part.codec == "bf16" else expected).to(torch.float32)
+        if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
+            raise PackError(
+                f"layer {layer_idx} expert {expert}: {matrix} does not match the checkpoint's {places[matrix].tensor!r}"
+            )
+
+    start, is_first = 0, torch.ones(len(order), dtype=torch.bool)
+    is_first[1:] = order[1:] != order[:-1]
+    down = torch.zeros((int(is_first.sum()), checkpoint.spec.hidden_size)) if not is_first.all() else None
     for block in packed.blocks():
-        rows = order[start : start + len(block.up)]
-        start += len(rows)
-        for matrix, source in sources.items():
-            part = formats.of(matrix)
-            stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
-            assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+        some = slice(start, start + len(block.up))
+        rows, first, start = order[some], is_first[some], some.stop
+        for matrix, stored, bias in (("gate", block.gate, block.gate_bias), ("up", block.up, block.up_bias)):
             if matrix in biases:
-                _check_bias(
-                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
-                )
-            expected = rotation.rows(matrix, source[rows])
-            expected = (expected.to(torch.bfloat16) if part.codec == "bf16" else expected).to(torch.float32)
-            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
-                raise PackError(
-                    f"layer {layer_idx} expert {expert}: {matrix} does not match the checkpoint's "
-                    f"{places[matrix].tensor!r}"
-                )
+                _check_bias(number, matrix, bias, biases[matrix][rows])
+            if matrix in sources:
+                compare(matrix, rows[first], None if stored is None else stored[first])
+        if down is None:
+            compare("down", rows, block.down)
+        else:
+            down.index_add_(0, rows, block.down)
+    if down is not None:
+        compare("down", torch.arange(len(down)), down)
 
 
 def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
@@ -352,7 +362,7 @@ def bits_per_weight(pack: Pack) -> float:
     """Returns the bits of selectors, records and extra values for each of the experts' weights."""
     spec, totals = pack.spec, pack.manifest.totals
     num_experts = len(spec.moe_layers) * spec.router.num_experts
-    num_weights = num_experts * spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
+    num_weights = num_experts * spec.expert.source_size * spec.hidden_size * len(spec.expert.matrices)
     return 8 * (totals.selectors + totals.records + totals.extra) / num_weights
 
 

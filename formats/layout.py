@@ -31,6 +31,7 @@ from moe_pack.formats.spec import (
     dense_roles,
     record_matrices,
     selector_matrices,
+    with_repeats,
 )
 
 ROW_ALIGN, CRC_BYTES = 16, 4
@@ -317,6 +318,7 @@ def pack_layout(
     fault = plan_fault(plan, spec)
     if fault:
         raise PlanError(f"plan: {fault}")
+    spec = with_repeats(spec, plan.repeats)
     kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
     known = {kind: expert_layout(kind, plan.selector, spec.expert, spec.hidden_size) for kind in kinds}
     experts = tuple(tuple(known[expert] for expert in layer) for layer in plan.experts)

@@ -219,26 +219,31 @@ def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
 
 
 def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
-    """Reads the neuron order `[L, E, f]`: a permutation for each expert.
+    """Reads the neuron order `[L, E, f]`: a permutation for each expert in which `repeats` neurons stand twice.
 
-    Raises:  PackError that names the first expert whose order is not a permutation.
+    Raises:  PackError that names the first expert whose order is another.
     """
-    f = spec.expert.intermediate_size
-    shape = (len(spec.moe_layers), spec.router.num_experts, f)
+    shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
     order = read_arrays(raw, entries, ORDER_FILE, {"order": ("U32", shape)})["order"]
-    fault = order_fault(order)
+    fault = order_fault(order, spec.expert.source_size)
     if fault:
         raise PackError(f"{ORDER_FILE}: {fault}")
     return order
 
 
-def order_fault(order: NDArray[np.uint32]) -> str:
-    """Returns which expert of `[L, E, f]` is the first without a permutation; empty if all have one."""
-    f = order.shape[2]
+def order_fault(order: NDArray[np.uint32], num_neurons: int) -> str:
+    """Returns which expert of `[L, E, f]` is the first with a wrong order; empty if all are right.
+
+    All of `num_neurons` must be in an order, each once or twice.
+    """
     for l, layer in enumerate(order):  # a layer at a time: sorting copies it
-        wrong = np.flatnonzero((np.sort(layer, axis=1) != np.arange(f, dtype=np.uint32)).any(axis=1))
-        if wrong.size:
-            return f"order of layer {l} expert {wrong[0]} is not a permutation of {f} neurons"
+        rows = np.sort(layer, axis=1)
+        steps = np.diff(rows.astype(np.int64), axis=1)
+        wrong = (rows[:, 0] != 0) | (rows[:, -1] != num_neurons - 1) | (steps > 1).any(axis=1)
+        wrong |= ((steps[:, 1:] == 0) & (steps[:, :-1] == 0)).any(axis=1)
+        if wrong.any():
+            twice = f", {rows.shape[1] - num_neurons} of them twice" if rows.shape[1] > num_neurons else ""
+            return f"order of layer {l} expert {np.argmax(wrong)} is not a permutation of {num_neurons} neurons{twice}"
     return ""
 
 
@@ -301,7 +306,7 @@ FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
 FEATURES = frozenset(
-    {"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "rotated", "unused"}
+    {"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "repeated", "rotated", "unused"}
 )
 REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
@@ -482,6 +487,8 @@ def _check_meaning(manifest: Manifest) -> None:
     fault = spec_fault(manifest.model)
     if fault:
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
+    if (manifest.model.expert.repeats > 0) != ("repeated" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'repeated' and repeats of experts must be present together")
     stored = [dense.name for dense in manifest.dense]
     if len(set(stored)) != len(stored):
         raise PackError(f"{MANIFEST_FILE}: dense: a name is listed twice")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.errors import PlanError
+from moe_pack.formats.json_files import added
 from moe_pack.formats.spec import MATRICES, Matrix, ModelSpec, Selector, dense_roles, record_matrices, selector_matrices
 
 Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
@@ -163,13 +164,20 @@ class ExpertFormat:
 class Plan:
     """The formats of a pack: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
 
-    A dense tensor whose format is None keeps the source's bytes.
+    A dense tensor whose format is None keeps the source's bytes. `repeats`: how many neurons of each expert have two
+    rows (`ExpertSpec`); only calibrated codes have some.
     """
 
     selector: Selector
     quantizer: Quantizer
     experts: tuple[tuple[ExpertFormat, ...], ...]
     dense: tuple[PartFormat | None, ...]
+    repeats: int = added(0)
+
+
+def planned_repeats(spec: ModelSpec, quantizer: Quantizer) -> int:
+    """Returns the repeats of a plan for a spec `with_repeats`: none if the quantizer cannot choose the neurons."""
+    return spec.expert.repeats if quantizer == "calibrated" else 0
 
 
 def uniform_dense(spec: ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
@@ -190,6 +198,7 @@ def uniform_plan(
 ) -> Plan:
     """Returns the plan that gives every expert the same formats.
 
+    Args:    spec: the source's, or `with_repeats` for calibrated codes.
     Raises:  PlanError if this model's rows do not allow the formats, or the model has no such selector.
     """
     selected = selector_matrices(selector, spec.expert.matrices)
@@ -209,14 +218,15 @@ def uniform_plan(
         gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
     )
     layer = (expert,) * spec.router.num_experts
-    return Plan(selector, quantizer, (layer,) * len(spec.moe_layers), uniform_dense(spec, dense))
+    experts = (layer,) * len(spec.moe_layers)
+    return Plan(selector, quantizer, experts, uniform_dense(spec, dense), planned_repeats(spec, quantizer))
 
 
 def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
     """Returns why `plan` does not fit `spec`, or None."""
     if len(plan.experts) != len(spec.moe_layers):
         return f"{len(plan.experts)} layers planned, but the model has {len(spec.moe_layers)} with experts"
-    if fault := _dense_fault(plan.dense, spec):
+    if fault := _dense_fault(plan.dense, spec) or _repeats_fault(plan, spec):
         return fault
     needed = (
         *selector_matrices(plan.selector, spec.expert.matrices),
@@ -232,6 +242,18 @@ def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
                     return f"layer {layer} expert {number}: format of {matrix} does not fit the model's matrices"
                 if part is not None and (fault := format_fault(part, spec.hidden_size)):
                     return f"layer {layer} expert {number} {matrix}: {fault}"
+    return None
+
+
+def _repeats_fault(plan: Plan, spec: ModelSpec) -> str | None:
+    if not 0 <= plan.repeats <= spec.expert.source_size:
+        return f"repeats is {plan.repeats}, expected 0 to {spec.expert.source_size}, the neurons of an expert"
+    if not plan.repeats:
+        return None
+    if plan.quantizer != "calibrated":
+        return f"repeats is {plan.repeats}, but {plan.quantizer} does not know which neurons to repeat; use calibrated"
+    if any(expert.down.keeps_source for layer in plan.experts for expert in layer):
+        return f"repeats is {plan.repeats}, but down keeps the checkpoint's codes, which loses nothing; use 0"
     return None
 
 

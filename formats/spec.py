@@ -17,7 +17,7 @@ Sizes in bytes are formatted and parsed here too.
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -194,6 +194,8 @@ class ExpertSpec:
     `bias` lists the matrices with a bias. The bias of gate or up is one value a neuron, in the neuron's row. The bias
     of down is `d` float32 values, which a chosen expert adds to its output whichever neurons run. `extra_floats` is
     their number, or 0.
+    `repeats`: of a pack, how many neurons have two rows. `intermediate_size` counts both. Such a neuron has the same
+    gate and up in both rows, and its down is the sum of both, so that it has twice the bits.
     Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts.
     """
 
@@ -202,6 +204,12 @@ class ExpertSpec:
     matrices: tuple[Matrix, ...]
     bias: tuple[Matrix, ...]
     extra_floats: int
+    repeats: int = added(0)
+
+    @property
+    def source_size(self) -> int:
+        """The number of neurons that the source's expert has."""
+        return self.intermediate_size - self.repeats
 
     @property
     def row_bias(self) -> tuple[Matrix, ...]:
@@ -454,7 +462,13 @@ def _dense_parameters(spec: ModelSpec) -> int:
 def _expert_parameters(spec: ModelSpec) -> int:
     expert = spec.expert
     neuron = spec.hidden_size * len(expert.matrices) + len(expert.row_bias)
-    return expert.intermediate_size * neuron + expert.extra_floats
+    return expert.source_size * neuron + expert.extra_floats
+
+
+def with_repeats(spec: ModelSpec, repeats: int) -> ModelSpec:
+    """Returns the spec of a pack in which so many neurons of each expert have two rows; 0: the source's spec."""
+    size = spec.expert.source_size + repeats
+    return replace(spec, expert=replace(spec.expert, intermediate_size=size, repeats=repeats))
 
 
 def size_text(num_bytes: float) -> str:
@@ -703,6 +717,8 @@ def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
         return f"expert function {expert.function} needs a gate"
     if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
         return f"expert bias names {expert.bias}, expected some of {expert.matrices} in this order"
+    if not 0 <= expert.repeats <= expert.intermediate_size // 2:
+        return f"expert repeats is {expert.repeats}, expected 0 to half of the {expert.intermediate_size} rows"
     expected = hidden_size if "down" in expert.bias else 0
     if expert.extra_floats != expected:
         return f"extra_floats is {expert.extra_floats}, expected {expected}, the number of values in the bias of down"

@@ -107,7 +107,7 @@ from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import tensor_sidecar_bytes
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.spec import first_moe_layers, with_repeats
 from moe_pack.runtime import give_back_freed
 from moe_pack.runtime.model import CheckpointWeights, embed
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing
@@ -550,8 +550,9 @@ def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
 
 
 def _check_same(pack: Pack, profile: Profile) -> None:
-    if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
-        what = "another model" if profile.spec != pack.spec else "another checkpoint of this model"
+    spec = with_repeats(pack.spec, 0)
+    if (profile.spec, profile.facts.source) != (spec, packed_source_digest(pack)):
+        what = "another model" if profile.spec != spec else "another checkpoint of this model"
         raise PlanError(
             f"--profile {profile.folder}: the profile is of {what}; profile the one from which {pack.folder} was made"
         )

@@ -5,10 +5,12 @@ from moe_pack.calib.quantize.experts import (
     MAX_OTHER_TOKENS,
     MAX_OWN_TOKENS,
     Calibration,
+    DownRows,
     ExpertQuantizer,
     ExpertTokens,
     calibration_bytes,
     needs_inputs,
+    repeats_between,
 )
 from moe_pack.calib.quantize.guard import ExpertLoss, GuardedQuantizer
 from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
@@ -28,6 +30,7 @@ __all__ = [
     "MAX_OWN_TOKENS",
     "UNROTATED",
     "Calibration",
+    "DownRows",
     "ExpertLoss",
     "ExpertQuantizer",
     "ExpertTokens",
@@ -41,5 +44,6 @@ __all__ = [
     "check_finite",
     "measured_rotation",
     "needs_inputs",
+    "repeats_between",
     "rotation_vectors",
 ]

@@ -5,6 +5,9 @@ one after another with the Hessian of the expert's activations; if gate and up a
 are first fitted to these activations, so that down makes up for the errors of gate and up (`gptq` has the formulas for
 the rounding). Wide formats are quantized without tokens.
 
+Repeated neurons: a few neurons decide some of an expert's outputs, because their activations or their rows of down are
+many times as large as the others'. These get a second row, which stores what the first one lost (`gptq_rows`).
+
 Sequential calibration: an expert behind stored layers is given other inputs than in the source. If these are known, it
 is quantized for them, and its rows are first moved towards giving the source's outputs. Only a quarter of what the
 inputs miss is made up for: a fit to inputs with errors shrinks its outputs, and shrinkage adds up over layers where
@@ -31,6 +34,7 @@ from moe_pack.calib.quantize.gptq import (
 from moe_pack.calib.quantize.plain import RowQuantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
+from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.model import NeuronBlock, activations
 
 MAX_OWN_TOKENS = 4096  # of an expert; a profile keeps as many for one of average popularity
@@ -90,19 +94,25 @@ class ExpertTokens:
         return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
 
 
+def repeats_between(repeats: int, num_neurons: int, first: int, end: int) -> int:
+    """Returns how many of an expert's repeated neurons are among its neurons from `first` to `end`: an equal share."""
+    return repeats * end // num_neurons - repeats * first // num_neurons
+
+
 def needs_inputs(part: PartFormat) -> bool:
     """Returns whether the codes of a format depend on an expert's inputs."""
     return not part.keeps_source and part.bits < _PLAIN_BITS
 
 
-def calibration_bytes(hidden_size: int, intermediate_size: int, other_bytes: int = 0) -> int:
+def calibration_bytes(hidden_size: int, intermediate_size: int, other_bytes: int = 0, repeats: int = 0) -> int:
     """Returns the most memory that a `Calibration` and an `ExpertQuantizer` of it take, with one block of neurons.
 
     Args:    other_bytes: what the caller keeps in memory while rows are quantized, but not while `Calibration.runs`
-             are computed.
+             are computed.   repeats: of an expert.
     """
     d, num_tokens = hidden_size, MAX_OWN_TOKENS + MAX_OTHER_TOKENS
     neurons = min(intermediate_size, BLOCK_NEURONS)
+    neurons += -(-neurons * repeats // intermediate_size)
     run = -(-d // -(-d // _MAX_COLUMNS))  # columns
     computing_runs = 4 * run * (d - run) + 20 * run**2  # factors of other runs; of this one the Hessian, twice float64
     factor = 4 * num_tokens * 4 * neurons + 44 * neurons**2  # of down: activations, moments, and what they solve
@@ -159,8 +169,8 @@ class Calibration:
         tokens = self._tokens
         return DampedFit(tokens.given, tokens.weights, _FIT_DAMPING * damping(tokens.weights, tokens.given.shape[1]))
 
-    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> tuple[Tensor, Tensor, float]:
-        """Returns the rows of down to round in a block of n neurons, float32 [n, d], their Hessian, and its damping.
+    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> "DownRows":
+        """Returns the rows of down to round in a block of n neurons.
 
         Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. What is missing are
                  the errors of gate and up, and a share of what the inputs miss.
@@ -173,13 +183,17 @@ class Calibration:
         missing = None if tokens.stored is None else activations(tokens.inputs, block, function).h
         h = activations(tokens.given, block, function).h
         if stored is None:
-            return block.down, weighted_hessian(h, tokens.weights), share
+            return DownRows(block.down, weighted_hessian(h, tokens.weights), share, self._peaks(h))
         missing = h if missing is None else missing.sub_(h).mul_(INPUT_STEP).add_(h)
         del h
         g = activations(tokens.given, stored, function).h
         missing.sub_(g)
         fitted = block.down + DampedFit(g, tokens.weights, _FIT_DAMPING * share).addition(missing) @ block.down
-        return fitted, weighted_hessian(g, tokens.weights), share
+        return DownRows(fitted, weighted_hessian(g, tokens.weights), share, self._peaks(g))
+
+    def _peaks(self, h: Tensor) -> Tensor:
+        """Returns the root mean square over tokens of the weighted `h^2` of each neuron, float32 [n]."""
+        return (h.square() * self._tokens.weights[:, None]).square_().mean(dim=0).sqrt_()
 
     def _compute_runs(self) -> Iterator[ColumnRun]:
         d = self._tokens.given.shape[1]
@@ -193,8 +207,31 @@ class Calibration:
         return gptq_factor(weighted_hessian(values, weights), damping(weights, values.shape[1]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DownRows:
+    """The rows of down to round in a block of n neurons.
+
+    `weights` float32 [n, d].   `hessian` float32 [n, n], of their activations.   `damping`: its share, for
+    `gptq_factor`.   `peaks` float32 [n]: the root mean square of the weighted squares of the activations. More than
+    their mean, it counts what few tokens need very much.
+    """
+
+    weights: Tensor
+    hessian: Tensor
+    damping: float
+    peaks: Tensor
+
+    def repeated(self, number: int) -> list[int]:
+        """Returns the neurons whose rounded rows would lose most, rising."""
+        peaks = self.peaks if bool(self.peaks.any()) else torch.ones_like(self.peaks)
+        lost = peaks * self.weights.square().sum(dim=1)
+        return sorted(lost.argsort(descending=True, stable=True)[:number].tolist())
+
+
 class ExpertQuantizer:
     """Turns an expert's neurons into the bytes of its parts, block by block.
+
+    `repeated`: the neurons of the last block of down that have a second row, rising.
 
     Args:    formats: of its matrices; a matrix whose format keeps the source's codes is skipped.
              calibration: of this expert.   hidden_size: weights a row.
@@ -205,6 +242,8 @@ class ExpertQuantizer:
         parts: list[tuple[Matrix, PartFormat | None]] = [(matrix, formats.of(matrix)) for matrix in MATRICES]
         self._parts = {matrix: part for matrix, part in parts if part is not None and not part.keeps_source}
         self._calibration = calibration
+        self._d = hidden_size
+        self.repeated: list[int] = []
         self._plain = {
             matrix: RowQuantizer(part, hidden_size, "hqq")
             for matrix, part in self._parts.items()
@@ -226,30 +265,42 @@ class ExpertQuantizer:
         return {matrix: self.rows(matrix, block) for matrix in self._parts}
 
     @torch.inference_mode()
-    def rows(self, matrix: Matrix, block: NeuronBlock, stored: NeuronBlock | None = None) -> Tensor:
+    def rows(self, matrix: Matrix, block: NeuronBlock, stored: NeuronBlock | None = None, repeats: int = 0) -> Tensor:
         """Returns the bytes of one matrix, as `encode`.
 
         Args:    stored: gate and up as a reader finds them, for which down makes up; without it, the bytes do not
-                 depend on the formats of the other matrices.
+                 depend on the formats of the other matrices.   repeats: of down, how many neurons get a second row;
+                 these rows come after all others, for the neurons `repeated`.
         Raises:  UnrepresentableError for a row with weights too large for float16 scales.
         """
         assert len(block.up) <= BLOCK_NEURONS, f"{len(block.up)} neurons at once"
         weights = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
         assert weights is not None, f"an expert without {matrix} has no format for it"
+        if matrix == "down":
+            return self._down(block, stored, repeats)
         if matrix in self._plain:
             return self._plain[matrix].encode(weights)
-        if matrix == "down":
-            return self._down(block, stored)
         return self._columns(self._parts[matrix], weights)
 
-    def _down(self, block: NeuronBlock, stored: NeuronBlock | None) -> Tensor:
+    def _down(self, block: NeuronBlock, stored: NeuronBlock | None, repeats: int) -> Tensor:
+        part = self._parts["down"]
+        if "down" in self._plain:
+            quantizer = self._plain["down"]
+            self.repeated = sorted(block.down.square().sum(dim=1).argsort(descending=True)[:repeats].tolist())
+            rows = quantizer.encode(block.down)
+            lost = block.down[self.repeated] - decode_part(part, self._d, rows[self.repeated])
+            return torch.cat((rows, quantizer.encode(lost))) if repeats else rows
         try:
-            return gptq_rows(self._parts["down"], *self._calibration.down(block, stored))
+            return self._gptq_down(part, self._calibration.down(block, stored), repeats)
         except UnrepresentableError:
             if stored is None:
                 raise
         # A weight too large for its row was spread over others. Names its own row, or rounds the rows as they are.
-        return gptq_rows(self._parts["down"], *self._calibration.down(block))
+        return self._gptq_down(part, self._calibration.down(block), repeats)
+
+    def _gptq_down(self, part: PartFormat, rows: DownRows, repeats: int) -> Tensor:
+        self.repeated = rows.repeated(repeats)
+        return gptq_rows(part, rows.weights, rows.hessian, rows.damping, self.repeated)
 
     def _columns(self, part: PartFormat, weights: Tensor) -> Tensor:
         pieces = list[Tensor]()

@@ -12,15 +12,17 @@ errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.fa
 `gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
 `gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
 is a column of the formula, and errors go from row to row, the largest activations first: the others make up for the
-errors of a neuron that decides an output. Within a row all columns weigh the same.
+errors of a neuron that decides an output. Within a row all columns weigh the same. Where neurons are repeated, their
+second rows begin as zeros and follow directly: they take nearly all of the first rows' errors.
 Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
 
 Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are
 our own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -257,26 +259,36 @@ def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, fact
 _BLOCK_ROWS = 32  # rows rounded between two products that carry their errors on
 
 
-def gptq_rows(part: PartFormat, weights: Tensor, hessian: Tensor, share: float = LEAST_DAMPING) -> Tensor:
-    """Quantizes rows one after another, by falling diagonal of the Hessian.
+def gptq_rows(
+    part: PartFormat,
+    weights: Tensor,
+    hessian: Tensor,
+    share: float = LEAST_DAMPING,
+    repeated: Sequence[int] = (),
+) -> Tensor:
+    """Quantizes rows one after another, by falling diagonal of the Hessian; repeated rows first.
 
     Args:    part: affine or trellis.   weights: float32 [n, d], finite.   hessian: float32 [n, n], of the rows'
-             activations.   share: its damping, as for `gptq_factor`.
-    Returns: u8 [n, part_bytes].
+             activations.   share: its damping, as for `gptq_factor`.   repeated: rows that get a second row, which is
+             added to the first.
+    Returns: u8 [n + len(repeated), part_bytes]: all rows, then the second ones.
     Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
+    n, d, twice = *weights.shape, torch.tensor(repeated, dtype=torch.int64)
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = gptq_factor(hessian[order][:, order], share).factor
-    d, weights = weights.shape[1], weights[order]
+    is_repeated = torch.zeros(n, dtype=torch.bool).index_fill_(0, twice, True)
+    neurons = torch.cat((twice, twice, order[~is_repeated[order]]))  # of each row, in the order of rounding
+    order = torch.cat((twice, torch.arange(n, n + len(twice)), order[~is_repeated[order]]))
+    factor = gptq_factor(hessian[neurons][:, neurons], share).factor
+    weights = torch.cat((weights, weights.new_zeros((len(twice), d))))[order]
     quantizer = square_quantizer(part, d)
     rows = torch.empty((len(weights), part.part_bytes(d)), dtype=torch.uint8)
     targets, errors = weights.clone(), torch.empty_like(weights)
-    for first in range(0, len(weights), _BLOCK_ROWS):
-        end = min(first + _BLOCK_ROWS, len(weights))
+    for first, end in _row_blocks(len(twice), len(weights)):
         try:
             scales = quantizer.scales(targets[first:end])
         except UnrepresentableError as fault:
-            raise UnrepresentableError(int(order[first + fault.row]), fault.advice) from fault
+            raise UnrepresentableError(int(neurons[first + fault.row]), fault.advice) from fault
         for i in range(first, end):
             target = (targets[i] + factor[first:i, i] @ errors[first:i])[None]
             row, rounded = quantizer.encode(target, scales[i - first : i - first + 1])
@@ -284,6 +296,17 @@ def gptq_rows(part: PartFormat, weights: Tensor, hessian: Tensor, share: float =
             errors[i] = weights[i] - rounded[0]
         targets[end:].addmm_(factor[first:end, end:].T, errors[first:end])
     return rows
+
+
+def _row_blocks(num_repeated: int, num_rows: int) -> Iterator[tuple[int, int]]:
+    """Yields (first, end) of rows whose scales are found together: a second row's when the first one's error is known.
+
+    The first `num_repeated` rows are repeated, and as many after them are the second rows.
+    """
+    bounds = (0, num_repeated, 2 * num_repeated, num_rows)
+    for begin, stop in pairwise(bounds):
+        for first in range(begin, stop, _BLOCK_ROWS):
+            yield first, min(first + _BLOCK_ROWS, stop)
 
 
 def square_quantizer(part: PartFormat, num_cols: int) -> "TrellisQuantizer | AffineQuantizer":

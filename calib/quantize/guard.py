@@ -91,10 +91,17 @@ class GuardedQuantizer:
         """The matrices that are quantized."""
         return self._quantizer.matrices
 
+    @property
+    def repeated(self) -> list[int]:
+        """The neurons of the last block of down that have a second row, rising."""
+        return self._quantizer.repeated
+
     @torch.inference_mode()
-    def rows(self, matrix: Matrix, block: NeuronBlock) -> Tensor:
+    def rows(self, matrix: Matrix, block: NeuronBlock, repeats: int = 0) -> Tensor:
         """Returns the bytes of one matrix of a block: of gate, of up, then of down, which makes up for their errors.
 
+        Args:    repeats: of down, how many neurons get a second row; these rows come after all others, for the neurons
+                 `repeated`.
         Raises:  UnrepresentableError as that does.
         """
         part = self._formats.of(matrix)
@@ -102,7 +109,7 @@ class GuardedQuantizer:
         if matrix == "down":
             stored = replace(block, **self._stored)
             is_fitted = bool(self._stored) or self._judging.stored is not None
-            rows = self._quantizer.rows(matrix, block, stored if is_fitted else None)
+            rows = self._quantizer.rows(matrix, block, stored if is_fitted else None, repeats)
             self._stored.clear()
             return self._better_block(block, stored, rows) if self._is_judged and needs_inputs(part) else rows
         weights = block.gate if matrix == "gate" else block.up
@@ -152,12 +159,13 @@ class GuardedQuantizer:
         return (errors @ self._judging.given.T).square_() @ self._judging.weights
 
     def _better_block(self, block: NeuronBlock, stored: NeuronBlock, rows: Tensor) -> Tensor:
-        part, weights, total = self._formats.down, self._judging.weights, len(block.down)
+        part, weights, repeated = self._formats.down, self._judging.weights, self.repeated
         exact = activations(self._judging.inputs, block, self._function).h @ block.down
         h = activations(self._judging.given, stored, self._function).h
         squares = weights @ h.square()  # [n]
+        squares[repeated] = 0  # rows that are stored twice lose next to nothing
         quantizer = square_quantizer(part, self._d)
-        pieces = list(_pieces(total))
+        pieces = list(_pieces(len(block.down)))
         lost, kept = exact, float(weights @ (exact - h @ block.down).square().sum(dim=1))  # with down as it is
         expected = 0.0
         try:
@@ -167,14 +175,23 @@ class GuardedQuantizer:
         for piece, of_piece in zip(pieces, scales, strict=True):
             lost = lost - h[:, piece] @ decode_part(part, self._d, rows[piece])
             expected += float(squares[piece] @ quantizer.expected_errors(block.down[piece], of_piece))
+        if repeated:
+            lost = lost - h[:, repeated] @ decode_part(part, self._d, rows[len(block.down) :])
         loss = float(weights @ lost.square().sum(dim=1))
         if loss <= kept + _SURE_BLOCK * expected:
             return rows
-        lost, plain = exact, list[Tensor]()
+        lost, plain, missing = exact, list[Tensor](), block.down[repeated].clone()
         for piece, of_piece in zip(pieces, scales, strict=True):
             encoded, rounded = quantizer.encode(block.down[piece], of_piece)
             plain.append(encoded)
             lost = lost - h[:, piece] @ rounded
+            for place, neuron in enumerate(repeated):
+                if piece.start <= neuron < piece.stop:
+                    missing[place] -= rounded[neuron - piece.start]
+        if repeated:
+            encoded, rounded = quantizer.encode(missing, quantizer.scales(missing))
+            plain.append(encoded)
+            lost = lost - h[:, repeated] @ rounded
         if float(weights @ lost.square().sum(dim=1)) >= loss:
             return rows
         self._plain["down"] += 1
@@ -184,19 +201,25 @@ class GuardedQuantizer:
     def judge(self, block: NeuronBlock, encoded: Mapping[Matrix, Tensor]) -> None:
         """Adds the outputs of a block to those that `loss` compares.
 
-        Args:    encoded: the bytes of all its matrices, those that keep the source's codes too.
+        Args:    encoded: the bytes of all its matrices, those that keep the source's codes too; of down with the
+                 second rows of the neurons `repeated`.
         """
         if not self._is_judged:
             return
-        x, given = self._judging.inputs, self._judging.given
+        x, given, repeated = self._judging.inputs, self._judging.given, self.repeated
         gate_part, up_part, down_part = (self._formats.of(matrix) for matrix in MATRICES)
         assert up_part is not None and down_part is not None
+        second = decode_part(down_part, self._d, encoded["down"][len(block.up) :]) if repeated else None
         for piece in _pieces(len(block.up)):
             exact = _cut(block, piece)
+            down = decode_part(down_part, self._d, encoded["down"][piece])
+            for place, neuron in enumerate(repeated):
+                if second is not None and piece.start <= neuron < piece.stop:
+                    down[neuron - piece.start] += second[place]
             stored = NeuronBlock(
                 None if gate_part is None else decode_part(gate_part, self._d, encoded["gate"][piece]),
                 decode_part(up_part, self._d, encoded["up"][piece]),
-                decode_part(down_part, self._d, encoded["down"][piece]),
+                down,
                 exact.gate_bias,
                 exact.up_bias,
             )

@@ -22,6 +22,7 @@ from moe_pack.calib.forward import HOT_SPARSITIES, Array
 from moe_pack.calib.quantize import (
     BLOCK_NEURONS,
     Calibration,
+    DownRows,
     ExpertQuantizer,
     ExpertTokens,
     RowQuantizer,
@@ -438,8 +439,8 @@ def _between(part: PartFormat, found: dict[PartFormat, Tensor]) -> Tensor:
 class _BlockCalibration(Calibration):
     """The calibration of a single block of neurons, whose down is computed once for all formats."""
 
-    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> tuple[Tensor, Tensor, float]:
-        """Returns the rows and the Hessian of the first block that it was called with."""
+    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> DownRows:
+        """Returns the rows of the first block that it was called with."""
         assert stored is None, "errors of down do not depend on the formats of gate and up"
         if not hasattr(self, "_down"):
             self._down = super().down(block)

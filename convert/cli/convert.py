@@ -32,6 +32,7 @@ from moe_pack.convert import (
     memory_line,
     pack_goal,
     threshold_rule,
+    usual_repeats,
     with_kept,
 )
 from moe_pack.convert.cli.measure import (
@@ -79,7 +80,7 @@ from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
-from moe_pack.formats.spec import read_size
+from moe_pack.formats.spec import read_size, with_repeats
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import operations_for
 
@@ -406,7 +407,8 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
             _tell(note)
         # Layers that keep the checkpoint's codes stay as they are, but with --rotate on they cannot be kept.
         losses = with_kept(losses_of(profile), {} if options.rotate == "on" else lossless_formats(checkpoint))
-        model = PlanningModel(checkpoint.spec, dtypes, losses, rotation)
+        repeats = usual_repeats(checkpoint) if losses.quantizer == "calibrated" else 0
+        model = PlanningModel(with_repeats(checkpoint.spec, repeats), dtypes, losses, rotation)
         packer = AutoPacker(
             checkpoint,
             profile,

@@ -124,9 +124,10 @@ def _print_model(pack: Pack) -> None:
     if spec.dense_intermediate_size is not None:
         num_dense = spec.num_hidden_layers - len(spec.moe_layers)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
+    repeats = f" and {spec.expert.repeats} stored twice" if spec.expert.repeats else ""
     rows = [
         ("model", f"{spec.family}, {len(spec.moe_layers)} layers of {experts}"),
-        ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.intermediate_size}, "
+        ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.source_size}{repeats}, "
                   f"vocabulary {spec.vocab_size}, context {spec.max_position_embeddings}"),
         ("", f"{_millions(num_parameters(spec))} parameters, {_millions(num_active_parameters(spec))} active a token, "
              f"{4 * cached_values(spec):,} bytes of KV cache a token (float32)"),

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 
 from moe_pack.calib.evaluate import REFERENCE_FILE
-from moe_pack.convert import SOURCE, keep_source
+from moe_pack.calib.quantize import needs_inputs
+from moe_pack.convert import SOURCE, keep_source, usual_repeats
 from moe_pack.convert.matrix_bytes import Bits
 from moe_pack.formats import (
     ROW_GROUP,
@@ -33,6 +34,7 @@ from moe_pack.formats.cli import cache_folder
 from moe_pack.formats.commands import given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
 
 INTERRUPTED = "interrupted; the finished part is kept; run the same command again to continue"
@@ -134,6 +136,17 @@ class PlanOptions:
         ),
     )
 
+    repeats: int | None = field(
+        default=None,
+        metadata=option(
+            "--repeats",
+            least=0,
+            metavar="N",
+            help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
+            "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
+        ),
+    )
+
     def plan(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
         """Returns the plan for a model without a checkpoint.
 
@@ -150,17 +163,26 @@ class PlanOptions:
 
         Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
         """
-        plan = self._planned(checkpoint.spec, quantizer)
+        plan = self._planned(checkpoint.spec, quantizer, usual_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
 
-    def _planned(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
+    def _planned(self, spec: ModelSpec, quantizer: Quantizer, usual: int = 0) -> Plan:
         selector, record = (
             self._part(flag, _width(bits, _EXPERT_BITS), quantizer)
             for flag, bits in (("--selector-bits", self.selector_bits), ("--record-bits", self.record_bits))
         )
         width = _width(self.dense_bits, 16)
         dense = None if width == 16 else self._affine(width)
-        return uniform_plan(spec, self.selector or "up", selector, record, dense, quantizer)
+        is_calibrated = quantizer == "calibrated" and needs_inputs(record)
+        repeats = self.repeats if self.repeats is not None else usual * is_calibrated
+        if repeats and not is_calibrated:
+            raise PlanError(
+                f"--repeats {repeats}: only calibrated codes of less than 8 bits repeat neurons; give a profile and "
+                "such --record-bits, or remove --repeats"
+            )
+        if repeats > spec.expert.source_size:
+            raise PlanError(f"--repeats {repeats}: an expert has {spec.expert.source_size} neurons; give fewer")
+        return uniform_plan(with_repeats(spec, repeats), self.selector or "up", selector, record, dense, quantizer)
 
     def _part(self, flag: str, bits: float, quantizer: Quantizer) -> PartFormat:
         """Returns the format of experts' matrices with `bits` bits a weight."""

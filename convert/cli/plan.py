@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from moe_pack.calib.profile import Profile, assumed_losses, losses_of
-from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
+from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, num_repeats, with_kept
 from moe_pack.convert.cli.options import known_facts, write_output
 from moe_pack.convert.plan import (
     EstimatedPlan,
@@ -44,6 +44,7 @@ from moe_pack.formats import (
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import Checkpoint, model_spec
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime import MachineFacts
 
 # Plans next to the one for the given loss: factors of that loss.
@@ -168,7 +169,8 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
     rotation = PlanRotation() if profile is None else PlanRotation(profile.rotation())
-    model = PlanningModel(spec, dtypes, losses, rotation)
+    repeats = num_repeats(spec) if losses.quantizer == "calibrated" and not lossless else 0
+    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 
 

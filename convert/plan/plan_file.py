@@ -26,6 +26,7 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.formats.json_files import added
 from moe_pack.formats.plan import dense_quantizer, plan_fault, quantizer_fault
 
 MAX_PLAN_BYTES = 1 << 30
@@ -47,7 +48,7 @@ class PlanFile:
 
     `experts[l][e]`: an index of `formats`.   `dense`: the dense matrices that do not keep the source's bytes.
     `sparsity[l][e]`: the share of the expert's neurons that will not run; empty if all run.   `theta`: one threshold
-    for all experts in place of shares (CORM), or null.
+    for all experts in place of shares (CORM), or null.   `repeats`: as in `Plan`.
     """
 
     format: Literal["moe-pack plan"]
@@ -59,6 +60,7 @@ class PlanFile:
     dense: tuple[DenseChoice, ...]
     sparsity: tuple[tuple[float, ...], ...]
     theta: float | None
+    repeats: int = added(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,16 @@ def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
     sparsity = tuple(map(tuple, decision.sparsity.tolist())) if decision.sparsity.any() else ()
     experts = tuple(tuple(numbers[expert] for expert in layer) for layer in plan.experts)
     file = PlanFile(
-        FORMAT, VERSION, plan.selector, plan.quantizer, tuple(formats), experts, dense, sparsity, decision.theta
+        FORMAT,
+        VERSION,
+        plan.selector,
+        plan.quantizer,
+        tuple(formats),
+        experts,
+        dense,
+        sparsity,
+        decision.theta,
+        plan.repeats,
     )
     return canonical(dump(file))
 
@@ -125,7 +136,8 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
         names = [choice.name for choice in file.dense]
         raise PlanError(f"{place}: dense: {next(n for n in names if names.count(n) > 1)!r} is listed twice")
     experts = tuple(tuple(file.formats[number] for number in layer) for layer in file.experts)
-    return Plan(file.selector, file.quantizer, experts, tuple(named.get(role.name) for role in roles))
+    dense = tuple(named.get(role.name) for role in roles)
+    return Plan(file.selector, file.quantizer, experts, dense, file.repeats)
 
 
 def _check_quantizer(file: PlanFile, place: str) -> None:

@@ -112,7 +112,7 @@ class EstimatedPlan:
     def bits_per_weight(self) -> float:
         """Returns the bits of an expert's weight, with scales, CRCs and padding."""
         spec = self.layout.spec
-        matrices = len(spec.expert.matrices) * spec.expert.intermediate_size * spec.hidden_size
+        matrices = len(spec.expert.matrices) * spec.expert.source_size * spec.hidden_size
         return 8 * self.expert_bytes / (matrices * len(spec.moe_layers) * spec.router.num_experts)
 
 
@@ -196,7 +196,7 @@ def decision_lines(planned: EstimatedPlan) -> Iterator[str]:
         left = sum(number for _, number in counts.most_common()[_MOST_FORMATS:])
         yield f"{left / total:7.1%}  in {len(counts) - _MOST_FORMATS} other formats"
     spec, experts = planned.layout.spec, planned.layout.experts
-    weights = len(spec.expert.matrices) * spec.expert.intermediate_size * spec.hidden_size * spec.router.num_experts
+    weights = len(spec.expert.matrices) * spec.expert.source_size * spec.hidden_size * spec.router.num_experts
     yield f"{'layers':>9}  bits  sparsity"
     for group in np.array_split(np.arange(len(experts)), min(_LAYER_GROUPS, len(experts))):
         bits = 8 * sum(e.num_bytes for idx in group for e in experts[idx]) / (weights * len(group))

@@ -26,7 +26,7 @@ from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices
 from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError, Selector, dense_roles, part_format
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.formats.plan import FP8, uniform_dense
+from moe_pack.formats.plan import FP8, planned_repeats, uniform_dense
 from moe_pack.formats.spec import DenseRole
 
 Floats = NDArray[np.float64]
@@ -247,7 +247,8 @@ def least_loss(
     solution = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
     if solution is None:
         return None
-    plan = Plan(selector, choices.quantizer, _experts(choices, solution.choice, spec), uniform_dense(spec, None))
+    experts, repeats = _experts(choices, solution.choice, spec), planned_repeats(spec, choices.quantizer)
+    plan = Plan(selector, choices.quantizer, experts, uniform_dense(spec, None), repeats)
     return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)
 
 
@@ -272,6 +273,7 @@ def least_time(
         choices.quantizer,
         _experts(choices, expert_choice, spec),
         _dense_formats(spec, losses, solution.choice[num_experts:].tolist()),
+        planned_repeats(spec, choices.quantizer),
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
     return Allocation(Decision(plan, sparsity), solution.weight, solution)

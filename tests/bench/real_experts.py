@@ -40,8 +40,10 @@ from moe_pack.calib.quantize import (
     LayerRotation,
     RowQuantizer,
     measured_rotation,
+    repeats_between,
     rotation_vectors,
 )
+from moe_pack.convert import num_repeats
 from moe_pack.formats import ROW_GROUP, ExpertFormat, Matrix, NeuronFunction, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
@@ -49,6 +51,7 @@ from moe_pack.formats.families.published import published_config
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import format_text
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime.model import NeuronBlock, activations
 
 _TENSORS = ("gate", "up", "down", "calibration", "test")
@@ -129,26 +132,31 @@ class Steps:
 
     `coordinates`: the source's, rotated with random signs, or rotated with outputs scaled by channel.   `calibrated`:
     with the Hessians of the inputs.   `guarded`: each rounding is judged on an eighth of the tokens, and calibrated on
-    the others.   `measured`: the squared error at a token counts as the inverse of what its output
-    and the median output have as squares; `convert` has the norm of the hidden state after the layer instead.
+    the others.   `repeated`: 1 of 128 neurons has two rows.   `measured`: the squared error at a token counts as the
+    inverse of what its output and the median output have as squares; `convert` has the norm of the hidden state after
+    the layer instead.
     """
 
     coordinates: Coordinates = "scales"
     calibrated: bool = True
     guarded: bool = True
+    repeated: bool = True
     measured: bool = False
 
 
+_ONCE = Steps(repeated=False)
 STEPS = {
     "plain rounding": Steps("source", calibrated=False),
-    "calibrated": Steps("source", guarded=False),
-    "calibrated, guarded": Steps("source"),
+    "calibrated": replace(_ONCE, coordinates="source", guarded=False),
+    "calibrated, guarded": replace(_ONCE, coordinates="source"),
+    "calibrated, guarded, repeated neurons": Steps("source"),
     "rotated": Steps("signs", calibrated=False),
     "rotated, output scales": Steps("scales", calibrated=False),
-    "rotated, calibrated": Steps("signs", guarded=False),
-    "rotated, output scales, calibrated": Steps(guarded=False),
-    "rotated, output scales, calibrated, guarded": Steps(),
-    "the same, tokens measured": Steps(measured=True),
+    "rotated, calibrated": replace(_ONCE, coordinates="signs", guarded=False),
+    "rotated, output scales, calibrated": replace(_ONCE, guarded=False),
+    "rotated, output scales, calibrated, guarded": _ONCE,
+    "all": Steps(),
+    "all, tokens measured": Steps(measured=True),
 }
 
 
@@ -184,11 +192,11 @@ def errors(y: Tensor, expected: Tensor) -> tuple[float, float]:
     return float(wrong.sum() / squares.sum()), float((wrong / squares).median())
 
 
-def stored_bits(part: PartFormat, checkpoint: Checkpoint) -> float:
+def stored_bits(part: PartFormat, checkpoint: Checkpoint, repeats: int = 0) -> float:
     """Returns the bits a weight of an expert whose matrices all have one format, without a selector."""
-    spec = checkpoint.spec
+    spec = with_repeats(checkpoint.spec, repeats)
     layout = expert_layout(ExpertFormat(part, part, part), "none", spec.expert, spec.hidden_size)
-    return 8 * layout.num_bytes / (len(_MATRICES) * spec.expert.intermediate_size * spec.hidden_size)
+    return 8 * layout.num_bytes / (len(_MATRICES) * spec.expert.source_size * spec.hidden_size)
 
 
 def in_rotated(weights: NeuronBlock, rotation: LayerRotation) -> NeuronBlock:
@@ -214,20 +222,28 @@ def plainly_rounded(weights: NeuronBlock, quantizer: RowQuantizer, part: PartFor
     return NeuronBlock(*(decode_part(part, d, quantizer.encode(matrix)) for matrix in rows if matrix is not None))
 
 
-def calibrated(weights: NeuronBlock, tokens: ExpertTokens, part: PartFormat, guarded: bool) -> NeuronBlock:
+def calibrated(
+    weights: NeuronBlock, tokens: ExpertTokens, part: PartFormat, guarded: bool, repeats: int
+) -> NeuronBlock:
     """Returns an expert as a reader finds it if it is calibrated on tokens in the coordinates of its rows."""
-    d, found, formats = weights.up.shape[1], dict[Matrix, list[Tensor]](), ExpertFormat(part, part, part)
+    (f, d), found, formats = weights.up.shape, list[NeuronBlock](), ExpertFormat(part, part, part)
     if guarded:
         quantizer: ExpertQuantizer | GuardedQuantizer = GuardedQuantizer(formats, tokens, _FUNCTION)
     else:
         quantizer = ExpertQuantizer(formats, Calibration(tokens, _FUNCTION), d)
-    for first in range(0, len(weights.up), BLOCK_NEURONS):
-        piece = slice(first, first + BLOCK_NEURONS)
+    for first in range(0, f, BLOCK_NEURONS):
+        piece = slice(first, min(first + BLOCK_NEURONS, f))
         assert weights.gate is not None, "a file has gates"
         block = NeuronBlock(weights.gate[piece], weights.up[piece], weights.down[piece])
-        for matrix in _MATRICES:
-            found.setdefault(matrix, []).append(decode_part(part, d, quantizer.rows(matrix, block)))
-    return NeuronBlock(*(torch.cat(found[matrix]) for matrix in _MATRICES))
+        gate, up = (decode_part(part, d, quantizer.rows(matrix, block)) for matrix in ("gate", "up"))
+        number = repeats_between(repeats, f, first, piece.stop)
+        down = decode_part(part, d, quantizer.rows("down", block, repeats=number))
+        again = quantizer.repeated
+        found.append(NeuronBlock(torch.cat((gate, gate[again])), torch.cat((up, up[again])), down))
+    gates = [block.gate for block in found if block.gate is not None]
+    return NeuronBlock(
+        torch.cat(gates), torch.cat([block.up for block in found]), torch.cat([block.down for block in found])
+    )
 
 
 class Errors:
@@ -248,13 +264,14 @@ class Errors:
     def ours(self, bits: float, steps: Steps, name: str | None = None) -> Iterator[Loss]:
         """Yields the losses of a trellis of so many bits, by layer."""
         part = trellis_format(round(2 * bits), ROW_GROUP)
-        size, name = stored_bits(part, self._checkpoint), name or format_text(part)
+        repeats = num_repeats(self._checkpoint.spec) if steps.calibrated and steps.repeated else 0
+        size, name = stored_bits(part, self._checkpoint, repeats), name or format_text(part)
         for place, expert in enumerate(self.experts):
             rotation = LayerRotation.of(self._vectors[steps.coordinates], place)
             stored = in_rotated(expert.weights, rotation)
             if steps.calibrated:
                 tokens = ExpertTokens(rotation.inputs(expert.calibration), token_weights(expert, steps.measured))
-                rounded = calibrated(stored, tokens, part, steps.guarded)
+                rounded = calibrated(stored, tokens, part, steps.guarded, repeats)
             else:
                 rounded = plainly_rounded(stored, RowQuantizer(part, stored.up.shape[1], "nearest"), part)
             yield self._loss(place, name, size, rounded, rotation, is_ours=True)

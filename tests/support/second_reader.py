@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "rotated", "trellis"}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "repeated", "rotated", "trellis"}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
@@ -300,7 +300,12 @@ class SecondReader:
         self.thresholds = self._table("thresholds.safetensors", {"threshold": ("F32", shape)})["threshold"]
         require((np.isfinite(self.thresholds) & (self.thresholds >= 0)).all(), "thresholds")
         self.order = self._table("order.safetensors", {"order": ("U32", (*shape, self._f))})["order"]
-        require((np.sort(self.order, axis=2) == np.arange(self._f)).all(), "order is no permutation")
+        repeats = model["expert"].get("repeats", 0)
+        require((repeats > 0) == ("repeated" in self.manifest["features"]), "feature repeated")
+        self._neurons = self._f - repeats
+        for order in self.order.reshape(-1, self._f):
+            times = np.bincount(order, minlength=self._neurons)
+            require(len(times) == self._neurons and set(times.tolist()) <= {1, 2}, "order is no permutation")
         self._rotation = self._read_rotation() if "rotated" in self.manifest["features"] else None
         self._rows = [[self._expert_rows(l, e) for e in range(self._E)] for l in range(self._L)]
         self._layers = [self._read_layer(l) for l in range(self._L)]
@@ -308,7 +313,7 @@ class SecondReader:
         self._dense_places = self._lay_out_dense()
 
     def expert(self, l: int, e: int) -> dict[str, Floats]:
-        """The expert's matrices [f, d], neurons in the order of the source."""
+        """The expert's matrices, neurons in the order of the source, down of repeated ones added up (section 11)."""
         extent = self._extent(l, e)
         weights: dict[str, Floats] = {}
         start = 0
@@ -317,9 +322,12 @@ class SecondReader:
             held = np.frombuffer(extent[start:stop], np.uint8).reshape(self._f, rows.row_bytes)
             weights |= rows.decode(held, f"layer {l} expert {e}")
             start = stop
-        source = {name: np.empty_like(stored) for name, stored in weights.items()}
+        source = {name: np.zeros((self._neurons, self._d), np.float32) for name in weights}
         for name, stored in weights.items():
-            source[name][self.order[l, e]] = stored
+            if name == "down" and self._neurons < self._f:
+                np.add.at(source[name], self.order[l, e], stored)
+            else:
+                source[name][self.order[l, e]] = stored
         return source
 
     def rotation(self, l: int) -> tuple[Array, Array] | None:
