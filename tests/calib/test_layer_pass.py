@@ -100,8 +100,9 @@ def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> N
                 with torch.inference_mode():
                     found = head(states.before(place), held)
                 assert expected.abs().max() > 0.4, "logits so small that the bound would prove nothing"
-                # Routed, shared and residual parts are summed in another order; logits reach 1 to 10.
-                assert (found - expected).abs().max() < 1e-5
+                # Routed, shared and residual parts are summed in another order: float32 loses in proportion to logits.
+                size = max(float(expected.abs().max()), 1.0)
+                assert (found - expected).abs().max() < 1e-5 * size
             checkpoint.close()
 
 
