@@ -9,8 +9,6 @@ from moe_pack.convert.matrix_bytes import (
     keep_source,
     kept_text,
     lossless_formats,
-    num_repeats,
-    usual_repeats,
     with_kept,
 )
 from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
@@ -73,7 +71,6 @@ __all__ = [
     "lossless_formats",
     "measure_fixed_costs",
     "memory_line",
-    "num_repeats",
     "pack_goal",
     "profiled_popularity",
     "same_tensors",
@@ -81,6 +78,5 @@ __all__ = [
     "synthesize",
     "synthetic_layout",
     "threshold_rule",
-    "usual_repeats",
     "with_kept",
 ]

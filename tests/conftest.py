@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,15 @@ from moe_pack.formats import Selector
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives each worker of the fast suite a CPU of its own.
+    """Lets Ctrl-C reach the commands that tests start, and gives each worker of the fast suite a CPU of its own.
+
+    A shell starts background jobs with SIGINT ignored, and what a process ignores, its children ignore too.
 
     Kernels take as many threads as a process has CPUs, and threads that wait for one another on a busy CPU take longer
     than one alone. Slow tests start long commands, which take all CPUs.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and config.getoption("markexpr") == "not slow" and hasattr(os, "sched_setaffinity"):
         cpus = sorted(os.sched_getaffinity(0))

@@ -183,17 +183,13 @@ class Calibration:
         missing = None if tokens.stored is None else activations(tokens.inputs, block, function).h
         h = activations(tokens.given, block, function).h
         if stored is None:
-            return DownRows(block.down, weighted_hessian(h, tokens.weights), share, self._peaks(h))
+            return DownRows(block.down, weighted_hessian(h, tokens.weights), share)
         missing = h if missing is None else missing.sub_(h).mul_(INPUT_STEP).add_(h)
         del h
         g = activations(tokens.given, stored, function).h
         missing.sub_(g)
         fitted = block.down + DampedFit(g, tokens.weights, _FIT_DAMPING * share).addition(missing) @ block.down
-        return DownRows(fitted, weighted_hessian(g, tokens.weights), share, self._peaks(g))
-
-    def _peaks(self, h: Tensor) -> Tensor:
-        """Returns the root mean square over tokens of the weighted `h^2` of each neuron, float32 [n]."""
-        return (h.square() * self._tokens.weights[:, None]).square_().mean(dim=0).sqrt_()
+        return DownRows(fitted, weighted_hessian(g, tokens.weights), share)
 
     def _compute_runs(self) -> Iterator[ColumnRun]:
         d = self._tokens.given.shape[1]
@@ -212,19 +208,17 @@ class DownRows:
     """The rows of down to round in a block of n neurons.
 
     `weights` float32 [n, d].   `hessian` float32 [n, n], of their activations.   `damping`: its share, for
-    `gptq_factor`.   `peaks` float32 [n]: the root mean square of the weighted squares of the activations. More than
-    their mean, it counts what few tokens need very much.
+    `gptq_factor`.
     """
 
     weights: Tensor
     hessian: Tensor
     damping: float
-    peaks: Tensor
 
     def repeated(self, number: int) -> list[int]:
-        """Returns the neurons whose rounded rows would lose most, rising."""
-        peaks = self.peaks if bool(self.peaks.any()) else torch.ones_like(self.peaks)
-        lost = peaks * self.weights.square().sum(dim=1)
+        """Returns the neurons whose rounded rows would lose most, rising: errors are in proportion to rows."""
+        squares = self.hessian.diagonal()
+        lost = (squares if bool(squares.any()) else torch.ones_like(squares)) * self.weights.square().sum(dim=1)
         return sorted(lost.argsort(descending=True, stable=True)[:number].tolist())
 
 

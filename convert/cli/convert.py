@@ -32,7 +32,6 @@ from moe_pack.convert import (
     memory_line,
     pack_goal,
     threshold_rule,
-    usual_repeats,
     with_kept,
 )
 from moe_pack.convert.cli.measure import (
@@ -52,6 +51,7 @@ from moe_pack.convert.cli.options import (
     known_facts,
     large_bytes,
 )
+from moe_pack.convert.matrix_bytes import usual_repeats
 from moe_pack.convert.plan import (
     Decision,
     Planner,

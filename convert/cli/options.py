@@ -12,8 +12,8 @@ import torch
 
 from moe_pack.calib.evaluate import REFERENCE_FILE
 from moe_pack.calib.quantize import needs_inputs
-from moe_pack.convert import SOURCE, keep_source, usual_repeats
-from moe_pack.convert.matrix_bytes import Bits
+from moe_pack.convert import SOURCE, keep_source
+from moe_pack.convert.matrix_bytes import Bits, usual_repeats
 from moe_pack.formats import (
     ROW_GROUP,
     ConversionError,

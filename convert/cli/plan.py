@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from moe_pack.calib.profile import Profile, assumed_losses, losses_of
-from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, num_repeats, with_kept
+from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
 from moe_pack.convert.cli.options import known_facts, write_output
+from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.convert.plan import (
     EstimatedPlan,
     Planner,

@@ -43,7 +43,7 @@ from moe_pack.calib.quantize import (
     repeats_between,
     rotation_vectors,
 )
-from moe_pack.convert import num_repeats
+from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.formats import ROW_GROUP, ExpertFormat, Matrix, NeuronFunction, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint

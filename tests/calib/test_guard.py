@@ -188,7 +188,7 @@ def test_down_makes_up_for_the_errors_of_gate_and_up() -> None:
             made, _ = guarded(part, tokens, block)
             stored = stored_block(part, block, made)
             calibration = Calibration(calibrating, "silu")
-            fitted, *_ = calibration.down(block, stored)
+            fitted = calibration.down(block, stored).weights
             g, h = hidden(calibrating.inputs, stored), hidden(calibrating.inputs, block)
             s = calibrating.weights.double() / calibrating.weights.double().sum()
             moments = g.T @ (g * s[:, None])

@@ -166,15 +166,21 @@ def test_down_of_repeated_neurons_has_twice_the_bits() -> None:
             assert lost[1] < 0.5 * lost[0]
 
 
-def test_a_neuron_that_few_tokens_need_very_much_is_repeated() -> None:
+def test_the_neurons_with_the_largest_mean_outputs_are_repeated() -> None:
     generator = torch.Generator().manual_seed(4)
     gate, up, down = (torch.randn((64, D), generator=generator) / 8 for _ in range(3))
-    x = torch.randn((500, D), generator=generator)
+    x, weights = torch.randn((500, D), generator=generator), torch.rand(500, generator=generator)
     gate[11] = up[11] = x[0] / x[0].norm() * 12  # the first token alone makes it large
     block = NeuronBlock(gate, up, down)
-    rows = Calibration(ExpertTokens(x, torch.ones(500)), "silu").down(block)
-    assert 11 in rows.repeated(1)
-    assert len(rows.repeated(64)) == 64 and rows.repeated(0) == []
+    for tokens in (ExpertTokens(x, weights), ExpertTokens(x, torch.zeros(500))):
+        with case(bool(tokens.weights.any())):
+            rows = Calibration(tokens, "silu").down(block)
+            h = activations(x, block, "silu").h if tokens.weights.any() else torch.ones((500, 64))
+            lost = (
+                torch.where(tokens.weights.any(), tokens.weights, torch.ones(500)) @ h.square()
+            ) * down.square().sum(1)
+            for number in (0, 1, 5, 64):
+                assert rows.repeated(number) == sorted(lost.argsort(descending=True)[:number].tolist())
 
 
 def test_plain_rounding_repeats_neurons_too() -> None:

@@ -302,10 +302,10 @@ class SecondReader:
         self.order = self._table("order.safetensors", {"order": ("U32", (*shape, self._f))})["order"]
         repeats = model["expert"].get("repeats", 0)
         require((repeats > 0) == ("repeated" in self.manifest["features"]), "feature repeated")
-        self._neurons = self._f - repeats
+        self._num_neurons = self._f - repeats
         for order in self.order.reshape(-1, self._f):
-            times = np.bincount(order, minlength=self._neurons)
-            require(len(times) == self._neurons and set(times.tolist()) <= {1, 2}, "order is no permutation")
+            times = np.bincount(order, minlength=self._num_neurons)
+            require(len(times) == self._num_neurons and set(times.tolist()) <= {1, 2}, "order is no permutation")
         self._rotation = self._read_rotation() if "rotated" in self.manifest["features"] else None
         self._rows = [[self._expert_rows(l, e) for e in range(self._E)] for l in range(self._L)]
         self._layers = [self._read_layer(l) for l in range(self._L)]
@@ -322,9 +322,9 @@ class SecondReader:
             held = np.frombuffer(extent[start:stop], np.uint8).reshape(self._f, rows.row_bytes)
             weights |= rows.decode(held, f"layer {l} expert {e}")
             start = stop
-        source = {name: np.zeros((self._neurons, self._d), np.float32) for name in weights}
+        source = {name: np.zeros((self._num_neurons, self._d), np.float32) for name in weights}
         for name, stored in weights.items():
-            if name == "down" and self._neurons < self._f:
+            if name == "down" and self._num_neurons < self._f:
                 np.add.at(source[name], self.order[l, e], stored)
             else:
                 source[name][self.order[l, e]] = stored
