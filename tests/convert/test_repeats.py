@@ -29,6 +29,7 @@ from moe_pack.convert import compare_weights, convert
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import (
     BF16,
+    MATRICES,
     ROW_GROUP,
     ExpertFormat,
     Pack,
@@ -184,25 +185,28 @@ def test_the_neurons_with_the_largest_mean_outputs_are_repeated() -> None:
 
 
 def test_plain_rounding_repeats_neurons_too() -> None:
-    generator = torch.Generator().manual_seed(5)
-    gate, up, down = (torch.randn((64, D), generator=generator) / 8 for _ in range(3))
-    x = torch.randn((64, D), generator=generator)
-    x[7::8] *= 40  # those that judge are unlike those that calibrate
-    tokens, formats = ExpertTokens(x, torch.ones(64)), ExpertFormat(TRELLIS, TRELLIS, TRELLIS)
-    quantizer, block = GuardedQuantizer(formats, tokens, "silu"), NeuronBlock(gate, up, down)
-    rows = {m: quantizer.rows(m, block, 6 if m == "down" else 0) for m in ("gate", "up", "down")}
-    quantizer.judge(block, rows)
-    loss = quantizer.loss()
-    assert loss is not None and loss.plain_down == 1, "the case is one in which plain rounding wins"
-    stored, again = decode_part(TRELLIS, D, rows["down"]), quantizer.repeated
-    left = (stored[again] + stored[64:] - down[again]).square().sum()
-    assert left < 0.05 * down[again].square().sum()
-    g = [decode_part(TRELLIS, D, rows[m]) for m in ("gate", "up")]
-    judging = x[7::8]
-    y = activations(judging, block, "silu").h @ down
-    kept = torch.cat((torch.arange(64), torch.tensor(again)))
-    z = activations(judging, NeuronBlock(g[0][kept], g[1][kept], stored), "silu").h @ stored
-    assert loss.relative_error == pytest.approx(float((y - z).square().sum() / y.square().sum()), rel=2e-3)
+    for part in (TRELLIS, TWO):
+        with case(part):
+            generator = torch.Generator().manual_seed(5)
+            gate, up, down = (torch.randn((64, D), generator=generator) / 8 for _ in range(3))
+            x = torch.randn((160, 3), generator=generator) @ torch.randn((3, D), generator=generator)
+            judging = torch.randn((20, D), generator=generator)  # directions that those that calibrate do not have
+            x[7::8] = judging
+            quantizer = GuardedQuantizer(ExpertFormat(BF16, BF16, part), ExpertTokens(x, torch.ones(160)), "silu")
+            block = NeuronBlock(gate, up, down)
+            rows = {m: quantizer.rows(m, block, 6 if m == "down" else 0) for m in MATRICES}
+            quantizer.judge(block, rows)
+            loss, again = quantizer.loss(), quantizer.repeated
+            assert loss is not None and loss.plain_down == 1, "the case is one in which plain rounding wins"
+            stored = decode_part(part, D, rows["down"])
+            lost = (down - stored[:64]).square().sum(dim=1)
+            left = (down[again] - stored[again] - stored[64:]).square().sum(dim=1)
+            assert left.sum() < 0.25 * lost[again].sum()
+            gate, up = (decode_part(BF16, D, rows[m]) for m in ("gate", "up"))
+            y = activations(judging, block, "silu").h @ down
+            kept = torch.cat((torch.arange(64), torch.tensor(again)))
+            z = activations(judging, NeuronBlock(gate[kept], up[kept], stored), "silu").h @ stored
+            assert loss.relative_error == pytest.approx(float((y - z).square().sum() / y.square().sum()), rel=2e-3)
 
 
 def test_every_piece_of_an_expert_repeats_its_share() -> None:
