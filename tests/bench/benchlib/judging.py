@@ -17,13 +17,16 @@ from torch import Tensor
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
+from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert import convert
+from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.plan import uniform_dense
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights
 
 BLOCK_TOKENS = 128
@@ -162,8 +165,9 @@ class _OtherExperts(CheckpointWeights):
 
 def stored_bytes(spec: ModelSpec, plan: Plan) -> int:
     """Returns what the experts of a plan take in a pack, without the padding between extents."""
+    stored = with_repeats(spec, plan.repeats)
     return sum(
-        expert_layout(expert, plan.selector, spec.expert, spec.hidden_size).num_bytes
+        expert_layout(expert, plan.selector, stored.expert, spec.hidden_size).num_bytes
         for layer in plan.experts
         for expert in layer
     )
@@ -176,14 +180,16 @@ def num_expert_weights(spec: ModelSpec) -> int:
 
 
 def uniform(spec: ModelSpec, part: PartFormat, quantizer: Quantizer) -> Plan:
-    """Returns the plan that stores every matrix of every expert alike, without a selector."""
+    """Returns the plan that stores every matrix of every expert alike, without a selector, as `convert` does."""
     layer = (ExpertFormat(part, part, part),) * spec.router.num_experts
-    return Plan("none", quantizer, (layer,) * len(spec.moe_layers), uniform_dense(spec, None))
+    repeats = num_repeats(spec) if quantizer == "calibrated" and needs_inputs(part) else 0
+    return Plan("none", quantizer, (layer,) * len(spec.moe_layers), uniform_dense(spec, None), repeats)
 
 
 def planned(profile: Profile, spec: ModelSpec, max_bytes: int, quantizer: Quantizer = "calibrated") -> Plan | None:
     """Returns the planner's plan with the least predicted loss whose experts take at most `max_bytes`, if any fits."""
-    found = least_loss(spec, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes, None)
+    stored = with_repeats(spec, num_repeats(spec) if quantizer == "calibrated" else 0)
+    found = least_loss(stored, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes, None)
     return found.decision.plan if found else None
 
 
