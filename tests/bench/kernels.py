@@ -3,6 +3,7 @@
 python tests/bench/kernels.py experts
 python tests/bench/kernels.py rotation
 python tests/bench/kernels.py decode --llama-python PYTHON
+python tests/bench/kernels.py codecs --llama-python PYTHON
 """
 
 import os
@@ -14,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import product
+from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import click
 import numpy as np
@@ -24,7 +26,7 @@ import torch
 from benchlib import PACK_BITS, figure, finish, folder_option, json_option, moe_pack, table
 from benchlib.checkpoints import Shape, generate
 from benchlib.ggml import Ggml
-from benchlib.llama import Llama, llama_option
+from benchlib.llama import Llama, llama_option, make_gguf
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -50,6 +52,8 @@ from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.rotation import Rotation
 
 _CPU = torch.device("cpu")
+InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "portable"]
+_INSTRUCTION_SETS: tuple[InstructionSet, ...] = get_args(InstructionSet)
 _GROUP = 64
 _KIND: Selector = "up"
 _SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
@@ -166,15 +170,13 @@ def measure_experts(
     help="Bits a weight, trellisBITS (2 to 4), or a codec that keeps a source.",
 )
 @click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
-@click.option(
-    "--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="Best instruction set to use."
-)
+@click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set to use.")
 @json_option
 def experts_command(
     rounds: int,
     formats: str,
     threads: str,
-    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    limit: InstructionSet | None,
     as_json: bool,
 ) -> None:
     """Times one token through experts of Mixtral's and Qwen3-30B-A3B's size.
@@ -253,9 +255,7 @@ class CachedRows:
 @click.option(
     "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4", show_default=True, help="As before."
 )
-@click.option(
-    "--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="Best instruction set to use."
-)
+@click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set to use.")
 @click.option(
     "--libggml-cpu",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -268,7 +268,7 @@ class CachedRows:
 def rows_command(
     rounds: int,
     formats: str,
-    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    limit: InstructionSet | None,
     libggml_cpu: Path | None,
     llama_types: str,
     as_json: bool,
@@ -357,13 +357,13 @@ def measure_rotations(
 @click.option("--rounds", default=101, show_default=True, type=click.IntRange(1), help="Runs of each case.")
 @click.option("--formats", default="trellis2,2,4", show_default=True, help="As for experts.")
 @click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
-@click.option("--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="As for experts.")
+@click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="As for experts.")
 @json_option
 def rotation_command(
     rounds: int,
     formats: str,
     threads: str,
-    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    limit: InstructionSet | None,
     as_json: bool,
 ) -> None:
     """Times what rotated layers add to the decoding of a token: two rotations a layer, as a share of its experts.
@@ -408,9 +408,11 @@ class Program(Protocol):
 class Ours:
     """An open pack with a decoder for each number of threads; `close` ends its kernels."""
 
-    def __init__(self, pack: Pack, name: str, threads: Sequence[int], context_tokens: int) -> None:
+    def __init__(
+        self, pack: Pack, name: str, threads: Sequence[int], context_tokens: int, limit: InstructionSet | None = None
+    ) -> None:
         self.name = name
-        self._kernels = {number: Kernels(number) for number in threads}
+        self._kernels = {number: Kernels(number, limit) for number in threads}
         self._decoders = {
             number: Decoder(MappedPackWeights(pack, NativeOperations(kernels)), context_tokens, _CPU)
             for number, kernels in self._kernels.items()
@@ -485,7 +487,12 @@ def make_sparse(dense: Path, sparsity: float) -> Path:
 
 
 def run_rounds(
-    programs: Sequence[Program], sizes: tuple[int, int, int], vocab: int, threads: Sequence[int], rounds: int
+    programs: Sequence[Program],
+    sizes: tuple[int, int, int],
+    vocab: int,
+    threads: Sequence[int],
+    rounds: int,
+    tasks: Sequence[Task] = _TASKS,
 ) -> dict[tuple[str, Task, int], list[float]]:
     """Returns seconds by program, task and threads, interleaved; a first round is not counted.
 
@@ -493,7 +500,7 @@ def run_rounds(
     """
     generator, seconds = np.random.default_rng(2), dict[tuple[str, Task, int], list[float]]()
     drawn = [[generator.integers(vocab, size=size).tolist() for size in sizes] for _ in range(rounds + 1)]
-    timings = list(product(threads, enumerate(drawn), _TASKS, programs))
+    timings = list(product(threads, enumerate(drawn), tasks, programs))
     for number, (round_idx, (prompt, decoded, prefilled)), task, program in tqdm(timings, disable=None):
         time.sleep(_REST_SECONDS)
         asked = (prompt, decoded, False) if task == "decode" else ([], prefilled, True)
@@ -570,6 +577,107 @@ def decode_command(
     text = table(("model", "task", "threads", "program", "tokens/s", "times llama.cpp"), rows)
     load = f"load before {os.getloadavg()[0]:.2f}"
     finish({"llama": facts, "speeds": [asdict(s) for s in speeds]}, f"{load}\n{text}", as_json)
+
+
+# --- codecs
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpeed:
+    """Decoding of a model whose experts are in one codec.
+
+    `ratio`: its time over that of affine codes of as many bits, not rotated; of half bits, of the next width.
+    `times_llama`: its tokens a second over llama.cpp's.
+    """
+
+    model: str
+    stored_as: str
+    is_rotated: bool
+    instruction_set: str
+    tokens_per_s: float
+    ratio: float | None
+    times_llama: float | None
+
+
+def synthetic_pack(shape: Shape, stored: str, is_rotated: bool, folder: Path) -> Path:
+    """Returns a pack of random weights whose experts are in the format of this name, made unless it is there."""
+    pack, part = folder / f"{stored}{'-rotated' if is_rotated else ''}", format_of(stored)
+    if not (pack / "manifest.json").exists():
+        bits, group = f"{part.bits:g}", "row" if part.group == ROW_GROUP else part.group
+        moe_pack(
+            *("synth", shape.model, "-o", pack, "--layers", shape.layers, "--vocab", shape.vocab),
+            *("--selector-bits", bits, "--record-bits", bits, "--dense-bits", 4, "--group-size", group),
+            *(() if part.codec == "bf16" else ("--codec", part.codec)),
+            *("--rotate", "on" if is_rotated else "off"),
+        )
+    return pack
+
+
+@main.command("codecs")
+@folder_option
+@llama_option
+@click.option("--model", type=click.Choice(list(_SHAPES)), default="qwen3", show_default=True, help="Dimensions.")
+@click.option("--layers", default=2, show_default=True, type=click.IntRange(1), help="Decoder layers.")
+@click.option("--vocab", default=4096, show_default=True, type=click.IntRange(64), help="Tokens known.")
+@click.option(
+    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4", show_default=True, help="As before."
+)
+@click.option("--limit", "limits", multiple=True, type=click.Choice(_INSTRUCTION_SETS), help="Instruction sets.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1))
+@click.option("--decode-tokens", default=48, show_default=True, type=click.IntRange(1))
+@json_option
+def codecs_command(
+    folder: Path,
+    llama_python: Path | None,
+    model: str,
+    layers: int,
+    vocab: int,
+    formats: str,
+    limits: tuple[InstructionSet, ...],
+    rounds: int,
+    decode_tokens: int,
+    as_json: bool,
+) -> None:
+    """Times decoding with experts in every codec, with and without rotated layers, against llama.cpp's Q4_0.
+
+    Packs of random weights, all in memory; attention and head have 4 bits in all of them. One thread; all programs
+    take turns. Medians over rounds.
+    """
+    shape, names = replace(_SHAPES[model], layers=layers, vocab=vocab), formats.split(",")
+    place, sizes = folder / f"codecs-{model}-{layers}-layers-{vocab}-tokens", (16, decode_tokens, 1)
+    place.mkdir(parents=True, exist_ok=True)
+    cases = list(product(names, (False, True), limits or (None,)))
+    with ExitStack() as stack:
+        programs, spec = list[Program](), None
+        for number, (name, is_rotated, limit) in enumerate(cases):
+            pack = stack.enter_context(Pack(synthetic_pack(shape, name, is_rotated, place)))
+            ours, spec = Ours(pack, str(number), (1,), sum(sizes), limit), pack.spec
+            programs.append(stack.enter_context(closing(ours)))
+        assert spec is not None, "there is a format"
+        if llama_python:
+            gguf = make_gguf(synthetic_pack(shape, "4", False, place), llama_python)
+            llama = Llama(llama_python, gguf, spec, sum(sizes))
+            stack.callback(llama.close)
+            programs.append(llama)
+        seconds = run_rounds(programs, sizes, spec.vocab_size, (1,), rounds, ("decode",))
+    times = {program: median(taken) for (program, _, _), taken in seconds.items()}
+    figures = list[CodecSpeed]()
+    for number, (name, is_rotated, limit) in enumerate(cases):
+        affine = f"{ceil(format_of(name).bits)}"
+        base = times[str(cases.index((affine, False, limit)))] if (affine, False, limit) in cases else None
+        taken, theirs = times[str(number)], times.get(Llama.name)
+        stored_as = format_text(format_of(name))
+        ratios = (base and taken / base, theirs and theirs / taken)
+        figures.append(CodecSpeed(model, stored_as, is_rotated, limit or "best", decode_tokens / taken, *ratios))
+    rows = [
+        (x.stored_as, "rotated" if x.is_rotated else "", x.instruction_set, f"{x.tokens_per_s:.1f}", figure(x.ratio),
+         figure(x.times_llama))
+        for x in figures
+    ]  # fmt: skip
+    text = table(("stored as", "", "instructions", "tokens/s", "time over affine", "times llama.cpp"), rows)
+    if Llama.name in times:
+        text += f"\nllama.cpp, Q4_0: {decode_tokens / times[Llama.name]:.1f} tokens/s"
+    finish({"figures": [asdict(x) for x in figures]}, text, as_json)
 
 
 if __name__ == "__main__":
