@@ -34,6 +34,7 @@ from moe_pack.calib.quantize import (
     calibration_bytes,
     check_finite,
     repeats_between,
+    usual_repeats,
 )
 from moe_pack.formats import (
     BF16,
@@ -41,7 +42,6 @@ from moe_pack.formats import (
     CheckpointError,
     ExpertFormat,
     Matrix,
-    ModelSpec,
     NeuronFunction,
     PartFormat,
     Plan,
@@ -274,18 +274,15 @@ def _encoded(part: PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> 
 
 
 Bytes2D = NDArray[np.uint8]
-_NEURONS_A_REPEAT = 128
 
 
-def num_repeats(spec: ModelSpec) -> int:
-    """Returns how many neurons of an expert have two rows by default, if codes are calibrated: 1 of 128."""
-    return spec.expert.source_size // _NEURONS_A_REPEAT
+def checkpoint_repeats(checkpoint: Checkpoint) -> int:
+    """Returns how many neurons of an expert have two rows by default, if codes are calibrated.
 
-
-def usual_repeats(checkpoint: Checkpoint) -> int:
-    """Returns the same for a checkpoint: none if it is quantized itself, because a plan may keep its codes."""
+    None if the checkpoint is quantized itself, because a plan may keep its codes.
+    """
     is_coded = any(source.codec != "plain" for source in checkpoint.claims.experts.values())
-    return 0 if is_coded else num_repeats(checkpoint.spec)
+    return 0 if is_coded else usual_repeats(checkpoint.spec.expert.source_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

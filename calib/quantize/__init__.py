@@ -11,6 +11,7 @@ from moe_pack.calib.quantize.experts import (
     calibration_bytes,
     needs_inputs,
     repeats_between,
+    usual_repeats,
 )
 from moe_pack.calib.quantize.guard import ExpertLoss, GuardedQuantizer
 from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
@@ -46,4 +47,5 @@ __all__ = [
     "needs_inputs",
     "repeats_between",
     "rotation_vectors",
+    "usual_repeats",
 ]

@@ -47,6 +47,7 @@ _MAX_COLUMNS = 4096
 _PLAIN_BITS = 8  # from so many bits on, errors are too small for GPTQ to gain anything
 _PIECE_ROWS = 256  # of gate and up at once: bounds half a dozen copies of them
 _FIT_DAMPING = 3.0  # of rows that are fitted: times the damping of their factor
+_NEURONS_A_REPEAT = 128  # more neurons cost as many bytes as they bring, by KL divergence at 2 bits
 INPUT_STEP = 0.25  # the share of what other inputs miss that rows make up for. Chosen by KL divergence at 2 and 3 bits
 
 
@@ -92,6 +93,11 @@ class ExpertTokens:
     def _chosen(self, chosen: Tensor, num_others: int) -> "ExpertTokens":
         stored = None if self.stored is None else self.stored[chosen]
         return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
+
+
+def usual_repeats(num_neurons: int) -> int:
+    """Returns how many of an expert's neurons have two rows by default, if codes are calibrated: 1 of 128."""
+    return num_neurons // _NEURONS_A_REPEAT
 
 
 def repeats_between(repeats: int, num_neurons: int, first: int, end: int) -> int:

@@ -27,6 +27,7 @@ from moe_pack.calib.quantize import (
     ExpertTokens,
     RowQuantizer,
     needs_inputs,
+    usual_repeats,
 )
 from moe_pack.formats import (
     MATRICES,
@@ -482,8 +483,13 @@ class _Judged:
         decoded = dict[Matrix, Tensor]()
         for matrix, weights in self.matrices().items():
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
-            rows = ExpertQuantizer(formats, calibration, num_cols).rows(matrix, on_cpu(block))
-            decoded[matrix] = decode_part(part, num_cols, rows).to(self.x.device)
+            quantizer = ExpertQuantizer(formats, calibration, num_cols)
+            repeats = usual_repeats(len(weights)) if matrix == "down" and needs_inputs(part) else 0
+            rows = decode_part(part, num_cols, quantizer.rows(matrix, on_cpu(block), repeats=repeats))
+            if repeats:
+                second = rows[len(weights) :]
+                rows = rows[: len(weights)].index_add(0, torch.tensor(quantizer.repeated), second)
+            decoded[matrix] = rows.to(self.x.device)
         return decoded
 
     def errors(self, rounded: dict[Matrix, Tensor], weights: Tensor) -> Tensor:

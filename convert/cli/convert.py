@@ -51,7 +51,7 @@ from moe_pack.convert.cli.options import (
     known_facts,
     large_bytes,
 )
-from moe_pack.convert.matrix_bytes import usual_repeats
+from moe_pack.convert.matrix_bytes import checkpoint_repeats
 from moe_pack.convert.plan import (
     Decision,
     Planner,
@@ -407,7 +407,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
             _tell(note)
         # Layers that keep the checkpoint's codes stay as they are, but with --rotate on they cannot be kept.
         losses = with_kept(losses_of(profile), {} if options.rotate == "on" else lossless_formats(checkpoint))
-        repeats = usual_repeats(checkpoint) if losses.quantizer == "calibrated" else 0
+        repeats = checkpoint_repeats(checkpoint) if losses.quantizer == "calibrated" else 0
         model = PlanningModel(with_repeats(checkpoint.spec, repeats), dtypes, losses, rotation)
         packer = AutoPacker(
             checkpoint,

@@ -13,7 +13,7 @@ import torch
 from moe_pack.calib.evaluate import REFERENCE_FILE
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert import SOURCE, keep_source
-from moe_pack.convert.matrix_bytes import Bits, usual_repeats
+from moe_pack.convert.matrix_bytes import Bits, checkpoint_repeats
 from moe_pack.formats import (
     ROW_GROUP,
     ConversionError,
@@ -163,7 +163,7 @@ class PlanOptions:
 
         Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
         """
-        plan = self._planned(checkpoint.spec, quantizer, usual_repeats(checkpoint))
+        plan = self._planned(checkpoint.spec, quantizer, checkpoint_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
 
     def _planned(self, spec: ModelSpec, quantizer: Quantizer, usual: int = 0) -> Plan:

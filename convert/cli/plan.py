@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from moe_pack.calib.profile import Profile, assumed_losses, losses_of
+from moe_pack.calib.quantize import usual_repeats
 from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
 from moe_pack.convert.cli.options import known_facts, write_output
-from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.convert.plan import (
     EstimatedPlan,
     Planner,
@@ -170,7 +170,7 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
     rotation = PlanRotation() if profile is None else PlanRotation(profile.rotation())
-    repeats = num_repeats(spec) if losses.quantizer == "calibrated" and not lossless else 0
+    repeats = usual_repeats(spec.expert.source_size) if losses.quantizer == "calibrated" and not lossless else 0
     model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 

@@ -42,8 +42,8 @@ from moe_pack.calib.quantize import (
     measured_rotation,
     repeats_between,
     rotation_vectors,
+    usual_repeats,
 )
-from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.formats import ROW_GROUP, ExpertFormat, Matrix, NeuronFunction, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
@@ -264,7 +264,7 @@ class Errors:
     def ours(self, bits: float, steps: Steps, name: str | None = None) -> Iterator[Loss]:
         """Yields the losses of a trellis of so many bits, by layer."""
         part = trellis_format(round(2 * bits), ROW_GROUP)
-        repeats = num_repeats(self._checkpoint.spec) if steps.calibrated and steps.repeated else 0
+        repeats = usual_repeats(self._checkpoint.spec.expert.source_size) if steps.calibrated and steps.repeated else 0
         size, name = stored_bits(part, self._checkpoint, repeats), name or format_text(part)
         for place, expert in enumerate(self.experts):
             rotation = LayerRotation.of(self._vectors[steps.coordinates], place)

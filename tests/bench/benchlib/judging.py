@@ -17,9 +17,8 @@ from torch import Tensor
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
-from moe_pack.calib.quantize import needs_inputs
+from moe_pack.calib.quantize import needs_inputs, usual_repeats
 from moe_pack.convert import convert
-from moe_pack.convert.matrix_bytes import num_repeats
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
@@ -182,13 +181,13 @@ def num_expert_weights(spec: ModelSpec) -> int:
 def uniform(spec: ModelSpec, part: PartFormat, quantizer: Quantizer) -> Plan:
     """Returns the plan that stores every matrix of every expert alike, without a selector, as `convert` does."""
     layer = (ExpertFormat(part, part, part),) * spec.router.num_experts
-    repeats = num_repeats(spec) if quantizer == "calibrated" and needs_inputs(part) else 0
+    repeats = usual_repeats(spec.expert.source_size) if quantizer == "calibrated" and needs_inputs(part) else 0
     return Plan("none", quantizer, (layer,) * len(spec.moe_layers), uniform_dense(spec, None), repeats)
 
 
 def planned(profile: Profile, spec: ModelSpec, max_bytes: int, quantizer: Quantizer = "calibrated") -> Plan | None:
     """Returns the planner's plan with the least predicted loss whose experts take at most `max_bytes`, if any fits."""
-    stored = with_repeats(spec, num_repeats(spec) if quantizer == "calibrated" else 0)
+    stored = with_repeats(spec, usual_repeats(spec.expert.source_size) if quantizer == "calibrated" else 0)
     found = least_loss(stored, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes, None)
     return found.decision.plan if found else None
 
