@@ -9,6 +9,8 @@ import pytest
 import torch
 from cases import case
 from click.testing import CliRunner, Result
+from gpu_runs import IDS, TOLERANCE, graph_logits, reference_logits
+from gpu_staged_runs import staged_logits
 from killing import different_files, files_in
 from models import Tensors, TinyMixtral
 from profiles import profiled, random_tokens
@@ -45,7 +47,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import num_parameters, with_repeats
 from moe_pack.formats.writer import Step
-from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations
+from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations, operations_for
 
 D, F, E, REPEATS = 64, 1088, 2, 34  # more neurons than are rounded at once
 MODEL = TinyMixtral(D, F, num_layers=2, vocab_size=96)
@@ -229,6 +231,18 @@ def test_both_readers_and_any_sparsity_agree(pack_folder: Path, source: Path, pr
     with Pack(sparse) as pack:
         measure_thresholds(pack, profile.tokens(), ThresholdRule(sparsity=0.8))
     assert torch.isfinite(logits(sparse)).all()
+
+
+def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None:
+    ids = IDS[:2]
+    expected = reference_logits(pack_folder, ids)
+    with operations_for(CPU) as operations, Pack(pack_folder) as pack:
+        found = {"native": Decoder(PackWeights(pack, CPU, operations), 8).logits(ids)}
+    found["graph"] = graph_logits(pack_folder, 0.4, ids, 1)
+    found["staged"] = staged_logits(pack_folder, "lru", True, ids, 1)
+    for name, logits in found.items():
+        with case(name):
+            assert (logits - expected).abs().max() < TOLERANCE
 
 
 def test_a_killed_conversion_and_any_workers_give_the_same_pack(
