@@ -26,7 +26,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.plan import uniform_dense
 from moe_pack.formats.spec import with_repeats
-from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights, operations_for
 
 BLOCK_TOKENS = 128
 RESAMPLES = 10_000
@@ -115,8 +115,8 @@ class Judge:
                     sequential=self._is_sequential,
                 )
                 torch.set_num_threads(num_threads)  # converting leaves torch with one thread
-                with Pack(out) as pack:
-                    self._judged[plan] = self.blocks(Decoder(PackWeights(pack, _CPU), self._context))
+                with Pack(out) as pack, operations_for(_CPU) as operations:
+                    self._judged[plan] = self.blocks(Decoder(PackWeights(pack, _CPU, operations), self._context))
         return self._judged[plan]
 
     def experts(self, expert: Callable[[int, int], NeuronBlock]) -> Blocks:
