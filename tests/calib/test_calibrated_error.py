@@ -175,10 +175,14 @@ def test_of_a_larger_expert_some_rows_and_columns_are_judged() -> None:
     for idx, matrix, block in ((0, "gate", few), (1, "up", few), (2, "down", narrow)):
         held = getattr(block, matrix)
         calibration, num_cols = Calibration(tokens, "silu"), held.shape[1]
-        rows = ExpertQuantizer(ExpertFormat(part, part, part), calibration, num_cols).encode(block)[matrix]
+        quantizer = ExpertQuantizer(ExpertFormat(part, part, part), calibration, num_cols)
+        repeats = 4 if matrix == "down" else 0  # of 600 neurons, 1 of 128
+        stored = decode_part(part, num_cols, quantizer.rows(matrix, block, repeats=repeats))
+        if repeats:
+            stored = stored[:600].index_add(0, torch.tensor(quantizer.repeated), stored[600:])
         before = activations(x, block, "silu").h @ block.down
         square = []
-        for rounded in (decode_part(part, num_cols, rows), plainly_rounded(held, 2)):
+        for rounded in (stored, plainly_rounded(held, 2)):
             changed = replace(block, **{matrix: rounded})
             square.append(float((activations(x, changed, "silu").h @ changed.down - before).square().mean()))
         assert found[idx, calibrated_formats(512).index(part)].item() == pytest.approx(square[0] / square[1], rel=1e-3)
