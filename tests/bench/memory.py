@@ -22,9 +22,11 @@ from benchlib.checkpoints import MODELS, Shape, generate
 from benchlib.confined import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 
 from moe_pack.calib.profile import Profile
+from moe_pack.calib.quantize import usual_repeats
 from moe_pack.convert import layout_for
 from moe_pack.formats import ROW_GROUP, Pack, Quantizer, part_format, trellis_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.spec import with_repeats
 
 _GIB = 1 << 30
 _MOST_GROWTH = 1.05  # of a profile's memory with more layers
@@ -226,7 +228,8 @@ def predicted_bytes(source: Path, quantizer: Quantizer, bits: str, codec: str) -
     part = trellis_format(round(2 * float(bits)), ROW_GROUP) if codec == "trellis" else part_format(int(bits), 64)
     checkpoint = Checkpoint(source)
     try:
-        layout = layout_for(checkpoint, uniform_plan(checkpoint.spec, "up", part, part, None, quantizer))
+        spec = with_repeats(checkpoint.spec, usual_repeats(checkpoint.spec.expert.source_size))
+        layout = layout_for(checkpoint, uniform_plan(spec, "up", part, part, None, quantizer))
     finally:
         checkpoint.close()
     return {name: file.num_bytes for name, file in layout.files()}
