@@ -286,7 +286,8 @@ class ExpertQuantizer:
         part = self._parts["down"]
         if "down" in self._plain:
             quantizer = self._plain["down"]
-            self.repeated = sorted(block.down.square().sum(dim=1).argsort(descending=True)[:repeats].tolist())
+            largest = block.down.square().sum(dim=1).argsort(descending=True, stable=True)
+            self.repeated = sorted(largest[:repeats].tolist())
             rows = quantizer.encode(block.down)
             lost = block.down[self.repeated] - decode_part(part, self._d, rows[self.repeated])
             return torch.cat((rows, quantizer.encode(lost))) if repeats else rows
