@@ -131,7 +131,7 @@ class ConvertOptions:
             metavar="FILE",
             mark="plan",
             help="A plan (moe-pack plan -o): the formats and the sparsity of each expert. In place of "
-            "--selector to --dense-bits, --quantizer and --sparsity.",
+            "--selector to --dense-bits, --quantizer, --repeats and --sparsity.",
         ),
     )
     quantizer: AnyQuantizer = field(
@@ -143,6 +143,17 @@ class ConvertOptions:
             help="How codes are found. calibrated uses the experts' inputs on the profile's text and loses least. hqq "
             "uses the weights only and loses least without a profile. nearest and absmax are simple and fast. auto is "
             "calibrated with a profile that has inputs, else hqq.",
+        ),
+    )
+    repeats: int | None = field(
+        default=None,
+        metadata=option(
+            "--repeats",
+            least=0,
+            metavar="N",
+            mark="plan",
+            help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
+            "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
         ),
     )
     rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
@@ -325,7 +336,9 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
     if quantizer == "auto":
         quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
     shape = (len(spec.moe_layers), spec.router.num_experts)
-    return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
+    return Decision(
+        options.plan.plan_for(checkpoint, quantizer, options.repeats), np.full(shape, options.sparsity or 0.0)
+    )
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:

@@ -136,17 +136,6 @@ class PlanOptions:
         ),
     )
 
-    repeats: int | None = field(
-        default=None,
-        metadata=option(
-            "--repeats",
-            least=0,
-            metavar="N",
-            help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
-            "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
-        ),
-    )
-
     def plan(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
         """Returns the plan for a model without a checkpoint.
 
@@ -158,15 +147,16 @@ class PlanOptions:
                 raise PlanError(f"--{name}-bits source: no checkpoint is given whose weights can be kept; give a width")
         return self._planned(spec, quantizer)
 
-    def plan_for(self, checkpoint: Checkpoint, quantizer: Quantizer) -> Plan:
+    def plan_for(self, checkpoint: Checkpoint, quantizer: Quantizer, repeats: int | None = None) -> Plan:
         """Returns the plan for a checkpoint, whose own codes are kept if they are not wider.
 
+        Args:    repeats: neurons of each expert with two rows; None: the usual number where codes are calibrated.
         Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
         """
-        plan = self._planned(checkpoint.spec, quantizer, checkpoint_repeats(checkpoint))
+        plan = self._planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
 
-    def _planned(self, spec: ModelSpec, quantizer: Quantizer, usual: int = 0) -> Plan:
+    def _planned(self, spec: ModelSpec, quantizer: Quantizer, repeats: int | None = 0, usual: int = 0) -> Plan:
         selector, record = (
             self._part(flag, _width(bits, _EXPERT_BITS), quantizer)
             for flag, bits in (("--selector-bits", self.selector_bits), ("--record-bits", self.record_bits))
@@ -174,7 +164,8 @@ class PlanOptions:
         width = _width(self.dense_bits, 16)
         dense = None if width == 16 else self._affine(width)
         is_calibrated = quantizer == "calibrated" and needs_inputs(record)
-        repeats = self.repeats if self.repeats is not None else usual * is_calibrated
+        if repeats is None:
+            repeats = usual * is_calibrated
         if repeats and not is_calibrated:
             raise PlanError(
                 f"--repeats {repeats}: only calibrated codes of less than 8 bits repeat neurons; give a profile and "
