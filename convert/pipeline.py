@@ -73,6 +73,7 @@ from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, pack_layout, 
 from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
 from moe_pack.formats.plan import dense_quantizer
 from moe_pack.formats.writer import PackWriter, State, Step, digests_of
+from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
 
 
@@ -512,6 +513,7 @@ def write_pack(
     """
     total = sum(item.num_bytes for item in layout.items())
     torch.set_num_threads(1)
+    give_back_large_at_once()
     try:
         writer.open()
         if writer.state is State.SEALED:

@@ -16,6 +16,8 @@ from moe_pack.formats import DISK_BLOCK_BYTES, RunError, canonical, dump, load, 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+_LARGE_BYTES = 4 << 20
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
@@ -64,6 +66,17 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def give_back_large_at_once() -> None:
+    """From now on, memory of 4 MiB and more goes back to the system as soon as it is freed; only glibc needs that.
+
+    Left alone, the allocator raises its own bound to 32 MiB once such memory was freed. Then large tensors lie in its
+    heaps, one for each thread, and a conversion of a few experts at once holds half as much memory again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -1,6 +1,9 @@
 """What memory is said to be available: the machine's, and less in a control group."""
 
 import os
+import platform
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -30,6 +33,33 @@ def test_what_was_freed_between_things_in_use_is_given_back() -> None:
     if before is None or after is None:
         pytest.skip("this system does not say")
     assert before - after > 25 * MIB and len(kept) == 20
+
+
+HELD_AFTER_FREEING = """
+import torch
+from moe_pack.runtime import give_back_large_at_once
+from moe_pack.runtime.machine import anonymous_bytes
+{call}
+first = torch.ones(7 << 20)
+del first  # 28 MiB: glibc raises its bound
+large, small = [], []
+for _ in range(10):
+    large.append(torch.ones(2 << 20))  # 8 MiB
+    small.append(bytes(60_000))
+before = anonymous_bytes()
+del large
+print(before - anonymous_bytes() if before is not None else "unknown")
+"""
+
+
+@pytest.mark.parametrize(("call", "given_back"), [("", 0), ("give_back_large_at_once()", 80 * MIB)])
+def test_large_memory_is_given_back_at_once_if_asked_for(call: str, given_back: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HELD_AFTER_FREEING.format(call=call)], capture_output=True, text=True, check=True
+    )
+    if ended.stdout.strip() == "unknown" or platform.libc_ver()[0] != "glibc":
+        pytest.skip("this system does not say, or does not need it")
+    assert abs(int(ended.stdout) - given_back) < 16 * MIB
 
 
 def available_in(group: Path) -> int:
