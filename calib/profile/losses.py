@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.forward import KINDS, Array
 from moe_pack.calib.profile.profile import EXACT_FILE, Profile
+from moe_pack.calib.quantize import needs_inputs
 from moe_pack.calib.sensitivity import (
     ABSMAX_FORMATS,
     DENSE_WIDTHS,
@@ -172,19 +173,33 @@ def _calibrated(formats: tuple[PartFormat, ...], layers: list[LayerLosses], toke
     if not formats:
         return np.zeros((*tokens.shape, len(MATRICES), 1))
     ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
-    losses = _estimated(ratios, [base_width(part) for part in formats], layers, tokens, spec)
-    return _with_bf16(falling(losses, formats))
+    widths, repeats = [base_width(part) for part in formats], [needs_inputs(part) for part in formats]
+    return _with_bf16(falling(_estimated(ratios, widths, layers, tokens, spec, repeats), formats))
 
 
-def _estimated(ratios: Floats, widths: list[int], layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> Floats:
-    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the losses that were measured at `widths`."""
+def _estimated(
+    ratios: Floats,
+    widths: list[int],
+    layers: list[LayerLosses],
+    tokens: Array,
+    spec: ModelSpec,
+    repeats: list[bool] | None = None,
+) -> Floats:
+    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the losses that were measured at `widths`.
+
+    Args:    repeats: of each format, whether the ratio of down is to its loss without the repeated neurons.
+    """
     width_idx = [WIDTHS.index(width) for width in widths]
-    losses = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
+    losses = np.stack([layer.quantized for layer in layers]).astype(np.float64)[..., width_idx]  # [L, E, 3, F]
+    if repeats is not None:
+        repeated = np.stack([layer.repeated for layer in layers]).astype(np.float64)[..., width_idx]  # [L, E, F]
+        down = MATRICES.index("down")
+        losses[:, :, down] = np.where(repeats, repeated, losses[:, :, down])
     solved = quantized_formats(spec.hidden_size)
     base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
     base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # losses contain it already
     scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
-    return _reached(losses[..., width_idx] * scale[:, None], tokens)
+    return _reached(losses * scale[:, None], tokens)
 
 
 def _importance(profile: Profile, absmax: Floats) -> Floats:

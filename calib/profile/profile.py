@@ -57,7 +57,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
 from moe_pack.runtime.offload import PathStatistics
 
-VERSION = 6
+VERSION = 7
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -237,6 +237,7 @@ class Profile:
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
             "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
+            "repeated": ("F32", (E, len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
             "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
             "calibrated": (
@@ -249,7 +250,8 @@ class Profile:
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
         growth = self.effects().growth[layer]
-        return LayerLosses(**arrays | {name: arrays[name] * growth for name in ("dense", "quantized", "sparse")})
+        grown = {name: arrays[name] * growth for name in ("dense", "quantized", "repeated", "sparse")}
+        return LayerLosses(**arrays | grown)
 
     def effects(self) -> Effects:
         """Reads what copies of the text measured at the model's output."""

@@ -81,14 +81,17 @@ class LayerLosses:
 
     Without experts in the layer all but the first are [0].
     `dense` f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `quantized` f32 [E, 3,
-    4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales.   `sparse` f32 [E, 3, 4]: for
-    up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the losses in every format (`compared_formats`)
-    over those of plain rounding at the same width.   `calibrated` f32 [3, C]: the same for the calibrated quantizer
-    (`calibrated_formats`), over plain rounding at its `base_width`; [0] if no inputs are kept.
+    4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales.   `repeated` f32 [E, 4]: that
+    of down if the neurons that lose most lose nothing, as many as conversion repeats.   `sparse` f32 [E, 3, 4]: for up,
+    gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the losses in every format (`compared_formats`) over
+    those of plain rounding at the same width.   `calibrated` f32 [3, C]: the same for the calibrated quantizer
+    (`calibrated_formats`), over plain rounding at its `base_width`, of down without the repeated neurons if the format
+    repeats them; [0] if no inputs are kept.
     """
 
     dense: Array
     quantized: Array
+    repeated: Array
     sparse: Array
     ratios: Array
     calibrated: Array

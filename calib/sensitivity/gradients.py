@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens
+from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, rounding_squares
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, Selector
 from moe_pack.runtime.model import (
@@ -176,8 +177,9 @@ class ExpertGradients:
     """An expert's n tokens on the way back.
 
     `inputs` float32 [n, d]: the gradient with respect to its input.   `weights` float32 [n]: with respect to its router
-    weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `sparse` float32
-    [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
+    weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `repeated`
+    float32 [widths]: that of down if the neurons that lose most lose nothing, as many as conversion repeats.   `sparse`
+    float32 [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
     what a squared error of a weight costs, summed over tokens, float32 [neurons, groups], for the first neurons; None
     for a matrix that the expert lacks.
     """
@@ -185,6 +187,7 @@ class ExpertGradients:
     inputs: Tensor
     weights: Tensor
     quantized: Tensor
+    repeated: Tensor
     sparse: Tensor
     moments: tuple[Tensor | None, ...]
 
@@ -204,6 +207,7 @@ def expert_gradients(
     quantized = x.new_zeros((len(MATRICES), len(WIDTHS)))
     dropped = x.new_zeros((*thresholds.shape, few))
     kept: list[list[Tensor]] = [[] for _ in MATRICES]
+    by_neuron = list[Tensor]()  # what down loses
     x_squares, above_squares = _group_means(x), _group_means(above)
     num_neurons = 0
     for block in expert.blocks():
@@ -222,8 +226,10 @@ def expert_gradients(
                 inputs.addmm_(shares, rows)
             shares = shares.square_()
             moments = shares.T @ (above_squares if is_down else x_squares)  # [neurons, groups]
-            for width_idx, squares in enumerate(rounding_squares(rows)):
-                quantized[matrix_idx, width_idx] += (moments * squares).sum() / 2
+            lost = torch.stack([(moments * squares).sum(dim=1) for squares in rounding_squares(rows)], dim=1) / 2
+            quantized[matrix_idx] += lost.sum(dim=0)
+            if is_down:
+                by_neuron.append(lost)
             if num_neurons < COMPARED_NEURONS:
                 kept[matrix_idx].append(moments[: COMPARED_NEURONS - num_neurons])
         num_neurons += len(block.up)
@@ -231,8 +237,10 @@ def expert_gradients(
     if bias is not None:
         by_weight += above @ bias
     sparse = (dropped * weights[:few]).square().sum(dim=-1) * (len(x) / max(few, 1) / 2)
+    rising = torch.cat(by_neuron).sort(dim=0).values  # [neurons, widths]
+    repeated = rising[: num_neurons - usual_repeats(num_neurons)].sum(dim=0)
     firsts = tuple(torch.cat(pieces) if pieces else None for pieces in kept)
-    return ExpertGradients(inputs, by_weight, quantized, sparse, firsts)
+    return ExpertGradients(inputs, by_weight, quantized, repeated, sparse, firsts)
 
 
 def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds: Tensor) -> None:

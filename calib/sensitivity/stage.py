@@ -254,9 +254,9 @@ class SensitivityPass:
         num_tokens = len(tokens.x)
         progress.advance(self._half(layer) * num_tokens, f"layer {layer}")
         below = torch.zeros_like(above)  # with respect to `inputs`
-        quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
+        of_experts = (torch.zeros(0),) * 5
         if layer in spec.moe_layers:
-            quantized, sparse, ratios, calibrated = self._experts_back(layer, tokens, above, below, progress)
+            of_experts = self._experts_back(layer, tokens, above, below, progress)
         dense = self._dense_losses(layer, above, below, progress)
         S, gradients = states.sequence_length, torch.empty_like(above)
         for number in range(self.num_sequences):
@@ -277,7 +277,7 @@ class SensitivityPass:
         if layer == self.first_decoder_layer > 0:
             gradients, self._other = self._other, gradients
         self._above = gradients
-        return LayerLosses(dense, quantized.numpy(), sparse.numpy(), ratios.numpy(), calibrated.numpy())
+        return LayerLosses(dense, *(losses.numpy() for losses in of_experts))
 
     def leave_back(self) -> None:
         """Ends the layer that was measured last; the caller has stored the result of `back`."""
@@ -309,8 +309,8 @@ class SensitivityPass:
 
     def _experts_back(
         self, layer: int, tokens: LayerTokens, above: Tensor, below: Tensor, progress: Progress
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Adds the experts' gradients to `below`; returns `quantized`, `sparse`, `ratios`, `calibrated`."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`."""
         spec, layer_idx = self.spec, self.spec.moe_layers.index(layer)
         E, function, scale = spec.router.num_experts, spec.expert.function, spec.residual_multiplier
         thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
@@ -329,13 +329,15 @@ class SensitivityPass:
             )
             return token_idx, rank, found
 
-        quantized, sparse = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, *thresholds.shape[1:])
+        quantized, repeated = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, len(WIDTHS))
+        sparse = torch.zeros(E, *thresholds.shape[1:])
         num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
         for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
             below.index_add_(0, token_idx, rotation.input_gradients(found.inputs).cpu())
             by_weight[token_idx, rank] = found.weights.cpu()
-            quantized[expert], sparse[expert] = found.quantized.cpu(), found.sparse.cpu()
+            quantized[expert], repeated[expert] = found.quantized.cpu(), found.repeated.cpu()
+            sparse[expert] = found.sparse.cpu()
             if expert == popular:
                 moments = found.moments
             work_done = 2 * expert_multiplications(spec) * len(token_idx)
@@ -343,10 +345,13 @@ class SensitivityPass:
             del found
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
         ratios = self._ratios(layer_idx, popular, moments)
-        calibrated = self._calibrated(layer_idx, popular, tokens)
+        calibrated = self._calibrated(layer_idx, popular, tokens, above)
         solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
-        quantized, sparse = (_shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, sparse))
-        return quantized * solved, sparse, ratios, calibrated
+        quantized, repeated, sparse = (
+            _shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, repeated, sparse)
+        )
+        down = MATRICES.index("down")
+        return quantized * solved, repeated * solved[down], sparse, ratios, calibrated
 
     def _rotation(self, layer_idx: int) -> LayerRotation:
         return LayerRotation(self.stored_experts.rotation(layer_idx))
@@ -376,8 +381,12 @@ class SensitivityPass:
         base = table[:, [every.index(anchor) for anchor in self._anchors]]
         return table * (found / base)[:, of_width]
 
-    def _calibrated(self, layer_idx: int, expert: int, tokens: LayerTokens) -> Tensor:
-        """Returns `calibrated`, judged on other tokens than those it calibrates on; [0] without inputs."""
+    def _calibrated(self, layer_idx: int, expert: int, tokens: LayerTokens, above: Tensor) -> Tensor:
+        """Returns `calibrated`, judged on other tokens than those it calibrates on; [0] without inputs.
+
+        An error counts at a token as much as its gradient is large. So it does in the estimates that this multiplies,
+        and a token with a massive hidden state counts next to nothing.
+        """
         if self.kept is None:
             return torch.zeros(0)
         every, reference = calibrated_formats(self.spec.hidden_size), self._reference(layer_idx)
@@ -391,7 +400,8 @@ class SensitivityPass:
         on_cpu = LayerRotation.of(self._vectors, layer_idx)
         calibration = replace(calibration, inputs=on_cpu.inputs(calibration.inputs))
         model_expert = self.stored_experts.expert(layer_idx, expert)
-        function, weights = self.spec.expert.function, weights[judged].to(x.device)
+        gradients = above[token_idx[judged]].square().mean(dim=1).sqrt()
+        function, weights = self.spec.expert.function, (weights[judged] * gradients).to(x.device)
         anchor = calibrated_anchor(every)
         formats = every if reference is None else (anchor,)
         found = calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()

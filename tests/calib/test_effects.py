@@ -23,7 +23,7 @@ def losses_of(at_2: float, at_3: float, at_4: float, ratio: float = 1.0) -> Laye
         ratios[:, formats.index(("hqq", part_format(width, 64)))] = ratio
     quantized = np.broadcast_to(plain * ratio, (2, 3, 4)).astype(np.float32)
     nothing: Array = np.zeros(0, np.float32)
-    return LayerLosses(nothing, quantized, nothing, ratios, nothing)
+    return LayerLosses(nothing, quantized, quantized[:, 2], nothing, ratios, nothing)
 
 
 def measured(kls: list[float], nlls: list[float] | None = None, num_tokens: int = 10**9) -> Divergences:

@@ -117,6 +117,24 @@ def test_what_rounding_costs_is_the_sum_over_neurons_and_columns() -> None:
                     assert found.quantized[matrix_idx, width_idx].item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_of_repeated_neurons_down_loses_nothing() -> None:
+    """Of 300 neurons two: those that lose most at the width."""
+    expert = an_expert(f=300, step=70)
+    with torch.inference_mode():
+        found = expert_gradients(expert, "silu", X, ROUTER, ABOVE, THRESHOLDS)
+    w = expert.whole
+    assert w.gate is not None
+    h = torch.nn.functional.silu(X @ w.gate.T) * (X @ w.up.T) * ROUTER[:, None]
+    means = ABOVE.double().square().view(9, 2, 64).mean(2)  # [tokens, groups]
+    for width_idx, width in enumerate(WIDTHS[:-1]):
+        squares = (plainly_rounded(w.down, width) - w.down).double().square().view(300, 2, 64).sum(2)
+        lost = ((h.double().square().T @ means) * squares).sum(1) / 2
+        assert found.quantized[2, width_idx].item() == pytest.approx(float(lost.sum()), rel=1e-4)
+        expected = float(lost.sum() - lost.topk(2).values.sum())
+        assert found.repeated[width_idx].item() == pytest.approx(expected, rel=1e-4)
+        assert expected < 0.98 * float(lost.sum())
+
+
 def test_what_sparsity_costs_is_the_square_of_what_is_left_out_along_the_gradient() -> None:
     for name, (expert, function) in EXPERTS.items():
         with case(name):

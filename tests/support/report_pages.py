@@ -123,6 +123,7 @@ class HandMade:
                 "quantized": (generator.lognormal(0, 1, (self.E, 3, 4)) * scale * 1e-4).astype(np.float32),
                 "sparse": (generator.lognormal(0, 1, (self.E, 3, 4)) * [1, 3, 6, 20] * 1e-5).astype(np.float32),
                 "ratios": np.ones((3, len(compared_formats(spec.hidden_size))), np.float32),
+                "repeated": np.zeros((self.E, 4), np.float32),
                 "calibrated": np.zeros(0, np.float32),
             }
         generator = np.random.default_rng(300)
