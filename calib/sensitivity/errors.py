@@ -153,7 +153,12 @@ def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
     Returns: for each of `WIDTHS` float32 [n, groups].
     """
     coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
-    return (*coarse, coarse[-1] * ((2 ** WIDTHS[-2] - 1) / (2 ** WIDTHS[-1] - 1)) ** 2)
+    return (*coarse, coarse[-1] * (squared_step(WIDTHS[-1]) / squared_step(WIDTHS[-2])))
+
+
+def squared_step(width: int) -> float:
+    """Returns the square of the step of plain rounding, over that of one bit."""
+    return float((2**width - 1) ** -2)
 
 
 def plainly_rounded(rows: Tensor, width: int) -> Tensor:
@@ -419,7 +424,7 @@ def calibrated_ratios(
     with _one_thread():
         found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
     return torch.stack(
-        [_ratio(_between(part, found), base[needs_inputs(part)] * _squared_step(base_width(part))) for part in formats],
+        [_ratio(_between(part, found), base[needs_inputs(part)] * squared_step(base_width(part))) for part in formats],
         dim=1,
     )
 
@@ -427,14 +432,9 @@ def calibrated_ratios(
 _STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small beside float32's
 
 
-def _squared_step(width: int) -> float:
-    """Returns the square of the step of plain rounding, over that of one bit."""
-    return float((2**width - 1) ** -2)
-
-
 def _step_error(errors: Sequence[Tensor]) -> Tensor:
     """Returns the error of a step of one bit [3], from those [3] at `_STEPS`; 0 where one is 0."""
-    scaled = [each / _squared_step(width) for each, width in zip(errors, _STEPS, strict=True)]
+    scaled = [each / squared_step(width) for each, width in zip(errors, _STEPS, strict=True)]
     return torch.stack(scaled).log().mean(dim=0).exp()
 
 

@@ -72,6 +72,7 @@ from moe_pack.calib.sensitivity.errors import (
     plainly_rounded,
     ratios_of_widths,
     roundable_roles,
+    squared_step,
 )
 from moe_pack.calib.sensitivity.gradients import (
     ExpertGradients,
@@ -417,7 +418,7 @@ class SensitivityPass:
         number = self._num_dense_sequences(layer)
         losses = np.zeros((len(roles), len(DENSE_WIDTHS)), np.float32)
         least = min(DENSE_WIDTHS)
-        steps = np.asarray([((2**least - 1) / (2**width - 1)) ** 2 for width in DENSE_WIDTHS])
+        steps = np.asarray([squared_step(width) / squared_step(least) for width in DENSE_WIDTHS])
         for sequence in range(number):
             rows = slice(sequence * S, (sequence + 1) * S)
             hidden, text = states.at(layer, sequence), states.text(layer, sequence)
