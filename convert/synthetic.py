@@ -448,14 +448,16 @@ _SAMPLE_TOKENS, _SAMPLE_NEURONS = 64, 4096
 class SyntheticTraits:
     """The properties of a synthetic model other than its dimensions and formats.
 
-    `sparsity`: share of an expert's neurons that do not run.   `popularity`: float64 [L, E], the share of tokens that
-    choose each expert.   `path_correlation`: 0 to 1, how well a token's experts predict those of the next layer.
+    `sparsity`: share of an expert's neurons that do not run, of all experts or float64 [L, E].   `popularity`: float64
+    [L, E], the share of tokens that choose each expert.   `path_correlation`: 0 to 1, how well a token's experts
+    predict those of the next layer.   `theta`: one threshold for all experts, in place of shares (CORM).
     """
 
-    sparsity: float
+    sparsity: float | Floats
     popularity: Floats
     path_correlation: float
     seed: int
+    theta: float | None = None
 
 
 def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
@@ -505,16 +507,22 @@ def synthesize(
 def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: RotationVectors | None) -> PackRecord:
     spec, seed = layout.spec, traits.seed
     decisions = {
-        "sparsity": repr(traits.sparsity),
-        "popularity": hashlib.sha256(traits.popularity.astype("<f8").tobytes()).hexdigest(),
+        "sparsity": repr(traits.sparsity) if isinstance(traits.sparsity, float) else _digest(traits.sparsity),
+        "popularity": _digest(traits.popularity),
         "path_correlation": repr(traits.path_correlation),
         "seed": str(seed),
     }
+    if traits.theta is not None:
+        decisions["theta"] = repr(traits.theta)
     if rotation is not None:
         decisions["rotation"] = hashlib.sha256(rotation_bytes(rotation)).hexdigest()
     made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
-    thresholds = _thresholds(spec, plan, traits.sparsity, seed)
+    thresholds = _thresholds(spec, plan, traits)
     return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation)
+
+
+def _digest(values: Floats) -> str:
+    return hashlib.sha256(values.astype("<f8").tobytes()).hexdigest()
 
 
 class _SyntheticModel:
@@ -566,14 +574,22 @@ def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) 
     return np.concatenate([half.reshape(-1) for half in halves])
 
 
-def _thresholds(spec: ModelSpec, plan: Plan, sparsity: float, seed: int) -> NDArray[np.float32]:
-    """Returns each expert's quantile of `abs(a)` at a sparsity, over random tokens: [L, E]; equal for equal formats."""
+def _thresholds(spec: ModelSpec, plan: Plan, traits: SyntheticTraits) -> NDArray[np.float32]:
+    """Returns each expert's threshold: theta, or the quantile of `abs(a)` at its sparsity over random tokens: [L, E].
+
+    Experts of equal formats and sparsity have equal thresholds.
+    """
     shape = (len(spec.moe_layers), spec.router.num_experts)
-    if sparsity == 0:
-        return np.zeros(shape, np.float32)
-    formats = {expert for layer in plan.experts for expert in layer}
-    quantiles = {expert: _quantile(spec, plan, expert, sparsity, seed) for expert in formats}
-    return np.array([[quantiles[expert] for expert in layer] for layer in plan.experts], np.float32)
+    if traits.theta is not None:
+        return np.full(shape, traits.theta, np.float32)
+    thresholds = np.zeros(shape, np.float32)
+    known: dict[tuple[ExpertFormat, float], float] = {}
+    for (l, e), sparsity in np.ndenumerate(np.broadcast_to(np.asarray(traits.sparsity), shape)):
+        key = (plan.experts[l][e], float(sparsity))
+        if sparsity > 0 and key not in known:
+            known[key] = _quantile(spec, plan, *key, traits.seed)
+        thresholds[l, e] = known[key] if sparsity > 0 else 0.0
+    return thresholds
 
 
 def _quantile(spec: ModelSpec, plan: Plan, expert: ExpertFormat, sparsity: float, seed: int) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import numpy as np
 
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.profile import Profile
@@ -22,9 +23,9 @@ from moe_pack.convert import (
 )
 from moe_pack.convert.cli.measure import model_text
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
-from moe_pack.convert.plan import read_plan
+from moe_pack.convert.plan import Decision, read_plan
 from moe_pack.convert.plan.rotation import ROTATE_OPTION
-from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, option, size_text
+from moe_pack.formats import ModelSpec, Pack, PackLayout, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
 from moe_pack.formats.families import model_spec
@@ -52,7 +53,8 @@ class SynthOptions:
             "--plan",
             path="file",
             metavar="FILE",
-            help="A plan (moe-pack plan -o): the formats of each expert, in place of --selector to --dense-bits.",
+            help="A plan (moe-pack plan -o): formats and sparsity of each expert, in place of "
+            "--selector to --dense-bits and --sparsity.",
         ),
     )
     rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
@@ -112,8 +114,9 @@ class SynthOptions:
                 raise UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
             raise UsageError("--profile decides how popular experts are; remove --skew")
-        if self.plan_file is not None and (others := given(self.plan)):
-            raise UsageError(f"--plan decides all formats; remove {', '.join(others)}")
+        others = [*given(self.plan), *(["--sparsity"] if self.sparsity else [])]
+        if self.plan_file is not None and others:
+            raise UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
 
 
 @click.command("synth", short_help="Make a pack with the dimensions of NAME and random weights.")
@@ -127,19 +130,22 @@ def synth_command(name: str, options: SynthOptions) -> None:
     Nothing is downloaded. moe-run OUTPUT --bench measures the speed. The text of such a pack is noise.
     """
     spec = model_spec(name, options.layers, options.vocab)
-    file = options.plan_file
-    plan = options.plan.plan(spec, "nearest") if file is None else read_plan(file, spec).plan
-    _synthesize(spec, plan, options)
+    if options.plan_file is None:
+        shape = (len(spec.moe_layers), spec.router.num_experts)
+        decision = Decision(options.plan.plan(spec, "nearest"), np.full(shape, options.sparsity))
+    else:
+        decision = read_plan(options.plan_file, spec)
+    _synthesize(spec, decision, options)
 
 
-def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
-    output = options.output
+def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> None:
+    output, plan = options.output, decision.plan
     layout = synthetic_layout(spec, plan)
     if options.profile is None:
         popularity = skewed_popularity(spec, options.skew, options.seed)
     else:
         popularity = profiled_popularity(spec, Profile(options.profile))
-    traits = SyntheticTraits(options.sparsity, popularity, options.path_correlation, options.seed)
+    traits = SyntheticTraits(decision.sparsity, popularity, options.path_correlation, options.seed, decision.theta)
     click.echo(f"{model_text(spec)}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output

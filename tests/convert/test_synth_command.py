@@ -6,15 +6,19 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cases import case
 from click.testing import CliRunner, Result
 from models import TESTS, TinyMixtral
-from profiles import folder_bytes, profiled, random_tokens
+from profiles import Recorder, folder_bytes, profiled, random_tokens
 
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import link_memory_folder
 from moe_pack.convert.cli.main import main
-from moe_pack.formats import ConversionError, Pack
+from moe_pack.convert.plan import Decision, plan_bytes
+from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
 from moe_pack.runtime.cli.main import main as moe_run
 
 NOISE = "synthetic: its weights are random, its text is noise"
@@ -103,6 +107,25 @@ def test_the_plan_that_the_page_shows_makes_the_pack_it_describes(tmp_path: Path
     assert facts["dense"]["head"]["width"] == 8
 
 
+def test_a_plan_decides_which_neurons_run(config: Path, tmp_path: Path) -> None:
+    spec = model_spec(str(config))
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    formats = uniform_plan(spec, "gate", part_format(4, 64), part_format(4, 64))
+    planned = np.zeros(shape)
+    planned[1] = 0.75
+    for name, theta in (("shares", None), ("theta", 0.25)):
+        with case(name):
+            (tmp_path / name).write_bytes(plan_bytes(Decision(formats, planned, theta), spec))
+            result = run("synth", config, "-o", tmp_path / f"{name}-pack", "--plan", tmp_path / name)
+            assert result.exit_code == 0, result.stderr
+    with Pack(tmp_path / "theta-pack") as pack:
+        assert (pack.thresholds == np.float32(0.25)).all()
+    with Pack(tmp_path / "shares-pack") as pack:
+        found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size), Recorder())
+        assert (pack.thresholds[1] > 0).all() and not pack.thresholds[[0, 2]].any()
+        assert found.overall == pytest.approx(0.75 / 3, abs=0.03)
+
+
 def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
     source = CONFIG.write(tmp_path / "source")
     profiled(source, tmp_path / "profile", random_tokens(2, 128, 128))
@@ -115,7 +138,11 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 WRONG = {
     "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
-    "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan decides all formats; remove --dense-bits"),
+    "plan and bits": (
+        ["--plan", "p", "--dense-bits", "8", "--sparsity", "0.5"],
+        2,
+        "--plan decides all formats and sparsities; remove --dense-bits, --sparsity",
+    ),
     "profile and skew": (
         ["--profile", "p", "--skew", "1"],
         2,
