@@ -1,6 +1,6 @@
 """Runs packs: the engine, its text, and what it reports."""
 
-from moe_pack.runtime.doctor import measure_machine
+from moe_pack.runtime.doctor import measure_disk, measure_machine
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import (
     BenchTimes,
@@ -13,6 +13,7 @@ from moe_pack.runtime.generate import (
 )
 from moe_pack.runtime.loaded_model import Model, load
 from moe_pack.runtime.machine import (
+    USUAL_DISK,
     DiskFacts,
     FixedCosts,
     MachineFacts,
@@ -32,6 +33,7 @@ from moe_pack.runtime.text import ChatTemplate, FolderFiles, Text, chat_prompt
 
 __all__ = [
     "DEVICE_OPTION",
+    "USUAL_DISK",
     "BenchTimes",
     "ChatTemplate",
     "DiskFacts",
@@ -56,6 +58,7 @@ __all__ = [
     "load",
     "load_facts",
     "measure",
+    "measure_disk",
     "measure_machine",
     "peak_resident_bytes",
     "random_prompt",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.machine import USUAL_DISK, DiskFacts, MachineFacts, disk_cutover
 from moe_pack.runtime.offload import (
     PRESETS,
     BudgetPlan,
@@ -30,8 +31,7 @@ from moe_pack.runtime.offload import (
     open_reads,
     recorded_expert_cache_for,
 )
-from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
-from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES
+from moe_pack.runtime.offload.disk import reads_directly
 from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
 from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
@@ -42,23 +42,34 @@ class OffloadChoices:
 
     `preset`: the policies, None until `choose_preset`.   `reads`: None until `open_reads`.   `is_direct`: whether reads
     bypass the system's cache.   `recorder`: None without `--record`.
-    Args:    fall_back: notes a fallback; may raise RunError.
+    Args:    fall_back: notes a fallback; may raise RunError.   measure_disk: is called if a choice depends on the disk
+             and the options have no measurement; None: the usual disk is assumed.
     """
 
-    def __init__(self, pack: Pack, options: EngineOptions, fall_back: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        options: EngineOptions,
+        fall_back: Callable[[str], None],
+        measure_disk: Callable[[], MachineFacts] | None = None,
+    ) -> None:
         self.routing = Routing.open(pack)
         self.preset: Preset | None = None
         self.reads: Reads | None = None
         self.is_direct = False
         self.recorder: Recorder | None = None
         self._pack, self._options, self._fall_back = pack, options, fall_back
+        self._machine, self._measure_disk = options.machine, measure_disk
 
-    def choose_preset(self, facts: CacheFacts) -> Preset:
-        """Returns the policies of `--policy`; for `auto` those with the most hits on the profile's routes."""
+    def choose_preset(self, facts: CacheFacts, rows_below: float) -> Preset:
+        """Returns the policies of `--policy`; for `auto` those with the most hits on the profile's routes.
+
+        Args:    rows_below: the cutover for `auto`.
+        """
         if self._options.policy != "auto":
             self.preset = PRESETS[self._options.policy]
         else:
-            self.preset = auto_preset(self._profile_passes(facts), facts, self._pack.index.size)
+            self.preset = auto_preset(self._profile_passes(facts), facts, self._pack.index.size, rows_below)
         return self.preset
 
     def _profile_passes(self, facts: CacheFacts) -> Passes | None:
@@ -113,15 +124,21 @@ class OffloadChoices:
             return make_prediction("router", weights, None)
         return make_prediction(preset.prediction, weights, self.routing)
 
-    def cutover(self, preset: Preset) -> float:
-        """Returns the share of running neurons below which single rows are read from the disk."""
-        options, layout = self._options, self._pack.layout
+    def cutover(self) -> float:
+        """Returns the share of running neurons below which single rows are read from the disk; 0: never.
+
+        It is that of `--cutover`, else the policy's; `auto` takes that of the disk.
+        """
+        options = self._options
+        if not runs_some_neurons(self._pack):
+            return 0.0
         if options.cutover is not None:
             return options.cutover
-        if options.machine is None:
-            return preset.rows_below
-        kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
-        return min(options.machine.drive.cutover(*kind) for kind in kinds)
+        if options.policy != "auto":
+            return PRESETS[options.policy].rows_below
+        if self._machine is None and self._measure_disk is not None:
+            self._machine = self._measure_disk()
+        return disk_cutover(self._pack.layout, self._disk)
 
     def link_cutover(self, preset: Preset) -> float:
         """Returns the share of running neurons below which single rows come over the link to the GPU.
@@ -132,23 +149,27 @@ class OffloadChoices:
 
     def gap_bytes(self) -> int:
         """Returns the most bytes between two rows that one read covers."""
-        return USUAL_GAP_BYTES if self._options.machine is None else self._options.machine.drive.gap_bytes()
+        return self._disk.gap_bytes()
+
+    @property
+    def _disk(self) -> DiskFacts:
+        """The disk as it was measured, or the usual one."""
+        return USUAL_DISK if self._machine is None else self._machine.drive
 
     def open_reads(self, arena: NDArray[np.uint8]) -> Reads:
         """Opens the reads of this run, which fill an arena u8 [bytes]; the caller closes them.
 
         Raises:  RunError if `--read direct` is not possible.
         """
-        machine = self._options.machine
         self.is_direct = self._can_read_directly()
-        self.reads = open_reads(arena, self.is_direct, NUM_THREADS if machine is None else machine.drive.threads)
+        self.reads = open_reads(arena, self.is_direct, self._disk.threads)
         if not is_available():
             self._fall_back("reads wait for one another: native reads were not built")
         return self.reads
 
     def _can_read_directly(self) -> bool:
-        mode, machine = self._options.read, self._options.machine
-        if mode == "pread" or (mode == "auto" and machine is not None and machine.drive.mode == "pread"):
+        mode = self._options.read
+        if mode == "pread" or (mode == "auto" and self._disk.mode == "pread"):
             return False
         if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
             return True
@@ -158,10 +179,25 @@ class OffloadChoices:
         return False
 
 
-def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheFacts:
-    """Returns what a policy knows about a pack inside a budget."""
-    pages = expert_pages(pack.layout, plan.page_bytes)
+def cache_facts(
+    pack: Pack, plan: BudgetPlan, routing: Routing | None, has_selector: NDArray[np.bool_] | None = None
+) -> CacheFacts:
+    """Returns what a policy knows about a pack inside a budget.
+
+    Args:    has_selector: bool [L, E], the experts whose selectors stay in memory; None: no expert's does.
+    """
+    pages = expert_pages(pack.layout, plan.page_bytes, has_selector)
     return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, popularity_shares(pack, routing))
+
+
+def runs_some_neurons(pack: Pack) -> bool:
+    """Returns whether not all neurons of a pack run, so that single rows of experts may be read."""
+    return pack.manifest.selector != "none" and bool(pack.thresholds.any())
+
+
+def selector_heat(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
+    """Returns how often experts are chosen of which single rows may be read, 0 for the others: float32 [L, E]."""
+    return popularity_shares(pack, routing) * (pack.thresholds > 0)
 
 
 def popularity_shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:

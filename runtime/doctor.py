@@ -62,7 +62,7 @@ from moe_pack.runtime.machine import (
     device_of,
 )
 from moe_pack.runtime.offload import Reads, open_reads
-from moe_pack.runtime.offload.disk import BlockingReads
+from moe_pack.runtime.offload.disk import NUM_THREADS, BlockingReads
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)
@@ -71,6 +71,7 @@ DENSE_WIDTHS = (4, 8, 16)
 COPY_SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 MAX_FILE_BYTES = 1 << 30  # of a file that is written to be read
 
+_BRIEF_BYTES = 1 << 20  # the largest read of `measure_disk`; larger ones have nearly the same rate
 _MIN_FILE_BYTES = 1 << 20
 _WRITE_BYTES = 16 << 20  # of one write
 _ARENA_BYTES = 64 << 20  # into which everything is read
@@ -102,6 +103,26 @@ def measure_machine(
     link = _measure_link(steps, seconds) if has_link else None
     progress.end()
     return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, link)
+
+
+def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float = 0.08) -> MachineFacts:
+    """Measures the disk of a pack alone, in about a second: what decides whether single rows of experts are read.
+
+    Reads are direct where the file system supports it, with as many threads as the engine has, and with one.
+    Args:    folder: a pack.   seconds: of each measurement.
+    Returns: facts without rates of the CPU.
+    Raises:  PackError if the pack is damaged.
+    """
+    with _files_of(folder, MAX_FILE_BYTES, progress) as files:
+        mode: ReadMode = "direct" if _has_direct(files[0].path) else "pread"
+        threads = (1, NUM_THREADS) if is_available() else (1,)
+        most = min(_BRIEF_BYTES, max(file.num_bytes for file in files))
+        trials = [ReadTrial(mode, number, size) for size in READ_SIZES if size <= most for number in threads]
+        steps = _Steps(progress, len(trials), seconds)
+        disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
+    progress.end()
+    cpu = CpuFacts(num_cpus(), None, None, None, (), (), None)
+    return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
 
 
 class _Steps:

@@ -22,12 +22,12 @@ import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares, selector_heat
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import least_placement
-from moe_pack.runtime.machine import available_bytes
+from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
     TORCH,
@@ -43,6 +43,7 @@ from moe_pack.runtime.offload import (
     CacheFacts,
     OffloadedWeights,
     divide_budget,
+    resident_selectors,
     routing_bytes,
     whole_bytes,
 )
@@ -70,7 +71,8 @@ class Engine:
     `engine`: which engine runs on a GPU.   `gpu_memory`, `gpu_use`: a GPU's memory and its use; None on the CPU.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
-             them where they fit.
+             them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
+             `options.machine` is None; None: the usual disk is assumed.
     Raises:  RunError if the budget is too small, an option cannot be followed, or `is_strict` and there is a fallback;
              PackError if the pack is damaged.
     """
@@ -82,6 +84,7 @@ class Engine:
         context_tokens: int,
         progress: Progress = NO_PROGRESS,
         host: HostArena | None = None,
+        measure_disk: Callable[[], MachineFacts] | None = None,
     ) -> None:
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
@@ -93,6 +96,7 @@ class Engine:
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
+        self._measure_disk = measure_disk
         if options.verify == "full":
             audit(pack, progress)
         with ExitStack() as stack:
@@ -194,10 +198,16 @@ class Engine:
 
     def _build_offloaded(self, budget_bytes: int) -> None:
         pack, options = self._pack, self.options
-        choices = self.choices = OffloadChoices(pack, options, self._fall_back)
-        self.plan = divide_budget(pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
-        facts = cache_facts(pack, self.plan, choices.routing)
-        preset = choices.choose_preset(facts)
+        choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
+        # Torch needs whole experts.
+        rows_below = choices.cutover() if isinstance(self.operations, NativeOperations) else 0.0
+        heat = selector_heat(pack, choices.routing) if rows_below > 0 else None
+        self.plan = divide_budget(
+            pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder), heat=heat
+        )
+        has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
+        facts = cache_facts(pack, self.plan, choices.routing, has_selector)
+        preset = choices.choose_preset(facts, rows_below)
         trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
         cache = choices.open_cache(preset, facts, budget_bytes, self._context_tokens)
         store = ExpertStore(
@@ -206,8 +216,9 @@ class Engine:
             self.plan,
             choices.open_reads,
             verify=options.verify == "lazy",
-            rows_below=choices.cutover(preset),
+            rows_below=rows_below,
             gap_bytes=choices.gap_bytes(),
+            has_selector=has_selector,
             trace=trace,
         )
         weights = OffloadedWeights(
@@ -216,7 +227,7 @@ class Engine:
             self._stack.enter_context(closing(store)),
             cache,
             scores_matter=choices.needs_scores(preset),
-            reuses_selector=preset.reuse_selector and options.prefetches,
+            reuses_selector=preset.reuse_selector and options.prefetches and rows_below > 0,
             approximations=options.approximations,
             recorder=choices.recorder,
             trace=trace,
@@ -318,7 +329,7 @@ class Engine:
         choices = self.choices = OffloadChoices(pack, options, self._fall_back)
 
         def decide(facts: CacheFacts) -> CachePolicy:
-            preset = choices.choose_preset(facts)
+            preset = choices.choose_preset(facts, rows_below=0.0)
             cache = choices.open_cache(preset, facts, request.budget_bytes or 0, request.context_tokens)
             return CachePolicy(preset, cache, choices.recorder, choices.link_cutover(preset))
 

@@ -12,7 +12,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from moe_pack.formats import DISK_BLOCK_BYTES, RunError, canonical, dump, load, parse
+from moe_pack.formats import DISK_BLOCK_BYTES, PackLayout, RunError, canonical, dump, load, parse
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -256,6 +256,29 @@ class DiskFacts:
         gaps = range(0, MAX_GAP_BYTES + 1, DISK_BLOCK_BYTES)
         apart = self.seconds(2, DISK_BLOCK_BYTES)
         return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * DISK_BLOCK_BYTES + gap) < apart)
+
+
+def _curve(*points: tuple[int, float]) -> tuple[SizedRate, ...]:
+    return tuple(SizedRate(kibibytes << 10, 1e6 * rate) for kibibytes, rate in points)
+
+
+# The disk that is assumed before one was measured: 1 GB/s in reads of 256 KiB and more, by eight threads. Its shape is
+# that of a virtual disk (docs/benchmarks.md, machine E), rounded; a disk of a desktop is faster in small reads.
+USUAL_DISK = DiskFacts(
+    name=None,
+    file_bytes=0,
+    mode="direct",
+    threads=8,
+    curve=_curve((4, 150), (16, 500), (64, 900), (256, 1000)),
+    alone=_curve((4, 35), (16, 100), (64, 300), (256, 650), (1024, 1000)),
+    best=(ReadRate("direct", 256 << 10, 8, 1e9),),
+)
+
+
+def disk_cutover(layout: PackLayout, disk: DiskFacts) -> float:
+    """Returns the share of running neurons below which reading only their rows is faster, for all experts of a pack."""
+    kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
+    return min(disk.cutover(*kind) for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,10 +221,13 @@ def _plan_lines(offload: OffloadReport) -> list[tuple[str, str]]:
     plan = offload.plan
     if plan is None:
         return []
-    return [
+    lines = [
         ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} of it used"),
         ("for experts", f"{size_text(plan.arena)}, {offload.peak_pages / plan.num_pages:.0%} of it in use at most"),
     ]
+    if plan.num_selectors:
+        lines.append(("selectors", f"{size_text(plan.selectors)}, those of {plan.num_selectors} experts, which stay"))
+    return lines
 
 
 def _phase_text(phase: PhaseReport) -> str:

@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before triton is imported: kernels run one program after the other in numpy, unless a GPU is asked for.
@@ -42,6 +42,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives the tests a cache folder of their own: what they measure of the disk is not kept for the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Profile
+from moe_pack.convert.cli.options import known_facts
 from moe_pack.convert.plan import held_out_passes
 from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.spec import read_size
+from moe_pack.runtime import USUAL_DISK
+from moe_pack.runtime.choices import runs_some_neurons, selector_heat
+from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
     PRESETS,
     BudgetPlan,
@@ -25,6 +32,7 @@ from moe_pack.runtime.offload import (
     expert_pages,
     read_recording,
     replay,
+    resident_selectors,
     routing_bytes,
 )
 from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
@@ -169,10 +177,12 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
     Raises:  RunError if there are too few pages.
     """
     run = traffic.record
-    plan = divide_budget(pack.layout, budget_bytes, traffic.context_tokens, routing_bytes(pack.folder))
     is_of_run = run is not None and run.facts.budget_bytes == budget_bytes
-    num_pages = run.facts.num_pages if run is not None and is_of_run else plan.num_pages
-    pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes
+    num_pages = run.facts.num_pages if run is not None and is_of_run else None
+    plan, has_selector = _division(pack, budget_bytes, traffic.context_tokens, num_pages)
+    num_pages = plan.num_pages if num_pages is None else num_pages
+    pages = expert_pages(pack.layout, plan.page_bytes, has_selector)
+    extents, passes = pack.index.size, traffic.passes
     if num_pages < pages.max():
         raise RunError(
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
@@ -184,6 +194,24 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
     judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
     return ReplayComparison(plan, num_pages, alone, predicted, optimum(passes, facts, extents), best)
+
+
+def _division(
+    pack: Pack, budget_bytes: int, context_tokens: int, num_pages: int | None
+) -> tuple[BudgetPlan, NDArray[np.bool_]]:
+    """Returns the budget's division, and the experts whose selectors stay in memory: bool [L, E].
+
+    They are those of `--policy auto`, or of the run that had `num_pages`. A run that reads single rows has selectors in
+    memory; a recording tells it by its number of pages alone.
+    """
+    routing, predictors = Routing.open(pack), routing_bytes(pack.folder)
+    machine = known_facts(pack.folder)
+    disk = USUAL_DISK if machine is None else machine.drive
+    reads_rows = is_available() and runs_some_neurons(pack) and disk_cutover(pack.layout, disk) > 0
+    heats = [selector_heat(pack, routing) if reads_rows else None, None]
+    plans = [divide_budget(pack.layout, budget_bytes, context_tokens, predictors, heat=heat) for heat in heats]
+    number = next((n for n, plan in enumerate(plans) if num_pages in (None, plan.num_pages)), 0)
+    return plans[number], resident_selectors(pack.layout, heats[number], plans[number].num_selectors)
 
 
 def _lines(

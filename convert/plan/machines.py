@@ -16,11 +16,10 @@ from typing import Literal
 
 import torch
 
-from moe_pack.formats import DISK_BLOCK_BYTES, PartFormat, RunError
-from moe_pack.runtime import DiskFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
+from moe_pack.formats import PartFormat, RunError
+from moe_pack.runtime import USUAL_DISK, DiskFacts, FixedCosts, MachineFacts, WidthRate
 
 USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or the maximum of 3.0 x16
-USUAL_DISK_RATE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +81,13 @@ def machine_of_cpu(facts: MachineFacts) -> Machine:
 
 
 def assumed_cpu() -> Machine:
-    """Returns a CPU of two cores with AVX-512 and a disk of 1 GB/s, if no machine was measured.
+    """Returns a CPU of two cores with AVX-512 and the usual disk, if no machine was measured.
 
     Rates: docs/benchmarks/cpu.md, "Experts against memory" (machine A, two threads), rounded.
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
     fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5)
-    disk = steady_disk(USUAL_DISK_RATE)
-    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, disk)
-
-
-def steady_disk(rate: float) -> DiskFacts:
-    """Returns a disk that reads at this rate, bytes a second, whatever the size of a read."""
-    point = SizedRate(DISK_BLOCK_BYTES, rate)
-    # A read of less than a block takes as long as a whole block; above that the rate is constant.
-    return DiskFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
+    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK)
 
 
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
@@ -176,7 +167,7 @@ def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, dis
     """Returns the machine of a GPU and its host.
 
     Args:    link_rate: bytes a second; None takes the GPU's own link.   ram_bytes: host memory for a pack; None means
-             that all of it fits.   disk: None assumes a steady 1 GB/s.
+             that all of it fits.   disk: None assumes USUAL_DISK.
     """
     read = BANDWIDTH_SHARE * gpu.memory_rate
     # A weight takes two operations; they limit narrow weights first.
@@ -189,7 +180,7 @@ def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, dis
         0.0,
         read,
         _GPU_FIXED,
-        disk or steady_disk(USUAL_DISK_RATE),
+        disk or USUAL_DISK,
         LINK_SHARE * gpu.link_rate if link_rate is None else link_rate,
         ram_bytes,
     )

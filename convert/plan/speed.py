@@ -22,6 +22,7 @@ from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayo
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime import DiskFacts
+from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
     GPU_PAGE_BYTES,
     BudgetPlan,
@@ -34,8 +35,9 @@ from moe_pack.runtime.offload import (
     auto_preset,
     expert_cache_for,
     expert_pages,
+    resident_selectors,
 )
-from moe_pack.runtime.offload.budget import best_gpu_plan
+from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 
 Array = NDArray[Any]
@@ -209,8 +211,10 @@ def estimate_on_cpu(
     """
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
     k = layout.spec.router.num_experts_per_tok
+    heat = selector_heat(layout, popularity, sparsity, machine.disk)
+    has_selector = resident_selectors(layout, heat, plan.num_selectors)
     facts = CacheFacts(
-        expert_pages(layout, plan.page_bytes),
+        expert_pages(layout, plan.page_bytes, has_selector),
         plan.num_pages,
         k,
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
@@ -220,9 +224,22 @@ def estimate_on_cpu(
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
-    fetching = fetched_from_disk(layout, running, machine.disk, plan.page_bytes)
+    fetching = fetched_from_disk(layout, running, machine.disk, plan.page_bytes, has_selector)
     predicted = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
     return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, seen_tokens)
+
+
+def selector_heat(layout: PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
+    """Returns how often experts are chosen of which single rows are read, 0 for the others: float64 [L, E].
+
+    Returns None if no single rows are read. The runtime decides in the same way (`runtime/choices.py`).
+    Args:    popularity, sparsity: [L, E].
+    """
+    reads_rows = layout.experts[0][0].selector is not None and sparsity.any() and disk_cutover(layout, disk) > 0
+    if not reads_rows:
+        return None
+    shares: Array = popularity / popularity.sum(axis=1, keepdims=True) * (sparsity > 0)
+    return shares.astype(np.float32)
 
 
 def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rough: bool) -> tuple[Passes, bool]:
@@ -378,68 +395,79 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
-def fetched_from_disk(layout: PackLayout, running: Array, disk: DiskFacts, page_bytes: int) -> FetchCosts:
+def fetched_from_disk(
+    layout: PackLayout, running: Array, disk: DiskFacts, page_bytes: int, has_selector: NDArray[np.bool_]
+) -> FetchCosts:
     """Returns what the engine reads of experts: all bytes, or selectors and running rows if that is faster.
 
-    Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.
+    Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.   has_selector: bool
+             [L, E], the experts whose selectors stay in memory.
     """
-    kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
-    cutover = min(disk.cutover(*kind) for kind in kinds)
+    cutover = disk_cutover(layout, disk)
     gap_blocks = disk.gap_bytes() // DISK_BLOCK_BYTES
     shape = (MAX_AGE + 1, *running.shape)
     fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-    known: dict[tuple[int, float, bool], Array] = {}  # experts with one layout are one object, which is found quickly
+    # Experts with one layout are one object, which is found quickly.
+    known: dict[tuple[int, float, bool, bool], Array] = {}
     for l, layer in enumerate(layout.experts):
         by_rows = bool(running[l].mean() < cutover)
         for e, expert in enumerate(layer):
-            share = float(running[l, e])
-            key = (id(expert), share, by_rows and share < 1 and expert.selector is not None)
+            share, stays = float(running[l, e]), bool(has_selector[l, e])
+            key = (id(expert), share, by_rows and share < 1 and expert.selector is not None, stays)
             if key not in known:
-                known[key] = _by_rows(expert, share, disk, gap_blocks) if key[2] else _whole(expert, disk, page_bytes)
+                read_bytes = expert.num_bytes - stays * begin_block(expert) * DISK_BLOCK_BYTES
+                known[key] = (
+                    _by_rows(expert, share, disk, gap_blocks, stays) if key[2] else _whole(read_bytes, disk, page_bytes)
+                )
             fetching.num_bytes[:, l, e], fetching.seconds[:, l, e], fetching.alone[:, l, e] = known[key]
     return fetching
 
 
-def _whole(expert: ExpertLayout, disk: DiskFacts, page_bytes: int) -> Array:
+def _whole(extent_bytes: int, disk: DiskFacts, page_bytes: int) -> Array:
     """Returns bytes, seconds and seconds alone at each age, [3, ages], of an expert that is read whole."""
-    num_bytes = whole_blocks(expert.num_bytes)
+    num_bytes = whole_blocks(extent_bytes)
     size = min(num_bytes, page_bytes)
     table = np.zeros((3, MAX_AGE + 1))
     table[:, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
     return table
 
 
-def _by_rows(expert: ExpertLayout, share: float, disk: DiskFacts, gap_blocks: int) -> Array:
+def _by_rows(expert: ExpertLayout, share: float, disk: DiskFacts, gap_blocks: int, stays: bool) -> Array:
     """Returns the same for an expert whose selector is read first, then at each visit the missing rows that run.
 
     Meaning: neurons run independently; n visits need 1 - (1 - share)^n of all rows.
+    Args:    stays: whether the selector stays in memory, and is not read.
     """
     assert expert.selector is not None, "an expert without a selector is read whole"
     table = np.zeros((3, MAX_AGE + 1))
-    table[:, 0] = (
-        expert.selector_bytes,
-        disk.seconds(1, expert.selector_bytes),
-        disk.seconds_for_few(1, expert.selector_bytes),
-    )
+    if not stays:
+        table[:, 0] = (
+            expert.selector_bytes,
+            disk.seconds(1, expert.selector_bytes),
+            disk.seconds_for_few(1, expert.selector_bytes),
+        )
     row_bytes = expert.records.row_bytes
-    rows_in_block = (DISK_BLOCK_BYTES + row_bytes) / row_bytes  # rows that begin or end in it
-    num_blocks = expert.records_bytes / DISK_BLOCK_BYTES
-    ages = np.arange(MAX_AGE + 2)
-    touched = _bridged(1 - (1 - share) ** (rows_in_block * ages), gap_blocks)
-    table[0] += DISK_BLOCK_BYTES * num_blocks * np.diff(touched)
+    read = _share_read(share, row_bytes, gap_blocks)
     for age in range(MAX_AGE + 1):
+        # Each visit reads such a share of all blocks, wherever those of the visits before are.
+        table[0, age] += expert.records_bytes * read * (1 - read) ** age
         seconds = disk.seconds_for_rows(share * (1 - share) ** age, row_bytes, expert.num_rows)
         table[1:, age] += seconds
     return table
 
 
-def _bridged(touched: Array, gap_blocks: int) -> Array:
-    """Returns the share of blocks that is read if a share `touched` is needed and gaps of `gap_blocks` are read too.
+def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
+    """Returns the share of blocks that is read if each row runs with probability `share`.
 
-    Meaning: blocks are needed independently; of the others, 1 - (1 - q)^g * (1 + g q) lie in gaps of up to g blocks.
+    Meaning: g blocks in a row are not needed with probability u(g) = (1 - share)^(rows that lie in them at least in
+             part). Gaps of exactly g blocks have a share g * (u(g) - 2 u(g + 1) + u(g + 2)) of all; those of up to G
+             blocks are read too, so that 1 - (G + 1) u(G + 1) + G u(G + 2) of all are read.
     """
-    over = 1 - (1 - touched) ** gap_blocks * (1 + gap_blocks * touched)
-    return np.where(touched > 0, touched + (1 - touched) * over, 0.0)
+
+    def unneeded(num_blocks: int) -> float:
+        return float((1 - share) ** ((num_blocks * DISK_BLOCK_BYTES + row_bytes) / row_bytes))
+
+    return 1 - (gap_blocks + 1) * unneeded(gap_blocks + 1) + gap_blocks * unneeded(gap_blocks + 2)
 
 
 def _token_estimate(

@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import Losses, Profile
 from moe_pack.convert.plan.machines import Machine, rate_of
-from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, expert_seconds, fastest_gpu_plan, link_seconds
+from moe_pack.convert.plan.speed import (
+    TokenEstimate,
+    estimate_on_cpu,
+    expert_seconds,
+    fastest_gpu_plan,
+    link_seconds,
+    selector_heat,
+)
 from moe_pack.formats import (
     MATRICES,
     ExpertFormat,
@@ -35,7 +42,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
 from moe_pack.formats.spec import record_matrices, selector_matrices
-from moe_pack.runtime.offload import BudgetPlan, GpuMemoryPlan, Passes, divide_budget, least_budget
+from moe_pack.runtime.offload import GpuMemoryPlan, Passes, divide_budget, least_budget
 from moe_pack.runtime.offload.budget import AS_TARGET, MemoryPart, least_gpu_budget
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
@@ -308,7 +315,15 @@ class CpuTier(MachineTier):
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
         routing, seen_tokens = self._routing, min(self._context_tokens // 2, _SEEN_TOKENS)
-        plan = self._budget_plan(layout, self.budget_bytes - less_bytes)
+        heat = selector_heat(layout, routing.popularity, sparsity, self._machine.disk)
+        plan = divide_budget(
+            layout,
+            self.budget_bytes - less_bytes,
+            self._context_tokens,
+            routing.predictor_bytes,
+            AS_TARGET,
+            heat,
+        )
         token = estimate_on_cpu(
             layout,
             plan,
@@ -334,9 +349,6 @@ class CpuTier(MachineTier):
             return whole
         rows = disk.seconds_for_rows(1 - sparsity, expert.records.row_bytes, expert.num_rows)
         return min(whole, disk.seconds(1, expert.selector_bytes) + rows)
-
-    def _budget_plan(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
-        return divide_budget(layout, budget_bytes, self._context_tokens, self._routing.predictor_bytes, AS_TARGET)
 
 
 _ROUGH_PAGE_SHARES = (0.25,)  # of the experts' memory: one share is enough to compare plans

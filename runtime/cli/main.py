@@ -6,7 +6,7 @@ The text goes to standard output; everything else goes to standard error.
 import json
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +20,7 @@ from moe_pack.runtime import (
     BenchTimes,
     Engine,
     EngineOptions,
+    MachineFacts,
     RunReport,
     Sampler,
     Text,
@@ -28,10 +29,12 @@ from moe_pack.runtime import (
     generate,
     load_facts,
     measure,
+    measure_disk,
     peak_resident_bytes,
     random_prompt,
     report,
     report_lines,
+    save_facts,
 )
 
 
@@ -232,7 +235,15 @@ def _open_engine(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Eng
     )
     chosen = replace(options.engine, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:
-        return Engine(pack, chosen, context_tokens, progress)
+
+        def measured() -> MachineFacts:
+            progress.say("measuring the disk, once; moe-pack doctor measures more of this machine")
+            facts = measure_disk(pack.folder, progress)
+            with suppress(RunError):  # a run does not need the file
+                save_facts(facts, cache_folder(), pack.folder)
+            return facts
+
+        return Engine(pack, chosen, context_tokens, progress, measure_disk=measured)
 
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:

@@ -324,7 +324,7 @@ class Kernels:
         assert _native is not None, "kernels are open"
         _native.stitch(rows, num_rows, layout.row_bytes)
 
-    def damaged_row(self, rows: PagedRows, layout: RowLayout, wanted: Numbers) -> int | None:
+    def damaged_row(self, rows: PagedRows | Bytes, layout: RowLayout, wanted: Numbers) -> int | None:
         """Returns the first of the rows `wanted`, int32 [n], with a wrong CRC-32; None if all are right."""
         row = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
         return None if row < 0 else row

@@ -3,10 +3,10 @@
     budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
-the bytes that experts get. On the CPU all of them are pages (`divide_budget`). On a GPU runtime/gpu/fit.py
-measures the fixed parts and gives experts the rest. The graph engine keeps the most read rows of it resident and has
-pages for the others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. The staged engine has pages
-only (runtime/gpu/staged_engine.py). `best_page_bytes` is the one search for a page size.
+the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
+runtime/gpu/fit.py measures the fixed parts and gives experts the rest. The graph engine keeps the most read rows of it
+resident and has pages for the others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. The staged
+engine has pages only (runtime/gpu/staged_engine.py). `best_page_bytes` is the one search for a page size.
 """
 
 from collections.abc import Callable
@@ -190,7 +190,7 @@ class BudgetPlan:
     """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
 
     `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before it.
-    `chunk_tokens`: the most tokens of a forward pass.
+    `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
     """
 
     budget: int
@@ -202,6 +202,8 @@ class BudgetPlan:
     head_bytes: int
     num_pages: int
     chunk_tokens: int
+    selectors: int = 0
+    num_selectors: int = 0
 
     @property
     def arena(self) -> int:
@@ -211,7 +213,7 @@ class BudgetPlan:
     @property
     def spent(self) -> int:
         """The sum of all parts; never more than the budget."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.arena
+        return self.dense + self.cache + self.workspace + self.predictors + self.selectors + self.arena
 
     @property
     def left(self) -> int:
@@ -226,6 +228,7 @@ class BudgetPlan:
             MemoryPart("key-value cache", self.cache),
             MemoryPart("workspace", self.workspace),
             MemoryPart("predictors", self.predictors),
+            MemoryPart("resident selectors", self.selectors),
             MemoryPart("pages of experts", self.arena),
             MemoryPart("left over", self.left),
         )
@@ -261,16 +264,31 @@ def divide_budget(
     context_tokens: int,
     predictor_bytes: int,
     options: BudgetOptionNames = AS_BUDGET,
+    heat: NDArray[np.floating[Any]] | None = None,
 ) -> BudgetPlan:
-    """Divides a budget of host memory for a pack, which need not exist yet: all bytes for experts are pages.
+    """Divides a budget of host memory for a pack, which need not exist yet.
 
+    A token needs all of a chosen expert's selector and only some of its records. So if not all experts fit, selectors
+    stay in memory first, the hottest, and records get the rest as pages: at least enough for two layers' experts of a
+    token. Experts whose selector stays have pages for their records alone.
     Args:    predictor_bytes: as in `cpu_needs`.   options: the options that set the budget, for the message.
+             heat: [L, E], how often experts are chosen, 0 for those that are always read whole; None: no single rows
+             are read, and no selector stays.
     Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
     page_bytes, head_bytes = pages = page_sizes(layout)
     needs = cpu_needs(layout, pages, context_tokens, predictor_bytes)
     division = divide_or_refuse(budget_bytes, needs, context_tokens, options)
-    num_pages = min(division.experts, needs.all_experts) // (page_bytes + head_bytes)
+    slot_bytes, num_selectors, selectors = page_bytes + head_bytes, 0, 0
+    if heat is not None and division.experts < needs.all_experts:
+        sizes = np.cumsum(_selector_bytes(layout).ravel()[_hottest_first(heat)[: np.count_nonzero(heat)]])
+        records = expert_pages(layout, page_bytes, np.ones(heat.shape, bool)) * slot_bytes
+        working = 2 * layout.spec.router.num_experts_per_tok * int(records.max()) + needs.largest
+        num_selectors = int(np.searchsorted(sizes, division.experts - working, side="right"))
+        selectors = int(sizes[num_selectors - 1]) if num_selectors else 0
+    has_selector = resident_selectors(layout, heat, num_selectors)
+    most_pages = int(expert_pages(layout, page_bytes, has_selector).sum())
+    num_pages = min((division.experts - selectors) // slot_bytes, most_pages)
     fixed, chunk = division.fixed, division.chunk_tokens
     return BudgetPlan(
         budget_bytes,
@@ -282,7 +300,35 @@ def divide_budget(
         head_bytes,
         num_pages,
         chunk,
+        selectors,
+        num_selectors,
     )
+
+
+def resident_selectors(
+    layout: PackLayout, heat: NDArray[np.floating[Any]] | None, num_selectors: int
+) -> NDArray[np.bool_]:
+    """Returns the experts whose selectors stay in memory, the hottest: bool [L, E].
+
+    Args:    heat, num_selectors: as given to, and returned by, `divide_budget`.
+    """
+    shape = (len(layout.experts), layout.spec.router.num_experts)
+    resident = np.zeros(shape, bool)
+    if heat is not None:
+        resident.ravel()[_hottest_first(heat)[:num_selectors]] = True
+    return resident
+
+
+def _hottest_first(heat: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """Returns the flat indices of experts by falling heat; equally hot ones take turns between layers."""
+    L, E = heat.shape
+    order: NDArray[np.int64] = np.lexsort((np.repeat(np.arange(L), E), np.tile(np.arange(E), L), -heat.ravel()))
+    return order
+
+
+def _selector_bytes(layout: PackLayout) -> NDArray[np.int64]:
+    """Returns the bytes of each expert's selector in memory, in whole blocks: int64 [L, E]."""
+    return np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64)
 
 
 def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
@@ -296,9 +342,23 @@ def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -
     return needs.fixed(PREFILL_TOKENS).num_bytes + needs.all_experts
 
 
-def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
-    """Returns the number of pages of each expert: int64 [L, E]."""
-    return -(-extent_bytes(layout) // page_bytes)
+def expert_pages(
+    layout: PackLayout, page_bytes: int, has_selector: NDArray[np.bool_] | None = None
+) -> NDArray[np.int64]:
+    """Returns the number of pages of each expert: int64 [L, E].
+
+    Args:    has_selector: bool [L, E], the experts whose selector stays elsewhere in memory; None: no expert's does.
+    """
+    num_bytes = extent_bytes(layout)
+    if has_selector is not None:
+        before = np.array([[begin_block(expert) for expert in layer] for layer in layout.experts], np.int64)
+        num_bytes = num_bytes - before * DISK_BLOCK_BYTES * has_selector
+    return -(-num_bytes // page_bytes)
+
+
+def begin_block(expert: ExpertLayout) -> int:
+    """Returns the block of an extent in which its records begin."""
+    return expert.selector_bytes // DISK_BLOCK_BYTES
 
 
 def routing_bytes(folder: Path) -> int:

@@ -28,23 +28,24 @@ from moe_pack.runtime.model.pack_weights import cut_error
 
 
 class PageArena:
-    """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`; both are whole disk blocks.
+    """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`; all sizes are whole disk blocks.
 
-    `memory`: all of it, u8.   `peak_pages`: the most pages that were taken at once.
+    `memory`: all of it, u8: first `front_bytes` for what stays, then the pages.   `peak_pages`: the most pages that
+    were taken at once.
     Raises:  RunError if the memory cannot be allocated.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, head_bytes: int) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, head_bytes: int, front_bytes: int = 0) -> None:
         assert num_pages > 0 and head_bytes > 0, "pages, and heads"
-        assert page_bytes % DISK_BLOCK_BYTES == head_bytes % DISK_BLOCK_BYTES == 0, "whole blocks"
+        assert not any(size % DISK_BLOCK_BYTES for size in (page_bytes, head_bytes, front_bytes)), "whole blocks"
         self.num_pages, self.page_bytes, self.head_bytes = num_pages, page_bytes, head_bytes
         self.slot_bytes = page_bytes + head_bytes
+        self._front_bytes = front_bytes
+        num_bytes = front_bytes + num_pages * self.slot_bytes
         try:
-            pages = mmap.mmap(-1, num_pages * self.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as fault:
-            raise RunError(
-                f"--budget: cannot allocate {num_pages * self.slot_bytes:,} bytes ({fault}); give a smaller budget"
-            ) from fault
+            raise RunError(f"--budget: cannot allocate {num_bytes:,} bytes ({fault}); give a smaller budget") from fault
         # No huge pages: a virtual machine may need seconds for each gigabyte that it gets back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
@@ -64,11 +65,12 @@ class PageArena:
 
     def rows(self, slots: NDArray[np.int32], begin: int) -> PagedRows:
         """Returns the rows from byte `begin` of the extent in these pages, for the kernels."""
-        return PagedRows(self.memory, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
+        pages = self.memory[self._front_bytes :]
+        return PagedRows(pages, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
 
     def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
         """Returns the positions in `memory` where pages begin: int64 [n]."""
-        return slots.astype(np.int64) * self.slot_bytes + self.head_bytes
+        return self._front_bytes + slots.astype(np.int64) * self.slot_bytes + self.head_bytes
 
     def close(self) -> None:
         """Drops the memory, which is freed with the last array that refers to it."""

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,13 +26,15 @@ from moe_pack.formats import (
     NeuronFunction,
     Pack,
     PackError,
+    PackLayout,
     RowLayout,
     RunError,
     Selector,
 )
+from moe_pack.formats.layout import whole_blocks
 from moe_pack.runtime.cpu import ExpertRows, Kernels, PagedRows, SelectedNeurons, expert_numbers
 from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert
-from moe_pack.runtime.offload.budget import BudgetPlan
+from moe_pack.runtime.offload.budget import BudgetPlan, begin_block
 from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import PageArena, Reads
 
@@ -146,6 +148,52 @@ class Trace:
 
 
 Blocks = NDArray[np.int64]
+_NO_BLOCKS = np.zeros(0, np.int64)
+
+
+class ResidentSelectors:
+    """The selectors that stay in memory: each has its place, is read when its expert is first fetched, and stays.
+
+    Args:    memory: u8 [at least the selectors' whole blocks].   places: int64 [L, E], in this memory; -1 for experts
+             whose selector is in pages.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], places: NDArray[np.int64]) -> None:
+        self._memory, self._places = memory, places
+        self._is_read = np.zeros(places.shape, bool)
+        self._is_checked = np.zeros(places.shape, bool)
+
+    @classmethod
+    def laid_out(cls, memory: NDArray[np.uint8], layout: PackLayout, is_resident: NDArray[np.bool_]) -> Self:
+        """Returns places for the selectors of some experts, bool [L, E], one after the other."""
+        sizes = np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts])
+        ends = np.cumsum(np.where(is_resident, sizes, 0)).reshape(sizes.shape)
+        return cls(memory, np.where(is_resident, ends - sizes, -1))
+
+    def has(self, key: ExpertKey) -> bool:
+        """Returns whether an expert's selector stays here."""
+        return bool(self._places[key] >= 0)
+
+    def rows(self, key: ExpertKey, layout: ExpertLayout) -> NDArray[np.uint8] | None:
+        """Returns the place of an expert's selector rows, u8 [f, row bytes], read or not; None if it has none."""
+        if not self.has(key) or layout.selector is None:
+            return None
+        start = int(self._places[key])
+        return self._memory[start : start + layout.selector_bytes].reshape(layout.num_rows, -1)
+
+    def place_to_read(self, key: ExpertKey) -> int | None:
+        """Returns where to read an expert's selector, in whole blocks; None if that was done, or is not to be done."""
+        return int(self._places[key]) if self.has(key) and not self._is_read[key] else None
+
+    def arrived(self, key: ExpertKey) -> None:
+        """Takes note that a selector has been read."""
+        self._is_read[key] = True
+
+    def to_check(self, key: ExpertKey) -> bool:
+        """Returns whether an expert's selector stays here and was not checked yet; from now on it was."""
+        is_new = self.has(key) and not self._is_checked[key]
+        self._is_checked[key] = True
+        return is_new
 
 
 class PagedExpert:
@@ -154,6 +202,8 @@ class PagedExpert:
     Disks are read in blocks of DISK_BLOCK_BYTES of the extent, which begins at `offset` of its file. `has_block` bool
     [blocks]: those that have arrived; `ticket`: the read under way, or None. `ExpertStore` reads. Owns its pages:
     `close` it.
+    Args:    selector_rows: u8 [f, row bytes], of a selector that stays in memory: the pages then have the blocks with
+             records only. None: the selector is in the pages, too.
     """
 
     def __init__(
@@ -165,20 +215,26 @@ class PagedExpert:
         threshold: float,
         offset: int,
         place: str,
+        selector_rows: NDArray[np.uint8] | None = None,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
         self.num_blocks = -(-layout.num_bytes // DISK_BLOCK_BYTES)
-        self.has_block = np.zeros(self.num_blocks, bool)
+        self._selector_stays = selector_rows is not None
+        self._first_block = begin_block(layout) if self._selector_stays else 0
+        self.has_block = np.arange(self.num_blocks) < self._first_block
         self.is_whole = self.is_selector_checked = False
         self.ticket: int | None = None
         self._arena = arena
-        self._slots = arena.take(-(-layout.num_bytes // arena.page_bytes))
+        first = self._first_block * DISK_BLOCK_BYTES
+        self._slots = arena.take(-(-(layout.num_bytes - first) // arena.page_bytes))
         self._row_is_checked = np.zeros(layout.num_rows, bool)
-        selector_rows = arena.rows(self._slots, 0) if layout.selector else None
-        self.records = arena.rows(self._slots, layout.selector_bytes)
-        self.extra = arena.rows(self._slots, layout.num_bytes - layout.extra_bytes) if layout.extra else None
+        rows = arena.rows(self._slots, 0) if layout.selector else None
+        self.records = arena.rows(self._slots, layout.selector_bytes - first)
+        self.extra = arena.rows(self._slots, layout.num_bytes - layout.extra_bytes - first) if layout.extra else None
         numbers = expert_numbers(layout, selector, function)
-        self.rows = ExpertRows(numbers, selector_rows, self.records, threshold, self.extra)
+        self.rows = ExpertRows(
+            numbers, rows if selector_rows is None else selector_rows, self.records, threshold, self.extra
+        )
 
     def close(self) -> None:
         """Gives the pages back."""
@@ -190,33 +246,50 @@ class PagedExpert:
         return absent
 
     def all_blocks(self) -> Blocks:
-        """Returns every block."""
-        return np.arange(self.num_blocks)
+        """Returns every block of the pages."""
+        return np.arange(self._first_block, self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Returns the blocks that are needed whichever neurons run: of the selector rows and of the bias of down."""
-        selector = np.arange(-(-self.layout.selector_bytes // DISK_BLOCK_BYTES))
+        """Returns the blocks of the pages that are needed whichever neurons run.
+
+        They have the selector rows, unless these stay elsewhere, and the bias of down.
+        """
+        selector = _NO_BLOCKS if self._selector_stays else np.arange(-(-self.layout.selector_bytes // DISK_BLOCK_BYTES))
         if self.layout.extra is None:
             return selector
         extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // DISK_BLOCK_BYTES, self.num_blocks)
         return np.union1d(selector, extra)
 
-    def record_blocks(self, neurons: NDArray[np.int32]) -> Blocks:
-        """Returns the blocks with the records of some neurons, ascending."""
+    def record_blocks(self, neurons: NDArray[np.int32], gap_blocks: int = 0) -> Blocks:
+        """Returns the blocks with the records of some neurons, ascending.
+
+        Args:    neurons: ascending.   gap_blocks: gaps of at most so many blocks are included.
+        """
+        if not len(neurons):
+            return _NO_BLOCKS
+        first, last = self._ends(neurons)
+        # Runs of blocks; they may share a block, where a row ends and the next begins.
+        is_new = np.empty(len(neurons), bool)
+        is_new[0] = True
+        np.greater(first[1:] - last[:-1], gap_blocks + 1, out=is_new[1:])
+        starts = np.flatnonzero(is_new)
+        begins, ends = first[starts], last[np.append(starts[1:], len(neurons)) - 1] + 1
+        lengths = ends - begins
+        offset = np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+        blocks: Blocks = offset + np.arange(len(offset))
+        return blocks
+
+    def _ends(self, neurons: NDArray[np.int32]) -> tuple[Blocks, Blocks]:
+        """Returns the first and the last block of each record."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        first, last = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES
-        most = int((last - first).max(initial=0)) + 1
-        blocks = first[:, None] + np.arange(most)
-        return np.unique(blocks[blocks <= last[:, None]])
+        return begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES
 
     def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns those of some neurons whose records have arrived."""
-        row_bytes = self.layout.records.row_bytes
-        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
         num_before = np.concatenate([[0], np.cumsum(self.has_block)])
-        first, end = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES + 1
-        present: NDArray[np.int32] = neurons[num_before[end] - num_before[first] == end - first]
+        first, last = self._ends(neurons)
+        present: NDArray[np.int32] = neurons[num_before[last + 1] - num_before[first] == last + 1 - first]
         return present
 
     def pieces(self, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -225,12 +298,14 @@ class PagedExpert:
         A piece is a run of blocks in one page.
         """
         page_blocks = self._arena.page_bytes // DISK_BLOCK_BYTES
-        follows = (np.diff(blocks, prepend=-2) == 1) & (blocks % page_blocks != 0)
-        starts = np.flatnonzero(~follows)
-        lengths = np.diff(starts, append=len(blocks))
-        first = blocks[starts]
-        places = self._arena.places(self._slots[first // page_blocks]) + first % page_blocks * DISK_BLOCK_BYTES
-        return self.offset + first * DISK_BLOCK_BYTES, places, lengths * DISK_BLOCK_BYTES
+        page, within = np.divmod(blocks - self._first_block, page_blocks)
+        is_new = within == 0
+        is_new[:1] = True
+        is_new[1:] |= blocks[1:] - blocks[:-1] != 1
+        starts = np.flatnonzero(is_new)
+        lengths = np.append(starts[1:], len(blocks)) - starts
+        places = self._arena.places(self._slots[page[starts]]) + within[starts] * DISK_BLOCK_BYTES
+        return self.offset + blocks[starts] * DISK_BLOCK_BYTES, places, lengths * DISK_BLOCK_BYTES
 
     def arrived(self, blocks: Blocks) -> None:
         """Takes note that blocks have been read."""
@@ -239,8 +314,7 @@ class PagedExpert:
 
     def stitch(self, kernels: Kernels) -> None:
         """Copies rows together that cross from page to page: after each arrival, before anything is computed."""
-        if self.layout.selector and self.rows.selector is not None:
-            assert isinstance(self.rows.selector, PagedRows), "rows of an arena"
+        if self.layout.selector and isinstance(self.rows.selector, PagedRows):
             kernels.stitch(self.rows.selector, self.layout.selector, self.layout.num_rows)
         kernels.stitch(self.records, self.layout.records, self.layout.num_rows)
         if self.layout.extra and self.extra is not None:
@@ -260,17 +334,30 @@ class PagedExpert:
 
         Raises:  PackError, which names the first damaged row.
         """
-        assert self.layout.selector is not None and isinstance(self.rows.selector, PagedRows), (
-            "an expert with a selector"
-        )
+        assert self.layout.selector is not None and self.rows.selector is not None, "an expert with a selector"
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
         if self.layout.extra and self.extra is not None:
             self._check(kernels, self.extra, self.layout.extra, every[:1], number)
         self.is_selector_checked = True
 
+    def check_all_rows(self, kernels: Kernels, number: int) -> None:
+        """Checks every record that has not been checked before, and the bias of down, of an expert that is whole.
+
+        Raises:  PackError, which names the first damaged row.
+        """
+        every = np.arange(self.layout.num_rows, dtype=np.int32)
+        self.check_rows(kernels, every, number)
+        if self.layout.extra and self.extra is not None:
+            self._check(kernels, self.extra, self.layout.extra, every[:1], number)
+
     def _check(
-        self, kernels: Kernels, rows: PagedRows, layout: RowLayout, neurons: NDArray[np.int32], number: int
+        self,
+        kernels: Kernels,
+        rows: PagedRows | NDArray[np.uint8],
+        layout: RowLayout,
+        neurons: NDArray[np.int32],
+        number: int,
     ) -> None:
         damaged = kernels.damaged_row(rows, layout, neurons)
         if damaged is not None:
@@ -355,6 +442,10 @@ class NativePagedOperations(PagedOperations):
         """Checks the records of some neurons. Raises PackError, which names the first damaged row."""
         expert.check_rows(self._kernels, neurons, number)
 
+    def check_all_rows(self, expert: PagedExpert, number: int) -> None:
+        """Checks all records and the bias of down. Raises PackError, which names the first damaged row."""
+        expert.check_all_rows(self._kernels, number)
+
     def select(self, x: Tensor, expert: PagedExpert) -> SelectedNeurons:
         """Returns which neurons of an expert run for tokens float32 [T, d], by its selector."""
         return self._kernels.select(x, expert.rows)
@@ -372,6 +463,14 @@ def paged_operations(operations: Operations, function: NeuronFunction, selector:
     return PagedOperations(function, selector)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A read under way: blocks of the pages, and perhaps the selector that stays in memory."""
+
+    blocks: Blocks
+    with_selector: bool
+
+
 USUAL_GAP_BYTES = 32 << 10  # a usual disk reads so much in the time that one more read costs
 _SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
 
@@ -384,7 +483,8 @@ class ExpertStore:
     None: experts are read whole.
     Args:    verify: whether experts are checked when they first arrive.   rows_below: the cutover, a share of neurons:
              if fewer of an expert's neurons run, only their rows are read; 0 for never.   gap_bytes: two rows are read
-             together if no more bytes are between them.
+             together if no more bytes are between them.   has_selector: bool [L, E], the experts whose selectors stay
+             in memory, as in the plan; None: no expert's does.
     """
 
     def __init__(
@@ -396,6 +496,7 @@ class ExpertStore:
         verify: bool,
         rows_below: float = 0.0,
         gap_bytes: int = USUAL_GAP_BYTES,
+        has_selector: NDArray[np.bool_] | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.stall_ns = self.asked_bytes = 0
@@ -409,8 +510,12 @@ class ExpertStore:
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._experts: dict[ExpertKey, PagedExpert] = {}
-        self._reading: dict[ExpertKey, Blocks] = {}
-        self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes)
+        self._reading: dict[ExpertKey, _Reading] = {}
+        self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
+        if has_selector is None:
+            has_selector = np.zeros(pack.index.size.shape, bool)
+        assert self.by_rows is not None or not has_selector.any(), "torch needs whole experts"
+        self._selectors = ResidentSelectors.laid_out(self._arena.memory, pack.layout, has_selector)
         with ExitStack() as opened:
             opened.callback(self._arena.close)
             self._reads = open_reads(self._arena.memory)
@@ -441,6 +546,7 @@ class ExpertStore:
             float(self._pack.thresholds[key]),
             self._pack.layout.offsets[layer_idx][key.expert],
             self._pack.manifest.expert_files[layer_idx].name,
+            self._selectors.rows(key, layout),
         )
         self._experts[key] = expert
         self._begin(key, expert.selector_blocks() if self._by_rows(key, expert) else expert.all_blocks(), urgent)
@@ -486,7 +592,10 @@ class ExpertStore:
             self._wait(expert.ticket)
         self._read_ended(key)
         expert.ticket = None
-        expert.arrived(self._reading.pop(key))
+        reading = self._reading.pop(key)
+        if reading.with_selector:
+            self._selectors.arrived(key)
+        expert.arrived(reading.blocks)
         self.operations.stitch(expert)
         self._check(key, expert)
         return expert
@@ -501,11 +610,10 @@ class ExpertStore:
         expert = self._experts[key]
         assert expert.ticket is None, "one read of an expert at a time"
         if len(neurons) < self._rows_below * expert.layout.num_rows:
-            blocks = expert.missing(_bridged(expert.record_blocks(neurons), self._gap_blocks))
+            blocks = expert.missing(expert.record_blocks(neurons, self._gap_blocks))
         else:
             blocks = expert.missing(expert.all_blocks())
-        if len(blocks):
-            self._begin(key, blocks, urgent)
+        self._begin(key, blocks, urgent)
 
     def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
         """Checks the records of some neurons that have not been checked before.
@@ -525,12 +633,22 @@ class ExpertStore:
             self._trace.read_ends(_name(key), self._traced.pop(key))
 
     def _begin(self, key: ExpertKey, blocks: Blocks, urgent: bool) -> None:
+        """Requests blocks of an expert's pages, and its selector if that stays in memory and was not read yet."""
         expert = self._experts[key]
+        offsets, places, sizes = expert.pieces(blocks)
+        num_bytes = len(blocks) * DISK_BLOCK_BYTES
+        place = self._selectors.place_to_read(key)
+        if place is not None:
+            size = whole_blocks(expert.layout.selector_bytes)
+            offsets, places, sizes = np.r_[expert.offset, offsets], np.r_[place, places], np.r_[size, sizes]
+            num_bytes += size
+        if not num_bytes:
+            return
         if self._trace is not None:
-            self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * DISK_BLOCK_BYTES, urgent)
-        self.asked_bytes += len(blocks) * DISK_BLOCK_BYTES
-        expert.ticket = self._reads.submit(self._files[key.layer_idx], *expert.pieces(blocks), urgent)
-        self._reading[key] = blocks
+            self._traced[key] = self._trace.read_begins(_name(key), num_bytes, urgent)
+        self.asked_bytes += num_bytes
+        expert.ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
+        self._reading[key] = _Reading(blocks, place is not None)
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
         has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None
@@ -539,6 +657,13 @@ class ExpertStore:
     def _check(self, key: ExpertKey, expert: PagedExpert) -> None:
         """Checks an extent when it is whole for the first time, and selector rows whenever they come alone."""
         if not self._verify or self._checked[key]:
+            return
+        if self.by_rows is not None and self._selectors.has(key):
+            if self._selectors.to_check(key):
+                self.by_rows.check_selector(expert, key.expert)
+            if expert.is_whole:
+                self.by_rows.check_all_rows(expert, key.expert)
+                self._checked[key] = True
             return
         expected = int(self._pack.index.crc32[key])
         if expert.is_whole:
@@ -553,11 +678,3 @@ class ExpertStore:
 
 def _name(key: ExpertKey) -> str:
     return f"layer {key.layer_idx} expert {key.expert}"
-
-
-def _bridged(blocks: Blocks, gap_blocks: int) -> Blocks:
-    """Returns `blocks` (ascending) with the blocks of every gap of at most `gap_blocks`."""
-    gaps = np.diff(blocks) - 1
-    over = np.flatnonzero((gaps > 0) & (gaps <= gap_blocks))
-    between = [np.arange(blocks[place] + 1, blocks[place + 1]) for place in over.tolist()]
-    return np.sort(np.concatenate([blocks, *between])) if between else blocks

@@ -118,8 +118,10 @@ def auto_policy(
     return best_of(table), table
 
 
-def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -> Preset:
+def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array, rows_below: float = 0.0) -> Preset:
     """Returns the preset of `--policy auto`: the eviction with the most hits on such routes, and the best prediction.
+
+    Where single rows are read (`rows_below` above 0), the next layer's selectors predict them.
 
     Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
     Measured on synthetic packs (docs/benchmarks/offloading.md).
@@ -127,7 +129,9 @@ def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -
     name: PolicyName = "edgemoe" if passes is None else auto_policy(passes, facts, extent_bytes)[0]
     token_bytes = facts.num_active * int(extent_bytes.max())
     prediction: PredictionName = "best" if token_bytes >= _LEAST_PREDICTED_BYTES else "none"
-    return replace(PRESETS[name], prediction=prediction, max_predicted=None, rows_below=0.0, reuse_selector=False)
+    return replace(
+        PRESETS[name], prediction=prediction, max_predicted=None, rows_below=rows_below, reuse_selector=rows_below > 0
+    )
 
 
 def best_of(table: Mapping[PolicyName, ReplayResult]) -> PolicyName:

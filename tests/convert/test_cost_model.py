@@ -9,8 +9,12 @@ import torch
 from cases import case
 from models import DEMO_MODEL, pack
 from streaming import budget_for
+from synthetic import character, small
+from synthetic import made as synthetic_pack
+from tiers import steady_disk
 
-from moe_pack.convert.plan.machines import Machine, steady_disk
+from moe_pack.convert import skewed_popularity
+from moe_pack.convert.plan.machines import Machine
 from moe_pack.convert.plan.speed import (
     MAX_AGE,
     FetchCosts,
@@ -19,6 +23,7 @@ from moe_pack.convert.plan.speed import (
     estimate_on_cpu,
     expert_seconds,
     fetched_from_disk,
+    selector_heat,
     waited,
 )
 from moe_pack.formats import BF16, Pack, PackLayout, dense_roles, part_format
@@ -27,10 +32,12 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4
 from moe_pack.formats.spec import cached_values
-from moe_pack.runtime import Engine, EngineOptions, FixedCosts, WidthRate
+from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, WidthRate
+from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording
 
 FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
+ELSEWHERE = np.zeros((4, 8), bool)  # no selector stays in memory
 
 
 def machine(fixed: FixedCosts = FREE, row_s: float = 0.0, drive_rate: float = 1e9) -> Machine:
@@ -101,7 +108,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
     running = np.full((4, 8), share)
     # A disk on which every read costs its bytes alone: rows pay, gaps do not.
-    fetching = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20)
+    fetching = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20, ELSEWHERE)
     rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
     read = np.zeros(3)
     for _ in range(400):
@@ -116,11 +123,14 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     first, _, third = fetching.num_bytes[:3, 0, 0]
     assert first - expert.selector_bytes == pytest.approx(4096 * read[0] / 400, rel=0.06)
     assert third == pytest.approx(4096 * read[2] / 400, rel=0.12, abs=1500)
+    resident = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20, ~ELSEWHERE)
+    assert resident.num_bytes[0, 0, 0] == pytest.approx(first - expert.selector_bytes)
+    assert resident.num_bytes[2, 0, 0] == third
 
 
 def test_what_all_runs_is_read_whole_and_once() -> None:
     made = layout()
-    fetching = fetched_from_disk(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20)
+    fetching = fetched_from_disk(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20, ELSEWHERE)
     whole = -(-made.experts[0][0].num_bytes // 4096) * 4096
     assert set(fetching.num_bytes[0].ravel().tolist()) == {whole}
     assert not fetching.num_bytes[1:].any()
@@ -188,6 +198,44 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
         found = estimate_on_cpu(opened.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
     assert 0 < found.hit_rate < 1
     assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic pack with records of 4 KiB, of which a tenth runs; selectors of 2 bits; not to be changed."""
+    spec = replace(small(num_experts=16, intermediate_size=512), hidden_size=1024, num_hidden_layers=3)
+    spec = replace(spec, moe_layers=(0, 1, 2))
+    plan = plan_of(spec, "up", part_format(2, 64), BF16)
+    return synthetic_pack(spec, tmp_path_factory.mktemp("sparse") / "packed", character(spec, 0.9, skew=0.5), plan)
+
+
+@pytest.mark.skipif(not is_available(), reason="single rows need native kernels")
+def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(sparse: Path) -> None:
+    """By `auto`, which reads rows and keeps selectors, on the disk that the plan assumes."""
+    generator = np.random.default_rng(2)
+    for share in (0.25, 0.5):
+        with case(share), Pack(sparse) as opened:
+            ids = generator.integers(0, opened.spec.vocab_size, 160).tolist()
+            budget = budget_for(opened, int(48 * share), 160)
+            options = EngineOptions(budget_bytes=budget, prefetches=False)
+            with Engine(opened, options, 160) as engine:
+                assert isinstance(engine.weights, OffloadedWeights) and engine.plan is not None
+                for token in ids[:60]:
+                    engine.decoder.next_logits([token])
+                before = engine.weights.decode.asked_bytes
+                for token in ids[60:]:
+                    engine.decoder.next_logits([token])
+                asked, divided = (engine.weights.decode.asked_bytes - before) / 100, engine.plan
+            popularity, sparsity = skewed_popularity(opened.spec, 0.5, 0), np.full((3, 16), 0.9)
+            usual = replace(machine(), disk=USUAL_DISK)
+            heat = selector_heat(opened.layout, popularity, sparsity, USUAL_DISK)
+            plan = divide_budget(opened.layout, budget, 160, 0, heat=heat)
+            assert plan == divided and plan.num_selectors > 0
+            # All predictions are right: nothing is read for a wrong one, as without prefetch.
+            found = estimate_on_cpu(opened.layout, plan, usual, popularity, sparsity, recall=1.0)
+            whole = 3 * 2 * opened.layout.experts[0][0].num_bytes
+            assert found.fetched_bytes == pytest.approx(asked, rel=0.15)
+            assert asked < whole / 3
 
 
 def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:

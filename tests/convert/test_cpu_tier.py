@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from models import DEMO_MODEL
+from tiers import steady_disk
 
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts
@@ -75,7 +76,8 @@ def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
 
 def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
     """A disk of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
-    tier, disk = tier_of(MIB), assumed_cpu().disk
+    disk = steady_disk(1e9)
+    tier = CpuTier(replace(assumed_cpu(), disk=disk), TRAFFIC, MIB, CONTEXT)
     whole = tier.fetch_seconds(EXPERT, 0.0)
     assert whole == pytest.approx(EXPERT.num_bytes / 1e9, rel=0.05)
     assert tier.fetch_seconds(EXPERT, 0.5) == whole  # rows of 160 bytes: half of them lie in every block

@@ -1,7 +1,7 @@
 """An expert in pages gives what it gives in one piece, bit for bit; damage is found; what is missing is known."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -140,8 +140,8 @@ def test_a_damaged_selector_row_is_named(arena: PageArena) -> None:
         held.check_selector(kernels, 3)
 
 
-@given(st.sets(st.integers(0, 66), min_size=1))
-def test_the_blocks_of_records_hold_them_and_no_others(neurons: set[int]) -> None:
+@given(st.sets(st.integers(0, 66)), st.integers(0, 4))
+def test_the_blocks_of_records_hold_them_and_the_short_gaps_between(neurons: set[int], gap_blocks: int) -> None:
     arena = PageArena(20, DISK_BLOCK_BYTES, DISK_BLOCK_BYTES)
     layout = SHAPE.layout
     held = PagedExpert(arena, layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
@@ -149,7 +149,10 @@ def test_the_blocks_of_records_hold_them_and_no_others(neurons: set[int]) -> Non
     for neuron in neurons:
         begin = layout.selector_bytes + neuron * layout.records.row_bytes
         expected |= {byte // DISK_BLOCK_BYTES for byte in range(begin, begin + layout.records.row_bytes)}
-    assert held.record_blocks(np.array(sorted(neurons), np.int32)).tolist() == sorted(expected)
+    for before, after in pairwise(sorted(expected)):
+        if after - before - 1 <= gap_blocks:
+            expected |= set(range(before, after))
+    assert held.record_blocks(np.array(sorted(neurons), np.int32), gap_blocks).tolist() == sorted(expected)
     held.close()
     assert len(set(arena.take(20).tolist())) == 20, "all pages have been given back"
     arena.close()
@@ -173,6 +176,34 @@ def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageAre
     y = kernels.accumulate(kernels.neurons(x, held.rows, selected), held.rows, selected.neurons)
     assert torch.equal(y, kernels.experts(x, [(expert.rows(threshold), np.zeros(1, np.int64), np.ones(1, np.float32))]))
     assert not held.is_whole
+
+
+@pytest.mark.parametrize("num_cols", [256, 64])
+def test_an_expert_whose_selector_stays_needs_pages_for_its_records_alone(arena: PageArena, num_cols: int) -> None:
+    """At 64 columns the selector's last block has most of the records, too."""
+    kernels, shape = kernels_limited_to("portable"), Shape(num_rows=67, num_cols=num_cols)
+    expert, x = random_expert(shape), random_tokens(2, num_cols)
+    layout = shape.layout
+    assert layout.selector is not None
+    selector_rows = expert.extent[: layout.selector_bytes].reshape(layout.num_rows, -1).copy()
+    scattered(arena)
+    arena.memory[:] = 0xAA
+    held = PagedExpert(arena, layout, "up", shape.function, 0.0, OFFSET, NAME, selector_rows)
+    assert len(held.selector_blocks()) == 0
+    assert len(held.all_blocks()) == held.num_blocks - layout.selector_bytes // DISK_BLOCK_BYTES
+    bring(arena, held, expert, held.all_blocks())
+    held.stitch(kernels)
+    held.check_selector(kernels, 0)
+    held.check_all_rows(kernels, 0)
+    assert held.is_whole
+    y = np.zeros((2, num_cols), np.float32)
+    tokens, weights = np.arange(2), np.ones(2, np.float32)
+    kernels.experts_apart(x, [(held.rows, tokens, weights, tokens)], y)
+    assert torch.equal(torch.from_numpy(y), kernels.experts(x, [(expert.rows(0.0), tokens, weights)]))
+    selector_rows[40, 0] ^= 128
+    with pytest.raises(PackError, match="CRC-32 of row 40"):
+        held.check_selector(kernels, 0)
+    held.close()
 
 
 def refused(kernels: Kernels, arena: PageArena, **changes: object) -> str:

@@ -69,7 +69,9 @@ def streamed(folder: Path, options: EngineOptions, num_experts: int) -> Tensor:
         with Engine(opened, _with(options, budget_bytes=budget), CONTEXT) as engine:
             assert isinstance(engine.weights, OffloadedWeights)
             # Where there is much room, forward passes are longer, and the difference goes to them.
-            assert engine.plan is not None and num_experts - 4 <= engine.plan.num_pages <= num_experts
+            assert engine.plan is not None
+            slot_bytes = engine.plan.page_bytes + engine.plan.head_bytes
+            assert num_experts - 4 <= (engine.plan.arena + engine.plan.selectors) / slot_bytes <= num_experts
             return answers(engine)
 
 

@@ -7,11 +7,19 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.tiers import SpeedEstimate
-from moe_pack.formats import ExpertLayout, PackLayout, RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RunError
+from moe_pack.runtime import DiskFacts, ReadRate, SizedRate
 from moe_pack.runtime.offload.budget import MemoryPart
 
 RUN_RATE, FETCH_RATE, DENSE_RATE = 1e9, 1e8, 1e9  # bytes a second
 FIXED_S = 1e-5
+
+
+def steady_disk(rate: float) -> DiskFacts:
+    """Returns a disk that reads at this rate, bytes a second, whatever the size of a read."""
+    point = SizedRate(DISK_BLOCK_BYTES, rate)
+    # A read of less than a block takes as long as a whole block; above that the rate is constant.
+    return DiskFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
 
 
 @dataclass(frozen=True, slots=True)
