@@ -14,7 +14,7 @@ pack that is within the limit but uses little of it is followed by an attempt wi
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import log1p
+from math import isnan, log1p
 from pathlib import Path
 
 from moe_pack.calib.evaluate import (
@@ -105,13 +105,15 @@ class PackGoal:
     """The pack to make: how it is planned, and which loss is allowed.
 
     `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
-    many nats.   `first_nats`: of the first attempt.   `allowed`: the largest value of `measure`; None: any.
+    many nats.   `estimate`: returns the estimated loss of a decision in nats, NaN if there is none.   `first_nats`: of
+    the first attempt.   `allowed`: the largest value of `measure`; None: any.
     `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.   `is_sequential`: how
     calibrated packs are quantized (`convert`).
     """
 
     identity: Mapping[str, str]
     decide: Callable[[float], Decision]
+    estimate: Callable[[Decision], float]
     first_nats: float
     allowed: float | None
     measure: Callable[[Quality], float]
@@ -173,6 +175,7 @@ def pack_goal(
             **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
         },
         decide=decide,
+        estimate=model.loss,
         first_nats=limit.nats(model.losses.nll_per_kl),
         allowed=None if target.preset is not None else allowed,
         measure=lambda quality: measured_loss(quality, limit),
@@ -336,7 +339,9 @@ class AutoPacker:
             return load(Attempt, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
         decision = self._decision(number, nats)
         folder = self._attempt_folder(number)
-        self._progress.say(f"attempt {number + 1}: planned with an estimated loss of {nats:.4g} nats")
+        estimate = self._goal.estimate(decision)
+        how = "no estimate of the loss" if isnan(estimate) else f"an estimated loss of {estimate:.4g} nats"
+        self._progress.say(f"attempt {number + 1}: planned with {how}")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
         attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)

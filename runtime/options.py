@@ -91,8 +91,8 @@ class EngineOptions:
             most=1,
             metavar="SHARE",
             mark=_OFFLOAD,
-            help="Read single rows of an expert if less than this share of its neurons runs.  [default: what moe-pack "
-            "doctor measured to be faster, else the policy's]",
+            help="Read single rows of an expert if less than this share of its neurons runs.  [default: the policy's; "
+            "for auto what is faster on this disk, which is measured once]",
         ),
     )
     read: ReadOption = field(

@@ -269,7 +269,7 @@ def convert_command(path: str, options: ConvertOptions) -> None:
         if options.target is None:
             _convert(checkpoint, options)
         else:
-            _make_for_target(checkpoint, _resolved(options.target, options), options)
+            _make_for_target(checkpoint, _narrowed(options.target, options), options)
 
 
 def _tell(line: str) -> None:
@@ -398,11 +398,11 @@ def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> No
         click.echo(line)
 
 
-def _resolved(target: Target, options: ConvertOptions) -> Target:
-    """Returns the target for this machine, with the selector and the sparsity of the options."""
+def _narrowed(target: Target, options: ConvertOptions) -> Target:
+    """Returns the target with the selector and the sparsity of the options."""
     selector = options.plan.selector
     selectors = target.selectors if selector is None else (selector,)
-    return replace(target.resolved(), selectors=selectors, sparsity=options.sparsity)
+    return replace(target, selectors=selectors, sparsity=options.sparsity)
 
 
 def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
@@ -480,8 +480,16 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
             f"for the "
             "upper end of the 95% interval"
         )
-    lines.append(f"run it: moe-run {output} --budget {_budget_text(target.budget_bytes)}")
+    lines.append(_run_line(output, target))
     return lines
+
+
+def _run_line(output: Path, target: Target) -> str:
+    budget = _budget_text(target.budget_bytes)
+    if target.device == "cpu":
+        return f"run it: moe-run {output} --budget {budget}"
+    line = f"run it: moe-run {output} --device cuda --budget {budget}"
+    return line if torch.cuda.is_available() else f"{line}; this machine has no GPU, here: moe-run {output}"
 
 
 def _budget_text(num_bytes: int) -> str:

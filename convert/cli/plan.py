@@ -124,10 +124,10 @@ class PlanCommandOptions:
             raise UsageError(f"--selector: preset {self.target.preset} decides it; remove --selector")
 
     def narrowed(self) -> Target:
-        """Returns the target for this machine, with the selector and the sparsity of the options."""
+        """Returns the target with the selector and the sparsity of the options."""
         assert self.target is not None, "`check` refuses that"
         selectors = self.target.selectors if self.selector is None else (self.selector,)
-        return replace(self.target.resolved(), selectors=selectors, sparsity=self.sparsity)
+        return replace(self.target, selectors=selectors, sparsity=self.sparsity)
 
 
 @click.command("plan", short_help="Estimate which pack of PATH fits a memory, its speed and its loss.")

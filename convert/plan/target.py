@@ -49,6 +49,7 @@ from moe_pack.formats.plan import format_fault, uniform_dense
 from moe_pack.formats.spec import SELECTORS, read_size
 from moe_pack.runtime import MachineFacts, total_bytes
 from moe_pack.runtime.offload import Passes, least_budget
+from moe_pack.runtime.offload.budget import least_gpu_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
 
 
@@ -79,10 +80,11 @@ def held_out_passes(profile: Profile) -> Passes:
 
 
 USUAL_CONTEXT = 4096
+_NOT_THE_CPU = "; --device cpu plans for the CPU"
 _RAM_SHARE = 0.75
 _SMALLEST = (trellis_format(4, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
 
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +148,10 @@ class Target:
         )
     )
     device: Device = field(
-        default="auto",
+        default="cuda",
         metadata=option(
             "--device",
-            help="What computes; auto takes cuda if this machine has a GPU or if --gpu or --link is given.",
+            help="What computes: a GPU, in this machine or not (--gpu), or the CPU.",
         ),
     )
     limit: LossLimit = field(
@@ -217,17 +219,10 @@ class Target:
 
         Raises:  UsageError.
         """
-        if self.resolved().device == "cpu" and (wrong := given(self, "gpu")):
+        if self.device == "cpu" and (wrong := given(self, "gpu")):
             raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
         if self.preset is not None and (wrong := given(self, "search")):
             raise UsageError(f"{wrong[0]} does not apply to --preset {self.preset}; remove one of the two")
-
-    def resolved(self) -> "Target":
-        """Returns the target with `cpu` or `cuda` in place of `auto`, by this machine and the other options."""
-        if self.device != "auto":
-            return self
-        has_gpu = self.gpu is not None or self.link_rate is not None or torch.cuda.is_available()
-        return replace(self, device="cuda" if has_gpu else "cpu")
 
 
 def context_of(target: Target, spec: ModelSpec) -> int:
@@ -261,8 +256,7 @@ def tier_for(
     """Returns the tier for a target; arguments and errors are those of `planner_for`."""
     context = context_of(target, spec)
     routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
-    if spec.encoder is not None and target.device != "cpu":
-        raise RunError("--device cuda: models with an encoder do not run on GPUs; give --device cpu")
+    check_device(target, spec)
     if target.device == "cpu":
         return CpuTier(_cpu(facts), routing, target.budget_bytes, context)
     return GpuTier(_gpu_machine(target, facts), routing, RowHeat(profile), target.budget_bytes, context)
@@ -328,8 +322,11 @@ def _gpu_name(target: Target) -> tuple[str, str]:
         return MEASURE, f"this machine's {here}, whose rates are not known"
     large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.budget_bytes]
     if not large:
-        return max(GPUS.values(), key=lambda gpu: gpu.memory_bytes).name, "assumed: the largest known one"
-    return min(large, key=lambda gpu: gpu.memory_bytes).name, "assumed: the smallest known one with this much memory"
+        return max(
+            GPUS.values(), key=lambda gpu: gpu.memory_bytes
+        ).name, f"assumed: the largest known one{_NOT_THE_CPU}"
+    smallest = min(large, key=lambda gpu: gpu.memory_bytes)
+    return smallest.name, f"assumed: the smallest known one with this much memory{_NOT_THE_CPU}"
 
 
 def _link_rate(target: Target, facts: MachineFacts | None, gpu: Gpu) -> float | None:
@@ -352,20 +349,29 @@ def _ram_bytes(target: Target) -> int | None:
 
 
 def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> None:
-    """Refuses a budget in which no pack of this model runs, before a profile is measured.
+    """Refuses a device on which the model does not run, and a budget in which no pack of it runs.
 
-    It checks the CPU only; the planner refuses budgets of a GPU. Predictors are not counted.
-    Raises:  RunError if no pack runs in the budget; it says the smallest budget that is enough.
+    This is checked before a profile is measured, which takes long. Predictors are not counted.
+    Raises:  RunError; if no pack runs in the budget it says the smallest budget that is enough.
     """
-    if target.device != "cpu":
-        return
+    check_device(target, spec)
     possible = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
     dense = uniform_dense(spec, part_format(4, 64))
     plan = replace(uniform_plan(spec, "none", possible[0], possible[0], quantizer="calibrated"), dense=dense)
     context = context_of(target, spec)
-    least = least_budget(pack_layout(spec, plan, dense_dtypes), context, 0)
+    least_of = least_budget if target.device == "cpu" else least_gpu_budget
+    least = least_of(pack_layout(spec, plan, dense_dtypes), context, 0)
     if target.budget_bytes < least:
         raise RunError(
             f"--target-vram: {size_text(target.budget_bytes)} is too small; with a context of {context} tokens this "
             f"model needs {size_text(least)}, whatever the loss; give more memory, or a shorter --context"
         )
+
+
+def check_device(target: Target, spec: ModelSpec) -> None:
+    """Refuses a GPU for a model with an encoder.
+
+    Raises:  RunError.
+    """
+    if spec.encoder is not None and target.device != "cpu":
+        raise RunError("--device cuda: models with an encoder do not run on GPUs; give --device cpu")

@@ -39,7 +39,9 @@ class Workplace:
                 raise StoppedError(step)
 
         checkpoint = Checkpoint(self.source)
-        goal = PackGoal({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
+        goal = PackGoal(
+            {"name": name}, self.decide, lambda decision: 0.1, 0.1, allowed, kl_of, lambda quality: "measured"
+        )
         try:
             AutoPacker(checkpoint, self.profile, TEXT, output, goal, 1, Recorder(), on_step=on_step).make()
         finally:

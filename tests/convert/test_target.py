@@ -49,7 +49,7 @@ def asked(*arguments: str) -> Target | str | None:
     @click.command()
     @options_from(Asked)
     def command(options: Asked) -> None:
-        found.append(options.target and options.target.resolved())
+        found.append(options.target and options.target)
 
     done = CliRunner().invoke(command, list(arguments))
     assert (done.exit_code == 2) == (not found), done.output
@@ -83,7 +83,8 @@ def test_what_is_no_limit_is_refused() -> None:
 
 def test_all_options_become_one_target() -> None:
     assert asked() is None
-    assert asked("--target-vram", "1G") == CPU
+    assert asked("--target-vram", "1G") == CARD, "a GPU, whether torch finds one or not"
+    assert asked("--target-vram", "1G", "--device", "cpu") == CPU
     assert asked("--target-vram", "1G", "--gpu", "L4", "--link", "2G", "--ram", "3G", "--context", "8") == Target(
         GIB, "cuda", context_tokens=8, ram_bytes=3 * GIB, link_rate=2 * GIB, gpu="L4"
     )
@@ -98,7 +99,10 @@ def test_options_that_would_do_nothing_are_usage_errors() -> None:
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
             "--gpu needs --device cuda; remove it or add --device cuda",
         ),
-        (["--target-vram", "1G", "--ram", "2G"], "--ram needs --device cuda; remove it or add --device cuda"),
+        (
+            ["--target-vram", "1G", "--device", "cpu", "--ram", "2G"],
+            "--ram needs --device cuda; remove it or add --device cuda",
+        ),
         (
             ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
             "--search does not apply to --preset corm; remove one of the two",

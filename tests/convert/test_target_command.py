@@ -1,17 +1,21 @@
 """`moe-pack convert --target-vram`, in-process, on a tiny random model: what it makes, says, and refuses."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
 
+from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.autopack import work_folder
 from moe_pack.convert.cli.main import main
+from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.formats import Pack
 from moe_pack.runtime.offload import divide_budget, routing_bytes
 
@@ -89,6 +93,29 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
         assert {e.down.width for layer in pack.index.experts for e in layer} == {16}
     rule = json.loads((out / "thresholds.json").read_text())["content"]["rule"]
     assert set(map(tuple, rule["planned"])) == {(0.9,) * 4}
+    estimates = []
+    for sparsity in (0.9, 0.95):
+        model = PlanningModel(pack.spec, (), losses_of(Profile(profile)))
+        estimates.append(model.loss(preset_decision("floe", model, sparsity)))
+    assert f"attempt 1: planned with an estimated loss of {estimates[0]:.4g} nats\n" in result.stderr
+    other = run("convert", str(source), "-o", str(tmp_path / "other"), *options, "--sparsity", "0.95")
+    assert math.isnan(estimates[1]) and "attempt 1: planned with no estimate of the loss\n" in other.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine's own GPU would be planned for")
+def test_a_target_in_vram_is_for_a_gpu_that_this_machine_need_not_have(
+    source: Path, profile: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "packed"
+    options = ["--profile", str(profile), *TEXT, "--context", "64", "--max-loss", "0.5", "--target-vram"]
+    small = run("convert", str(source), "-o", str(out), *options, "64M")
+    assert "--target-vram: 64.0 MiB is too small; with a context of 64 tokens this model needs 5" in small.stderr
+    result = run("convert", str(source), "-o", str(out), *options, "1G", "--ram", "1G")
+    assert result.exit_code == 0, result.output
+    why = "assumed: the smallest known one with this much memory; --device cpu plans for the CPU"
+    assert f"by default --gpu RTX 3060 12G: {why}" in result.stderr
+    line = f"run it: moe-run {out} --device cuda --budget 1G; this machine has no GPU, here: moe-run {out}"
+    assert line in result.stdout.splitlines()
 
 
 def test_wrong_targets_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
