@@ -1,84 +1,120 @@
 """Measures the time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
 
-`doctor` decodes with four tiny synthetic packs in a temporary folder, within a budget, so that their experts are
-offloaded; their weights take almost no time. A family with more operations in a layer (shared experts, latent
-attention) takes a little more time than these figures say.
+`doctor` decodes with synthetic packs in a temporary folder, within a budget, so that their experts are offloaded. What
+the weights take at the measured rates is subtracted. The packs of tokens, layers and experts have so many weights that
+they leave nothing else in the processor's caches, as a real model does: with tiny weights a layer takes a third of the
+time. A family with more operations in a layer (shared experts, latent attention) takes a little more than these figures
+say.
 """
 
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from moe_pack.convert.plan.machines import machine_of_cpu
+from moe_pack.convert.plan.speed import dense_seconds, expert_seconds
 from moe_pack.convert.synthetic import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import (
+    BF16,
     MATRICES,
     ExpertSpec,
     GroupedQuerySpec,
     ModelSpec,
     NormSpec,
     Pack,
+    Plan,
     RouterSpec,
     part_format,
     uniform_plan,
 )
 from moe_pack.formats.spec import RopeSpec
-from moe_pack.runtime import Engine, EngineOptions, FixedCosts
-from moe_pack.runtime.offload import OffloadedWeights, divide_budget, expert_pages, whole_bytes
+from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
+from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
+from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
 
-_NUM_EXPERTS, _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 16, 2, 10, 2, 8
+_FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 6, 2, 8
+_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 8  # experts of 0.9 MB
+_TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
+# Records of 4 KiB, of which a tenth runs: so few that a pack's experts are seldom whole.
+_ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 1024, 128, 3, 0.9
 _CONTEXT = 256
 _WARM_TURNS, _TOKENS_AT_ONCE = 4, 8
-_QUANTILE = 0.25  # of the times of tokens: other work on the machine can only add to them
+_INT4 = part_format(4, 64)
 
 
-def measure_fixed_costs(seconds: float) -> FixedCosts:
+def measure_fixed_costs(facts: MachineFacts, seconds: float) -> FixedCosts:
     """Measures the fixed costs of this machine's CPU.
 
-    Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s), solved from three packs of L layers and k experts a
-             token that are fully in memory; miss_s from a fourth run with memory for half of the experts, whose files
-             are in the system's cache. The runs take turns, so that other work on the machine slows all of them.
-    Args:    seconds: the least time that all runs together decode.
+    Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s) + weights, solved from three packs of L layers and k
+             experts a token that are fully in memory; miss_s from a pack of tiny experts with memory for half of them,
+             whose files are in the system's cache, and with memory for all; rows_s in the same way from a pack of which
+             single rows are read. The runs take turns, so that other work on the machine slows all of them.
+    Args:    facts: with the rates of the CPU; without them, weights count as free.   seconds: the least time that all
+             runs together decode.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-doctor-")))
         shapes = ((_FEW_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _MANY_ACTIVE))
-        packs = [_tiny_pack(folder / f"{num_layers}-{k}", num_layers, k) for num_layers, k in shapes]
-        runs = [stack.enter_context(closing(_Run(pack))) for pack in packs]
-        runs.append(stack.enter_context(closing(_Run(packs[-1], share=0.5))))
+        usual = [_usual_pack(folder / f"{num_layers}-{k}", num_layers, k) for num_layers, k in shapes]
+        tiny, sparse = _tiny_pack(folder / "tiny"), _rows_pack(folder / "rows")
+        ways = [*((pack, 1.0, 0.0) for pack in usual), (tiny, 1.0, 0.0), (tiny, 0.5, 0.0)]
+        ways += [(sparse, 1.0, 0.0), (sparse, 0.5, 1.0)]
+        runs = [stack.enter_context(closing(_Run(*way))) for way in ways]
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or not runs[-1].times:
             for run in runs:
                 run.decode()
-        few, many, wide, missing = (float(np.quantile(run.times, _QUANTILE)) for run in runs)
-        misses = runs[-1].misses
+        few, many, wide = (run.token_s - _weights_s(pack, facts) for run, pack in zip(runs, usual, strict=False))
+    present, missing, whole, rows = runs[len(usual) :]
     layer_s = (many - few) / (_MANY_LAYERS - _FEW_LAYERS)  # with its experts
     expert_s = max((wide - many) / (_MANY_LAYERS * (_MANY_ACTIVE - _FEW_ACTIVE)), 0.0)
     return FixedCosts(
         token_s=max(few - _FEW_LAYERS * layer_s, 0.0),
         layer_s=max(layer_s - _FEW_ACTIVE * expert_s, 0.0),
         expert_s=expert_s,
-        miss_s=max((missing - wide) / misses, 0.0) if misses else 0.0,
+        miss_s=_each(missing.token_s - present.token_s, missing.misses),
+        rows_s=_each(rows.token_s - whole.token_s, rows.in_part),
     )
 
 
+def _weights_s(folder: Path, facts: MachineFacts) -> float:
+    """Returns the seconds in which a token reads a pack's weights at the measured rates."""
+    if not facts.cpu.experts:
+        return 0.0
+    free = replace(facts, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    machine = machine_of_cpu(free)
+    with Pack(folder) as pack:
+        layout, k = pack.layout, pack.spec.router.num_experts_per_tok
+        experts = sum(k * expert_seconds(layer[0], 1.0, machine)[0] for layer in layout.experts)
+        return experts + dense_seconds(layout, machine, _CONTEXT // 2)[0]
+
+
+def _each(seconds: float, number: float) -> float:
+    return max(seconds / number, 0.0) if number else 0.0
+
+
 class _Run:
-    """A tiny pack that decodes tokens on demand, with memory for a share of its experts.
+    """A small pack that decodes tokens on demand, with memory for a share of its experts.
 
     `times`: of tokens, in seconds.
     """
 
-    def __init__(self, folder: Path, share: float = 1.0) -> None:
+    def __init__(self, folder: Path, share: float = 1.0, cutover: float = 0.0) -> None:
         self.times: list[float] = []
         with ExitStack() as stack:
             pack = stack.enter_context(Pack(folder))
-            whole = whole_bytes(pack.layout, _CONTEXT, 0)
-            plan = divide_budget(pack.layout, whole, _CONTEXT, 0)
-            missing = int((1 - share) * int(expert_pages(pack.layout, plan.page_bytes).sum()))
-            budget = whole - plan.left - missing * (plan.page_bytes + plan.head_bytes)
-            options = EngineOptions(budget_bytes=budget, policy="lru", read="pread")
+            budget = whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
+            options = EngineOptions(
+                budget_bytes=budget,
+                policy="lru",
+                read="pread",
+                cutover=cutover,
+                chunk_tokens=LEAST_PREFILL_TOKENS,
+            )
             engine = stack.enter_context(Engine(pack, options, _CONTEXT))
             self._decoder, weights = engine.decoder, engine.weights
             assert isinstance(weights, OffloadedWeights), "with a budget, experts are offloaded"
@@ -88,6 +124,16 @@ class _Run:
                 self.decode()
             self.times.clear()
             self._stack = stack.pop_all()
+
+    @property
+    def token_s(self) -> float:
+        """The median time of a token."""
+        return float(np.median(self.times))
+
+    @property
+    def in_part(self) -> float:
+        """The mean number of experts of which rows were missing when a token needed them."""
+        return self._counts.in_part / self._counts.tokens
 
     @property
     def misses(self) -> float:
@@ -109,11 +155,19 @@ class _Run:
         self._stack.close()
 
 
-def _tiny_spec(num_layers: int, num_active: int) -> ModelSpec:
+def _budget_for(pack: Pack, share: float) -> int:
+    """Returns the budget with pages for a share of the experts, in the shortest forward passes."""
+    sizes = page_sizes(pack.layout)
+    needs = cpu_needs(pack.layout, sizes, _CONTEXT, 0)
+    num_pages = int(share * int(expert_pages(pack.layout, sizes.page_bytes).sum()))
+    return needs.fixed(LEAST_PREFILL_TOKENS).num_bytes + num_pages * (sizes.page_bytes + sizes.head_bytes)
+
+
+def _small_spec(num_layers: int, num_active: int, num_experts: int, hidden_size: int, num_neurons: int) -> ModelSpec:
     """Returns a model with the attention and the experts that most families have."""
     return ModelSpec(
         family="tiny",
-        hidden_size=64,
+        hidden_size=hidden_size,
         vocab_size=64,
         num_hidden_layers=num_layers,
         moe_layers=tuple(range(num_layers)),
@@ -127,14 +181,28 @@ def _tiny_spec(num_layers: int, num_active: int) -> ModelSpec:
         logits_scaling=1.0,
         attention=GroupedQuerySpec("grouped_query", 2, 1, 32, None, 32**-0.5, (), "none"),
         rope=RopeSpec(1e4, 32, interleaved=False, scaling=None),
-        router=RouterSpec("softmax_topk", _NUM_EXPERTS, num_active, normalize=True),
-        expert=ExpertSpec("silu", 16, MATRICES, (), 0),
+        router=RouterSpec("softmax_topk", num_experts, num_active, normalize=True),
+        expert=ExpertSpec("silu", num_neurons, MATRICES, (), 0),
         shared_expert=None,
     )
 
 
-def _tiny_pack(folder: Path, num_layers: int, num_active: int) -> Path:
-    spec, part = _tiny_spec(num_layers, num_active), part_format(4, 64)
-    traits = SyntheticTraits(0.0, skewed_popularity(spec, 0.0, 0), 0.0, 0)
-    synthesize(spec, uniform_plan(spec, "none", part, part, part, "nearest"), traits, folder, 1)
+def _usual_pack(folder: Path, num_layers: int, num_active: int) -> Path:
+    spec = _small_spec(num_layers, num_active, _USUAL_EXPERTS, _USUAL_SIZE, _USUAL_NEURONS)
+    return _made(folder, spec, uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
+
+
+def _tiny_pack(folder: Path) -> Path:
+    spec = _small_spec(_MANY_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _TINY_SIZE, _TINY_NEURONS)
+    return _made(folder, spec, uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
+
+
+def _rows_pack(folder: Path) -> Path:
+    spec = _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _ROWS_SIZE, _ROWS_NEURONS)
+    return _made(folder, spec, uniform_plan(spec, "up", part_format(2, 64), BF16, None, "nearest"), _ROWS_SPARSITY)
+
+
+def _made(folder: Path, spec: ModelSpec, plan: Plan, sparsity: float) -> Path:
+    traits = SyntheticTraits(sparsity, skewed_popularity(spec, 0.0, 0), 0.0, 0)
+    synthesize(spec, plan, traits, folder, 1)
     return folder

@@ -96,8 +96,7 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, progress) as files:
         trials = _trials(files)
-        num_cpu_steps = 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
-        steps = _Steps(progress, len(trials) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0), seconds)
+        steps = _Steps(progress, len(trials) + _num_cpu_steps() + (len(COPY_SIZES) if has_link else 0), seconds)
         disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
     cpu = _measure_cpu(steps, seconds)
     link = _measure_link(steps, seconds) if has_link else None
@@ -123,6 +122,20 @@ def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float 
     progress.end()
     cpu = CpuFacts(num_cpus(), None, None, None, (), (), None)
     return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
+
+
+def measure_cpu(progress: Progress = NO_PROGRESS, seconds: float = 0.5) -> CpuFacts:
+    """Measures the CPU alone: how fast it reads memory, and computes experts and dense matrices.
+
+    Args:    seconds: of each measurement.
+    """
+    facts = _measure_cpu(_Steps(progress, _num_cpu_steps(), seconds), seconds)
+    progress.end()
+    return facts
+
+
+def _num_cpu_steps() -> int:
+    return 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
 
 
 class _Steps:

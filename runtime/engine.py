@@ -43,6 +43,7 @@ from moe_pack.runtime.offload import (
     CacheFacts,
     OffloadedWeights,
     divide_budget,
+    expert_pages,
     resident_selectors,
     routing_bytes,
     whole_bytes,
@@ -199,12 +200,16 @@ class Engine:
     def _build_offloaded(self, budget_bytes: int) -> None:
         pack, options = self._pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
-        # Torch needs whole experts.
-        rows_below = choices.cutover() if isinstance(self.operations, NativeOperations) else 0.0
-        heat = selector_heat(pack, choices.routing) if rows_below > 0 else None
-        self.plan = divide_budget(
-            pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder), heat=heat
-        )
+        needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
+        self.plan, heat, rows_below = divide_budget(*needs), None, 0.0
+        # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
+        # computed together.
+        has_all = int(expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
+        if isinstance(self.operations, NativeOperations) and (not has_all or options.cutover is not None):
+            rows_below = choices.cutover()
+        if rows_below > 0:
+            heat = selector_heat(pack, choices.routing)
+            self.plan = divide_budget(*needs, heat=heat)
         has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)

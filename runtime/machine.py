@@ -130,7 +130,7 @@ def _number(path: Path) -> int | None:
 
 ReadMode = Literal["direct", "pread", "map"]
 
-VERSION = 3  # of the file with the facts; a file of another version counts as missing
+VERSION = 4  # of the file with the facts; a file of another version counts as missing
 MAX_GAP_BYTES = 1 << 20
 _ROW_ALIGN = 16  # of rows within a file (docs/format.md)
 
@@ -314,13 +314,15 @@ class LinkFacts:
 class FixedCosts:
     """Seconds of decoding that do not depend on sizes: for a token, for each layer, for each routed expert.
 
-    `miss_s`: for each missing expert, in addition to its read.
+    `miss_s`: for each missing expert that is read whole, in addition to its read.   `rows_s`: the same for each expert
+    of which single rows are read, as often as some are missing.
     """
 
     token_s: float
     layer_s: float
     expert_s: float
     miss_s: float
+    rows_s: float
 
 
 @dataclass(frozen=True, slots=True)

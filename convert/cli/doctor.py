@@ -55,8 +55,8 @@ def doctor_command(options: DoctorOptions) -> None:
     path, seconds = options.path, options.seconds
     with TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)
-        progress.say("decoding with tiny packs")
-    facts = replace(facts, fixed=measure_fixed_costs(seconds))
+        progress.say("decoding with small packs")
+    facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
     file = save_facts(facts, cache_folder(), path)
     if options.as_json:
         click.echo(json.dumps(dump(facts), indent=2))
@@ -103,10 +103,10 @@ def _other_lines(facts: MachineFacts) -> list[str]:
             f"dense matrices, one token, GB/s by bits: {_by_width(cpu.dense)}",
         ]
     if facts.fixed is not None:
-        token, layer, expert, miss = (1e6 * seconds for seconds in astuple(facts.fixed))
+        token, layer, expert, miss, rows = (1e6 * seconds for seconds in astuple(facts.fixed))
         lines.append(
             f"in addition: {token:.0f} us a token, {layer:.0f} us a layer, {expert:.0f} us an expert, {miss:.0f} us "
-            "for an expert that is read"
+            f"for an expert that is read, {rows:.0f} us for one of which rows are read"
         )
     if link is None:
         return [*lines, "link: torch finds no GPU"]

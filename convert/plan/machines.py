@@ -86,7 +86,7 @@ def assumed_cpu() -> Machine:
     Rates: docs/benchmarks/cpu.md, "Experts against memory" (machine A, two threads), rounded.
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
-    fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5)
+    fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5, rows_s=3e-4)
     return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK)
 
 
@@ -97,7 +97,7 @@ def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
 
 BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
 MEASURE = "measure"
-_GPU_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0)
+_GPU_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0, rows_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)
 _LANE_RATES = {
     3: 0.985e9,

@@ -182,11 +182,13 @@ class FetchCosts:
     """The cost of the fetches of one visit, by age and expert: float64 [MAX_AGE + 1, L, E].
 
     `seconds`: if other experts are fetched at the same time.   `alone`: the shortest time, if it is the only one.
+    `handling`: what the processor does for it, in addition to the computation.
     """
 
     num_bytes: Array
     seconds: Array
     alone: Array
+    handling: Array
 
 
 def estimate_on_cpu(
@@ -224,8 +226,11 @@ def estimate_on_cpu(
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
-    fetching = fetched_from_disk(layout, running, machine.disk, plan.page_bytes, has_selector)
     predicted = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
+    has_all = int(facts.pages.sum()) <= facts.num_pages and not has_selector.any()
+    fetching = fetched_from_disk(
+        layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
+    )
     return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, seen_tokens)
 
 
@@ -331,7 +336,7 @@ def fetched_over_link(layout: PackLayout, plan: GpuMemoryPlan, heat: Array, mach
     num_bytes[0] += (1 - plan.selector_share) * selector_bytes
     total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
     seconds = num_bytes * link_seconds(machine, total, plan.page_bytes)
-    return FetchCosts(num_bytes, seconds, np.zeros_like(seconds))
+    return FetchCosts(num_bytes, seconds, np.zeros_like(seconds), np.zeros_like(seconds))
 
 
 def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = GPU_PAGE_BYTES) -> float:
@@ -396,17 +401,22 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
 
 
 def fetched_from_disk(
-    layout: PackLayout, running: Array, disk: DiskFacts, page_bytes: int, has_selector: NDArray[np.bool_]
+    layout: PackLayout,
+    running: Array,
+    machine: Machine,
+    page_bytes: int,
+    has_selector: NDArray[np.bool_],
+    predicted: float = 0.0,
 ) -> FetchCosts:
     """Returns what the engine reads of experts: all bytes, or selectors and running rows if that is faster.
 
     Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.   has_selector: bool
-             [L, E], the experts whose selectors stay in memory.
+             [L, E], the experts whose selectors stay in memory.   predicted: the share of experts that are predicted;
+             where single rows are read, their selectors are computed twice.
     """
-    cutover = disk_cutover(layout, disk)
-    gap_blocks = disk.gap_bytes() // DISK_BLOCK_BYTES
+    cutover = disk_cutover(layout, machine.disk)
     shape = (MAX_AGE + 1, *running.shape)
-    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
     # Experts with one layout are one object, which is found quickly.
     known: dict[tuple[int, float, bool, bool], Array] = {}
     for l, layer in enumerate(layout.experts):
@@ -415,44 +425,56 @@ def fetched_from_disk(
             share, stays = float(running[l, e]), bool(has_selector[l, e])
             key = (id(expert), share, by_rows and share < 1 and expert.selector is not None, stays)
             if key not in known:
-                read_bytes = expert.num_bytes - stays * begin_block(expert) * DISK_BLOCK_BYTES
-                known[key] = (
-                    _by_rows(expert, share, disk, gap_blocks, stays) if key[2] else _whole(read_bytes, disk, page_bytes)
-                )
-            fetching.num_bytes[:, l, e], fetching.seconds[:, l, e], fetching.alone[:, l, e] = known[key]
+                if key[2]:
+                    known[key] = _by_rows(expert, share, machine, stays, predicted)
+                else:
+                    known[key] = _whole(expert, machine, page_bytes, stays)
+            for table, values in zip(_tables(fetching), known[key], strict=True):
+                table[:, l, e] = values
     return fetching
 
 
-def _whole(extent_bytes: int, disk: DiskFacts, page_bytes: int) -> Array:
-    """Returns bytes, seconds and seconds alone at each age, [3, ages], of an expert that is read whole."""
-    num_bytes = whole_blocks(extent_bytes)
+def _tables(fetching: FetchCosts) -> tuple[Array, Array, Array, Array]:
+    return fetching.num_bytes, fetching.seconds, fetching.alone, fetching.handling
+
+
+def _whole(expert: ExpertLayout, machine: Machine, page_bytes: int, stays: bool) -> Array:
+    """Returns the values of `FetchCosts` at each age, [4, ages], of an expert that is read whole.
+
+    Args:    stays: whether its selector stays in memory, and is not read.
+    """
+    disk = machine.disk
+    num_bytes = whole_blocks(expert.num_bytes - stays * begin_block(expert) * DISK_BLOCK_BYTES)
     size = min(num_bytes, page_bytes)
-    table = np.zeros((3, MAX_AGE + 1))
-    table[:, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
+    table = np.zeros((4, MAX_AGE + 1))
+    table[:3, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
+    table[3, 0] = machine.fixed.miss_s
     return table
 
 
-def _by_rows(expert: ExpertLayout, share: float, disk: DiskFacts, gap_blocks: int, stays: bool) -> Array:
+def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, predicted: float) -> Array:
     """Returns the same for an expert whose selector is read first, then at each visit the missing rows that run.
 
     Meaning: neurons run independently; n visits need 1 - (1 - share)^n of all rows.
-    Args:    stays: whether the selector stays in memory, and is not read.
     """
     assert expert.selector is not None, "an expert without a selector is read whole"
-    table = np.zeros((3, MAX_AGE + 1))
+    disk, row_bytes = machine.disk, expert.records.row_bytes
+    table = np.zeros((4, MAX_AGE + 1))
     if not stays:
-        table[:, 0] = (
+        table[:3, 0] = (
             expert.selector_bytes,
             disk.seconds(1, expert.selector_bytes),
             disk.seconds_for_few(1, expert.selector_bytes),
         )
-    row_bytes = expert.records.row_bytes
-    read = _share_read(share, row_bytes, gap_blocks)
+    read = _share_read(share, row_bytes, disk.gap_bytes() // DISK_BLOCK_BYTES)
+    select_s = expert.num_rows * sum(_row_seconds(expert.selector, machine))
     for age in range(MAX_AGE + 1):
         # Each visit reads such a share of all blocks, wherever those of the visits before are.
         table[0, age] += expert.records_bytes * read * (1 - read) ** age
-        seconds = disk.seconds_for_rows(share * (1 - share) ** age, row_bytes, expert.num_rows)
-        table[1:, age] += seconds
+        missing = share * (1 - read) ** age
+        table[1:3, age] += disk.seconds_for_rows(missing, row_bytes, expert.num_rows)
+        has_missing = 1 - (1 - missing) ** expert.num_rows
+        table[3, age] = has_missing * (machine.fixed.rows_s + predicted * select_s)
     return table
 
 
@@ -487,7 +509,6 @@ def _token_estimate(
     k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
     num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
     fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
-    missed = np.bincount(visited.keys[visited.ages == 0], minlength=running.size).reshape(running.shape) / num_tokens
     between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
     waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
     fetched = float(fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens
@@ -499,7 +520,7 @@ def _token_estimate(
         fetched_bytes=fetched * (1 + (1 - predicted) * (predicted > 0)),
         read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
         seconds=TokenSeconds(
-            fixed_s + float(missed.sum()) * fixed.miss_s,
+            fixed_s + float(fetching.handling.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens,
             dense_s,
             float(computing.ravel()[visited.keys].sum()) / num_tokens,
             waiting / num_tokens,
@@ -528,8 +549,8 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: f
                  end = max(H + M, R + M / m, R / m + M),   wait = end - H - M,
              where H and M are the seconds to compute the resident and the missing experts. Predicted experts are read
              during the whole layer before: the wait is the part of R that does not fit into it.
-    Args:    computing: float64 [L, E], seconds of each expert.   predicted: the share of experts that are predicted.
-             between_s: seconds of a layer without its experts.
+    Args:    computing: float64 [L, E], seconds of each expert without its handling.   predicted: the share of experts
+             that are predicted.   between_s: seconds of a layer without its experts.
     """
     if not len(visited.steps):
         return 0.0
@@ -546,7 +567,7 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: f
     alone = np.zeros(num_steps)
     np.maximum.at(alone, visited.steps, fetching.alone.reshape(ages, -1)[cells])
     read = np.maximum(read, alone)
-    compute = computing.ravel()[visited.keys]
+    compute = computing.ravel()[visited.keys] + fetching.handling.reshape(ages, -1)[cells]
     compute_all, late = summed(compute), summed(compute * is_late)
     m = np.maximum(num_late, 1)
     end = np.maximum(compute_all, np.maximum(read + late / m, read / m + late))

@@ -203,7 +203,8 @@ class PagedExpert:
     [blocks]: those that have arrived; `ticket`: the read under way, or None. `ExpertStore` reads. Owns its pages:
     `close` it.
     Args:    selector_rows: u8 [f, row bytes], of a selector that stays in memory: the pages then have the blocks with
-             records only. None: the selector is in the pages, too.
+             records only. None: the selector is in the pages, too.   row_is_checked: bool [f], the records that have
+             been checked; it is updated. None: none has been.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class PagedExpert:
         offset: int,
         place: str,
         selector_rows: NDArray[np.uint8] | None = None,
+        row_is_checked: NDArray[np.bool_] | None = None,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
         self.num_blocks = -(-layout.num_bytes // DISK_BLOCK_BYTES)
@@ -227,7 +229,7 @@ class PagedExpert:
         self._arena = arena
         first = self._first_block * DISK_BLOCK_BYTES
         self._slots = arena.take(-(-(layout.num_bytes - first) // arena.page_bytes))
-        self._row_is_checked = np.zeros(layout.num_rows, bool)
+        self._row_is_checked = np.zeros(layout.num_rows, bool) if row_is_checked is None else row_is_checked
         rows = arena.rows(self._slots, 0) if layout.selector else None
         self.records = arena.rows(self._slots, layout.selector_bytes - first)
         self.extra = arena.rows(self._slots, layout.num_bytes - layout.extra_bytes - first) if layout.extra else None
@@ -509,6 +511,7 @@ class ExpertStore:
         self._rows_below = 0.0 if self.by_rows is None else rows_below
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
+        self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
         self._reading: dict[ExpertKey, _Reading] = {}
         self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
@@ -547,6 +550,7 @@ class ExpertStore:
             self._pack.layout.offsets[layer_idx][key.expert],
             self._pack.manifest.expert_files[layer_idx].name,
             self._selectors.rows(key, layout),
+            self._rows_checked.setdefault(key, np.zeros(layout.num_rows, bool)),
         )
         self._experts[key] = expert
         self._begin(key, expert.selector_blocks() if self._by_rows(key, expert) else expert.all_blocks(), urgent)

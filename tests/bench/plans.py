@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import expm1
 from pathlib import Path
+from statistics import median
 
 import click
 import numpy as np
@@ -26,7 +27,7 @@ from benchlib import (
     moe_pack,
     table,
 )
-from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack
+from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack, with_sparse
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
@@ -36,21 +37,25 @@ from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out
 from moe_pack.convert.plan.machines import machine_of_cpu
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
-from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu
+from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, selector_heat
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
 from moe_pack.formats.spec import num_parameters
-from moe_pack.runtime import Engine, EngineOptions, FolderFiles, MachineFacts, Text, measure_machine
+from moe_pack.runtime import Engine, EngineOptions, FixedCosts, FolderFiles, MachineFacts, Text, measure_disk
+from moe_pack.runtime.doctor import measure_cpu
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, routing_bytes, whole_bytes
 
 _CONTEXT = 1024
 _SKEW = 0.5
-_SYNTHETIC = {  # no path through them is likelier than another
-    "mixtral-2-layers": SyntheticPack("mixtral-8x7b", 2, 8192, path_correlation=None),
-    "qwen3-3-layers": SyntheticPack("qwen3-30b-a3b", 3, 8192, path_correlation=None),
-}
-_SHARES = {DEMO: (0.25, 0.5, 0.75, 1.0), **dict.fromkeys(_SYNTHETIC, (0.5, 1.0))}
+_SYNTHETIC = with_sparse(
+    {  # no path through them is likelier than another
+        "mixtral-2-layers": SyntheticPack("mixtral-8x7b", 2, 8192, path_correlation=None),
+        "olmoe-4-layers": SyntheticPack("olmoe-1b-7b", 4, 8192, path_correlation=None),
+        "qwen3-3-layers": SyntheticPack("qwen3-30b-a3b", 3, 8192, path_correlation=None),
+    }
+)
+_SHARES = {DEMO: (0.25, 0.5, 0.75, 1.0), **dict.fromkeys(_SYNTHETIC, (0.25, 0.5, 1.0))}
 
 
 @click.group(help=__doc__)
@@ -59,6 +64,14 @@ def main() -> None:
 
 
 # --- predicted and measured
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of a token, as estimated from what was measured of the machine just before, and as they were."""
+
+    estimated_s: float
+    measured_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ class Case:
     predicted: TokenEstimate
     measured_bytes: float
     measured_hit_rate: float
-    measured_s: float
+    rounds: tuple[Round, ...]
 
     @property
     def bytes_off(self) -> float:
@@ -82,16 +95,20 @@ class Case:
 
     @property
     def time_off(self) -> float:
-        """Predicted tokens a second by measured, less 1."""
-        return self.measured_s / self.predicted.seconds.total - 1
+        """Predicted tokens a second by measured, less 1: the median of the rounds."""
+        return median(each.measured_s / each.estimated_s for each in self.rounds) - 1
 
     def row(self) -> tuple[str, ...]:
         """Returns the line of the table."""
         found = self.predicted
+        estimated, measured = (
+            median(1 / seconds for seconds in all_s)
+            for all_s in zip(*((each.estimated_s, each.measured_s) for each in self.rounds), strict=True)
+        )
         return (
             self.pack, f"{self.share:.0%}", found.policy, f"{found.hit_rate:.1%}", f"{self.measured_hit_rate:.1%}",
             f"{found.fetched_bytes / 1e6:.3f}", f"{self.measured_bytes / 1e6:.3f}", f"{self.bytes_off:+.1%}",
-            f"{found.tokens_per_second:.2f}", f"{1 / self.measured_s:.2f}", f"{self.time_off:+.1%}",
+            f"{estimated:.2f}", f"{measured:.2f}", f"{self.time_off:+.1%}",
         )  # fmt: skip
 
 
@@ -108,47 +125,66 @@ def make_profiled(name: str, folder: Path) -> Path:
     return pack
 
 
-def run_case(name: str, folder: Path, share: float, facts: MachineFacts, num_tokens: int, rounds: int) -> Case:
-    """Predicts, then runs."""
+def run_case(
+    name: str, folder: Path, share: float, fixed: FixedCosts, seconds: float, num_tokens: int, rounds: int
+) -> Case:
+    """Measures the machine, predicts, runs, and repeats that: rates differ from one minute to the next.
+
+    Args:    seconds: of each measurement of the machine.
+    """
     path = make_profiled(name, folder)
     with Pack(path) as pack:
         predictors = routing_bytes(path)
         partly = budget_with(pack, int(share * pack.index.size.size), _CONTEXT) + predictors
         budget = whole_bytes(pack.layout, _CONTEXT, predictors) if share == 1 else partly
-        plan = divide_budget(pack.layout, budget, _CONTEXT, predictors)
         passes: Passes | None = held_out_passes(Profile(folder / "demo-profile")) if name == DEMO else None
         popularity = passes.popularity if passes else skewed_popularity(pack.spec, _SKEW, 0)
         # A synthetic model's layers change the hidden state little: the next router predicts nearly all.
-        recall, machine = (None if passes else 0.98), machine_of_cpu(facts)
-        sparsity, seen = np.zeros(pack.index.size.shape), num_tokens // 2
-        predicted = estimate_on_cpu(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
+        recall = None if passes else 0.98
+        share_off = 0.0 if name == DEMO else _SYNTHETIC[name].sparsity
+        sparsity, seen = np.full(pack.index.size.shape, share_off), num_tokens // 2
+
+        def measured() -> MachineFacts:
+            return replace(measure_disk(path, NO_PROGRESS, seconds), cpu=measure_cpu(NO_PROGRESS, seconds), fixed=fixed)
+
+        def estimate(facts: MachineFacts) -> TokenEstimate:
+            machine = machine_of_cpu(facts)
+            heat = selector_heat(pack.layout, popularity, sparsity, machine.disk)
+            plan = divide_budget(pack.layout, budget, _CONTEXT, predictors, heat=heat)
+            return estimate_on_cpu(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
+
         num_ids = (2 + rounds) * num_tokens
         if name == DEMO:
             ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * num_ids])[:num_ids]
         else:
             ids = np.random.default_rng(0).integers(0, pack.spec.vocab_size, num_ids).tolist()
-        with Engine(pack, EngineOptions(budget_bytes=budget, machine=facts), _CONTEXT) as engine:
-            return Case(name, share, budget, predicted, *run(engine, ids, num_tokens))
+        facts, done = measured(), list[Round]()
+        options = EngineOptions(budget_bytes=budget, machine=facts, read="direct")
+        with Engine(pack, options, _CONTEXT) as engine:
+            decoder, weights = engine.decoder, engine.weights
+            assert isinstance(weights, OffloadedWeights), "a budget makes it stream"
+            # A prompt so long that it needs every expert; then tokens that fill the cache as decode does.
+            decoder.next_logits((ids * _CONTEXT)[: _CONTEXT - num_tokens])
+            decoder.reset()
+            decode(engine, ids[num_tokens : 2 * num_tokens])
+            counts = weights.decode
+            before = (counts.asked_bytes, counts.needed, counts.hits)
+            for start in range(2 * num_tokens, len(ids), num_tokens):
+                now = measured()
+                decoder.reset()  # each round from an empty context; the experts in memory stay
+                token_s = decode(engine, ids[start : start + num_tokens])
+                done.append(Round(estimate(now).seconds.total, token_s))
+            after = (counts.asked_bytes, counts.needed, counts.hits)
+        asked, needed, hits = (now - then for now, then in zip(after, before, strict=True))
+        return Case(name, share, budget, estimate(facts), asked / (num_tokens * rounds), hits / needed, tuple(done))
 
 
-def run(engine: Engine, ids: Sequence[int], num_tokens: int) -> tuple[float, float, float]:
-    """Returns bytes a token, hit rate and median seconds a token of rounds; a prompt and as many tokens go before."""
-    decoder, weights = engine.decoder, engine.weights
-    assert isinstance(weights, OffloadedWeights), "a budget makes it stream"
-    decoder.next_logits(list(ids[:num_tokens]))
-    for token in ids[num_tokens : 2 * num_tokens]:
-        decoder.next_logits([token])
-    counts = weights.decode
-    before, times = (counts.asked_bytes, counts.needed, counts.hits), []
-    for start in range(2 * num_tokens, len(ids), num_tokens):
-        decoder.reset()  # each round from an empty context; the experts in memory stay
-        began = time.perf_counter()
-        for token in ids[start : start + num_tokens]:
-            decoder.next_logits([token])
-        times.append((time.perf_counter() - began) / num_tokens)
-    after = (counts.asked_bytes, counts.needed, counts.hits)
-    asked, needed, hits = (now - then for now, then in zip(after, before, strict=True))
-    return asked / (num_tokens * len(times)), hits / needed, float(np.median(times))
+def decode(engine: Engine, ids: Sequence[int]) -> float:
+    """Decodes tokens and returns the mean seconds of one."""
+    began = time.perf_counter()
+    for token in ids:
+        engine.decoder.next_logits([token])
+    return (time.perf_counter() - began) / len(ids)
 
 
 @main.command("predicted")
@@ -157,8 +193,8 @@ def run(engine: Engine, ids: Sequence[int], num_tokens: int) -> tuple[float, flo
     "--pack", "packs", multiple=True, type=click.Choice(list(_SHARES)), default=tuple(_SHARES), show_default=True
 )
 @click.option("--tokens", default=512, show_default=True, type=click.IntRange(8, _CONTEXT // 2), help="Of a round.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 6))
-@click.option("--seconds", default=0.3, show_default=True, help="That each measurement of the machine takes.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 6))
+@click.option("--seconds", default=0.1, show_default=True, help="That each measurement of the machine takes.")
 @click.option("--bytes-off", default=0.1, show_default=True, help="What bytes may be off by, on the demo model.")
 @click.option("--time-off", default=0.2, show_default=True, help="What tokens a second may be off by.")
 @json_option
@@ -168,19 +204,24 @@ def predicted_command(
 ) -> None:  # fmt: skip
     """Compares the cost model's prediction with what the runtime does on this machine's CPU.
 
-    The demo model's pack with a profile of its own, on text that the profile has not seen; and two synthetic packs at 4
-    bit, few large experts and many small ones. The machine is measured first, as `moe-pack doctor` does. Tokens are
-    given one by one; the first fill the cache and are not counted. Exits with 1 where a figure is off by more than
-    allowed. Needs 3.5 GB in the folder.
+    The demo model's pack with a profile of its own, on text that the profile has not seen; and synthetic packs at 4
+    bit, few large experts and many small ones, with all neurons running and with a tenth of them. Before each round the
+    machine is measured as `moe-pack doctor` does, and a figure is the median of the rounds. Tokens are given one by
+    one; the first fill the cache and are not counted. Exits with 1 where a figure is off by more than allowed. Needs 8
+    GB in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs:  # before anything is measured
         make_profiled(name, folder)
-    facts = measure_machine(folder, NO_PROGRESS, seconds)
-    facts, cases, faults = replace(facts, fixed=measure_fixed_costs(10 * seconds)), list[Case](), list[str]()
+    facts = replace(
+        measure_disk(make_profiled(packs[0], folder), NO_PROGRESS, seconds), cpu=measure_cpu(NO_PROGRESS, seconds)
+    )
+    fixed, cases, faults = measure_fixed_costs(facts, 5.0), list[Case](), list[str]()
+    click.echo(f"fixed costs: {fixed}", err=True)
     for name in packs:
         for share in _SHARES[name]:
-            cases.append(run_case(name, folder, share, facts, tokens if name == DEMO else max(tokens // 16, 8), rounds))
+            num_tokens = tokens if name == DEMO else max(tokens // 16, 8)
+            cases.append(run_case(name, folder, share, fixed, seconds, num_tokens, rounds))
             click.echo(" ".join(cases[-1].row()), err=True)
     for case in cases:
         if case.pack == DEMO and abs(case.bytes_off) > bytes_off:

@@ -36,7 +36,7 @@ from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, Widt
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording
 
-FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
+FREE = FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 ELSEWHERE = np.zeros((4, 8), bool)  # no selector stays in memory
 
 
@@ -78,7 +78,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
             ages = np.array([0] * m + [3] * h, np.int64)
             seconds = np.zeros((MAX_AGE + 1, 1, max(m + h, 1)))
             seconds[0, 0, :m] = read
-            fetching = FetchCosts(seconds, seconds, np.zeros_like(seconds))
+            fetching = FetchCosts(seconds, seconds, np.zeros_like(seconds), np.zeros_like(seconds))
             found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
             table = np.full((1, max(m + h, 1)), compute)
             end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
@@ -88,7 +88,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
 def test_what_is_all_predicted_waits_for_what_a_layer_does_not_hide() -> None:
     seconds = np.zeros((MAX_AGE + 1, 1, 2))
     seconds[0] = 5.0
-    fetching = FetchCosts(seconds, seconds, seconds)
+    fetching = FetchCosts(seconds, seconds, seconds, np.zeros_like(seconds))
     found = Visits(1, np.zeros(2, np.int64), np.arange(2), np.zeros(2, np.int64))
     assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 2.0) == pytest.approx(10 - (3 + 2))
     assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 20.0) == 0
@@ -97,7 +97,7 @@ def test_what_is_all_predicted_waits_for_what_a_layer_does_not_hide() -> None:
 def test_one_read_takes_no_less_than_it_takes_alone() -> None:
     shape = (MAX_AGE + 1, 1, 1)
     found = Visits(1, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
-    fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0))
+    fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0), np.zeros(shape))
     assert waited(found, np.zeros((1, 1)), fetching, 0.0, 0.0) == 4.0
 
 
@@ -108,7 +108,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
     running = np.full((4, 8), share)
     # A disk on which every read costs its bytes alone: rows pay, gaps do not.
-    fetching = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20, ELSEWHERE)
+    fetching = fetched_from_disk(made, running, machine(), 1 << 20, ELSEWHERE)
     rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
     read = np.zeros(3)
     for _ in range(400):
@@ -123,14 +123,14 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     first, _, third = fetching.num_bytes[:3, 0, 0]
     assert first - expert.selector_bytes == pytest.approx(4096 * read[0] / 400, rel=0.06)
     assert third == pytest.approx(4096 * read[2] / 400, rel=0.12, abs=1500)
-    resident = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20, ~ELSEWHERE)
+    resident = fetched_from_disk(made, running, machine(), 1 << 20, ~ELSEWHERE)
     assert resident.num_bytes[0, 0, 0] == pytest.approx(first - expert.selector_bytes)
     assert resident.num_bytes[2, 0, 0] == third
 
 
 def test_what_all_runs_is_read_whole_and_once() -> None:
     made = layout()
-    fetching = fetched_from_disk(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20, ELSEWHERE)
+    fetching = fetched_from_disk(made, np.ones((4, 8)), machine(), 1 << 20, ELSEWHERE)
     whole = -(-made.experts[0][0].num_bytes // 4096) * 4096
     assert set(fetching.num_bytes[0].ravel().tolist()) == {whole}
     assert not fetching.num_bytes[1:].any()
@@ -240,7 +240,7 @@ def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(s
 
 def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     made, popularity = layout(), np.random.default_rng(0).dirichlet(np.ones(8), 4)
-    fixed = FixedCosts(1e-4, 1e-5, 1e-6, 1e-5)
+    fixed = FixedCosts(1e-4, 1e-5, 1e-6, 1e-5, 0.0)
     rates = []
     for mebibytes in (9, 10, 11, 12, 1000):
         plan = divide_budget(made, mebibytes << 20, 64, 0)

@@ -17,8 +17,9 @@ from moe_pack.runtime.machine import CpuFacts
 
 def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = measure_fixed_costs(0.01)
-    assert min(found.token_s, found.layer_s, found.expert_s, found.miss_s) >= 0
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    found = measure_fixed_costs(facts, 0.01)
+    assert min(found.token_s, found.layer_s, found.expert_s, found.miss_s, found.rows_s) >= 0
     assert 0 < found.token_s + found.layer_s + found.expert_s < 1
     assert not list(tmp_path.iterdir())
 
@@ -48,7 +49,7 @@ def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_b
 def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
     one = (WidthRate(4, 1e10),)
     cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(4, 2e9),))
-    facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
     assert machine_of_cpu(facts).expert_rate(trellis_format(4, 0)) == 2e9
 
 

@@ -27,7 +27,7 @@ SIZES = [4096 << i for i in range(13)]
 
 
 CPU = CpuFacts(8, "avx2", 1e10, 3e10, (WidthRate(2, 1e10), WidthRate(4, 2e10)), (WidthRate(16, 3e10),), 1e-8)
-FIXED = FixedCosts(1e-4, 2e-4, 3e-5, 4e-5)
+FIXED = FixedCosts(1e-4, 2e-4, 3e-5, 4e-5, 5e-5)
 
 
 def drive(curve: list[tuple[int, float]]) -> DiskFacts:

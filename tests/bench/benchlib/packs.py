@@ -1,9 +1,10 @@
 """The packs that offloading is measured on; made where they are not there.
 
-Two are synthetic, about 5 GB at 4 bit throughout: few large experts, many small ones. The third is the demo model's.
+Synthetic ones have 4 bit throughout and 4 to 5 GB: few large experts, many small ones, and a whole OLMoE; and the same
+with a tenth of the neurons running. One more is the demo model's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchlib import DEMO_MODEL, PACK_BITS, moe_pack
@@ -17,24 +18,38 @@ _BOUNDLESS = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class SyntheticPack:
-    """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before."""
+    """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before.
+
+    `sparsity`: the share of neurons that do not run.
+    """
 
     model: str
     layers: int
     vocab: int | None = None
     path_correlation: float | None = 0.5
+    sparsity: float = 0.0
 
     def arguments(self) -> list[str]:
         """Returns the arguments of `moe-pack synth`."""
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
-        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", "0.5", *paths]
+        sparsity = ["--sparsity", str(self.sparsity)]
+        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", "0.5", *paths, *sparsity]
 
 
-SYNTHETIC = {
-    "mixtral-6-layers": SyntheticPack("mixtral-8x7b", 6),
-    "qwen3-14-layers": SyntheticPack("qwen3-30b-a3b", 14, 32768),
-}
+def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
+    """Returns packs and the same with this share of neurons that do not run, which are called `NAME-sparse`."""
+    sparse = {f"{name}-sparse": replace(pack, sparsity=sparsity) for name, pack in packs.items()}
+    return packs | sparse
+
+
+SYNTHETIC = with_sparse(
+    {
+        "mixtral-6-layers": SyntheticPack("mixtral-8x7b", 6),
+        "olmoe-16-layers": SyntheticPack("olmoe-1b-7b", 16),
+        "qwen3-14-layers": SyntheticPack("qwen3-30b-a3b", 14, 32768),
+    }
+)
 
 
 def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYNTHETIC) -> Path:
