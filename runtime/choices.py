@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.machine import USUAL_DISK, DiskFacts, MachineFacts, disk_cutover
 from moe_pack.runtime.offload import (
@@ -187,7 +188,8 @@ def cache_facts(
     Args:    has_selector: bool [L, E], the experts whose selectors stay in memory; None: no expert's does.
     """
     pages = expert_pages(pack.layout, plan.page_bytes, has_selector)
-    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, popularity_shares(pack, routing))
+    k, shares = pack.spec.router.num_experts_per_tok, popularity_shares(pack, routing)
+    return CacheFacts(pages, plan.num_pages, k, shares, first_moe_layers(pack.spec)[-1])
 
 
 def runs_some_neurons(pack: Pack) -> bool:

@@ -15,7 +15,7 @@ from moe_pack.convert.cli.options import known_facts
 from moe_pack.convert.plan import held_out_passes
 from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.spec import read_size
+from moe_pack.formats.spec import first_moe_layers, read_size
 from moe_pack.runtime import USUAL_DISK
 from moe_pack.runtime.choices import runs_some_neurons, selector_heat
 from moe_pack.runtime.cpu import is_available
@@ -187,7 +187,8 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
         raise RunError(
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
         )
-    facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
+    k, num_encoder_layers = pack.spec.router.num_experts_per_tok, first_moe_layers(pack.spec)[-1]
+    facts = CacheFacts(pages, num_pages, k, passes.popularity, num_encoder_layers)
     alone = {name: replay(passes, facts, extents, PRESETS[name].without_prediction()) for name in names}
     whole = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
     predicted = {name: result for name, result in whole.items() if result.prediction in ("recorded", "routes")}

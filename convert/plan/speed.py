@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import cache_values
+from moe_pack.formats.spec import cache_values, first_moe_layers
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
@@ -79,7 +79,7 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
     expert_cache = expert_cache_for(preset, facts)
-    ages = np.zeros((L, E), np.int64)
+    ages = expert_cache.is_resident.astype(np.int64)  # experts that are there before the run were fetched before
     if is_filled:
         _fill(expert_cache, facts)
         ages[expert_cache.is_resident] = MAX_AGE
@@ -220,6 +220,7 @@ def estimate_on_cpu(
         plan.num_pages,
         k,
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
+        first_moe_layers(layout.spec)[-1],
     )
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
     routed, is_drawn = _routed(layout, popularity, passes, is_rough)
@@ -282,7 +283,7 @@ def estimate_on_gpu(
     pages = -(-missing // plan.page_bytes)
     shares = (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32)
     num_pages = plan.num_pages or int(pages.sum())  # 0 if all experts are resident
-    facts = CacheFacts(pages, num_pages, k, shares)
+    facts = CacheFacts(pages, num_pages, k, shares, first_moe_layers(layout.spec)[-1])
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
     routed, is_drawn = _routed(layout, popularity, passes, is_rough)
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moe_pack.formats import DISK_BLOCK_BYTES, Pack, RunError, size_text
 from moe_pack.formats.layout import DenseLayout
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.cpu import ExpertRows, Kernels, extent_rows
 from moe_pack.runtime.gpu.decoder import TokenDecoder
 from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, Device, HostArena
@@ -373,7 +374,8 @@ class StagedEngine:
         partials = _num_partials(inputs)
         plan = plan_staged(pack, expert_bytes, chunk_tokens, inputs.ops, partials)
         num_pages_of = pages_of(pack, plan.page_bytes)
-        facts = CacheFacts(num_pages_of, plan.num_pages, pack.spec.router.num_experts_per_tok, inputs.shares)
+        k, num_encoder_layers = pack.spec.router.num_experts_per_tok, first_moe_layers(pack.spec)[-1]
+        facts = CacheFacts(num_pages_of, plan.num_pages, k, inputs.shares, num_encoder_layers)
         self.policy = policy = inputs.decide(facts)
         with ExitStack() as opened:
             host = _host(inputs, opened)

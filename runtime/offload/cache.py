@@ -51,13 +51,15 @@ class CacheFacts:
     """What a policy knows before a run. `pages` int64 [L, E]: of each expert; `num_pages`: of fast memory.
 
     `num_active`: experts a token.   `popularity` float32 [L, E]: each expert's share of its layer's choices in the
-    profile; uniform without a profile.
+    profile; uniform without a profile.   `num_encoder_layers`: the first MoE layers, if they are an encoder's and the
+    decoder has MoE layers too; otherwise 0.
     """
 
     pages: Array
     num_pages: int
     num_active: int
     popularity: Array
+    num_encoder_layers: int = 0
 
 
 class Eviction(Protocol):
@@ -92,14 +94,20 @@ class Eviction(Protocol):
 
 
 class ExpertCache:
-    """The experts in fast memory. Placed experts are resident for the whole run.
+    """The experts in fast memory. Placed experts are resident for the whole run; initial ones until they are evicted.
 
     `is_resident`, `is_locked`, `is_placed` bool [L, E]: locked experts are needed before the forward pass leaves its
-    layer.   `num_waiting`: experts that the running layer needs and that have no pages yet.
+    layer.   `initial`: in the order in which they are to be fetched.   `num_waiting`: experts that the running layer
+    needs and that have no pages yet.
     """
 
     def __init__(
-        self, facts: CacheFacts, eviction: Eviction, placed: Iterable[ExpertKey] = (), keeps: bool = True
+        self,
+        facts: CacheFacts,
+        eviction: Eviction,
+        placed: Iterable[ExpertKey] = (),
+        keeps: bool = True,
+        initial: Sequence[ExpertKey] = (),
     ) -> None:
         """`keeps`: whether experts stay after they have run; otherwise only the placed ones do."""
         self.facts = facts
@@ -115,6 +123,10 @@ class ExpertCache:
             self.is_placed[key] = True
         largest = int(facts.pages.max(initial=0, where=~self.is_placed))
         assert self.free_pages >= largest, "the other experts need pages for the largest of them"
+        self.initial = tuple(initial)
+        for key in self.initial:
+            self._take(key)
+            eviction.fetched(key)
 
     def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
         """Yields what to do, in order, after the router of a layer has chosen `experts` (ascending, each once).

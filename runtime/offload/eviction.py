@@ -1,4 +1,4 @@
-"""The eviction policies: how much each expert is worth keeping, and which experts are placed for the whole run.
+"""The eviction policies: how much each expert is worth keeping, and which experts are in the cache before a run.
 
 To add an eviction policy, change two files:
 
@@ -127,10 +127,12 @@ class LFU(EvictionBase):
 class EdgeMoE(EvictionBase):
     """The frequency of an expert over the distance to its layer.
 
-    Meaning: worth = f / D. f: the forward passes that chose the expert, plus one token's choices by popularity.
-             D = (i - I) mod S layers from the current layer I to the expert's layer i of S, and S if that is 0, because
-             the current layer is the last to run again. The paper does not say whether f is measured before the run or
-             during it: popularity stands in until the run has counts.
+    Meaning: worth = f / D. f: the forward passes that chose the expert, plus one token's choices by popularity; 0 for
+             an encoder's experts, which run once and not again while the answer is decoded.
+             D = (i - I) mod S layers from the current layer I to the expert's layer i of the decoder's S, and S if that
+             is 0, because the current layer is the last to run again. While the encoder runs, D = i - I, the layers
+             until the expert's layer is reached. The paper does not say whether f is measured before the run or during
+             it: popularity stands in until the run has counts.
     Source:  EdgeMoE (2308.14352) §III-C2, its eviction score L = -f / ((S - i + I) mod S), where the highest is evicted
              first. As printed the denominator is 0 in the current layer and largest in the next, whose experts would go
              first, against the sentence before it ("whose layers are farther away from the current block").
@@ -138,13 +140,18 @@ class EdgeMoE(EvictionBase):
 
     def __init__(self, facts: CacheFacts) -> None:
         self._frequency = facts.popularity.astype(np.float64) * facts.num_active
-        layers = np.arange(len(facts.pages))
-        distance = (layers - layers[:, None]) % len(layers)  # [current, of the expert]
-        self._distance = np.where(distance == 0, len(layers), distance)
+        self._num_encoder_layers = facts.num_encoder_layers
+        self._frequency[: facts.num_encoder_layers] = 0
+        layers, size = np.arange(len(facts.pages)), len(facts.pages) - facts.num_encoder_layers
+        ahead = layers - layers[:, None]  # [current, of the expert]
+        decoding = np.where(ahead % size == 0, size, ahead % size)
+        is_encoding = layers[:, None] < facts.num_encoder_layers
+        self._distance = np.where(is_encoding, np.maximum(ahead, 1), decoding)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Counts a pass for each chosen expert."""
-        self._frequency[layer_idx, experts] += 1
+        """Counts a pass for each chosen expert of a decoder."""
+        if layer_idx >= self._num_encoder_layers:
+            self._frequency[layer_idx, experts] += 1
 
     def worth(self, layer_idx: int) -> Array:
         """Returns f / D for each expert [L, E]."""
@@ -237,3 +244,26 @@ def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
             free_pages -= int(facts.pages[key])
             placed.append(key)
     return placed
+
+
+def experts_to_start_with(facts: CacheFacts) -> list[ExpertKey]:
+    """Returns the experts that fill an empty cache before a run, in the order in which they are fetched.
+
+    An encoder's experts come first, in the order in which they run; then all others, most popular first; of equally
+    popular experts, the lower layer comes first, then the lower expert. An expert that does not fit is skipped, and a
+    smaller one may follow.
+    Source:  EdgeMoE (2308.14352) §III-C2: "When initializing the expert buffer, we load encoder expert weights
+             sequentially. For encoder-only models, the expert buffer is initialized with the experts having the highest
+             frequency of usage." The paper says nothing of the memory that an encoder leaves, and nothing of a decoder
+             alone, which its Table III initializes "in the way in §III-C2": both get the most popular experts.
+    """
+    num_experts = facts.pages.shape[1]
+    first_place = facts.num_encoder_layers * num_experts
+    others = first_place + np.argsort(-facts.popularity.ravel()[first_place:], kind="stable")
+    free_pages, chosen = facts.num_pages, []
+    for place in [*range(first_place), *others.tolist()]:
+        key = ExpertKey(*divmod(place, num_experts))
+        if facts.pages[key] <= free_pages:
+            free_pages -= int(facts.pages[key])
+            chosen.append(key)
+    return chosen

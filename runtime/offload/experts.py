@@ -208,6 +208,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._first_layers = frozenset(first_moe_layers(self.spec))
         for layer_idx, expert in np.argwhere(expert_cache.is_placed).tolist():
             store.fetch(ExpertKey(layer_idx, expert), urgent=False)
+        for key in expert_cache.initial:
+            store.fetch(key, urgent=False)
+        self._initial = set(expert_cache.initial)  # until their layer runs or they are evicted
 
     def run_experts(
         self,
@@ -317,6 +320,11 @@ class OffloadedWeights(PackWeights, ExpertRunner):
     def _settle(self, layer_idx: int, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> None:
         """Ends the prefetches of this layer: those of chosen experts become urgent, the other unfinished ones end."""
         self._rows_pending.clear()
+        for key in [key for key in self._initial if key.layer_idx == layer_idx]:
+            # Never abandoned: what is resident must not depend on how fast the disk is.
+            self._initial.discard(key)
+            if key.expert in jobs and self._expert_cache.is_resident[key] and key not in self._prefetched:
+                self.store.promote(key)
         for key in sorted(key for key in self._prefetched if key.layer_idx == layer_idx):
             self._prefetched.discard(key)
             if not self._expert_cache.is_resident[key]:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack.runtime.offload.cache import CacheFacts, Eviction, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.eviction import LFU, LRU, EdgeMoE, Importance, LayerLRU, NoEviction, placed_by_popularity
+from moe_pack.runtime.offload.eviction import (
+    LFU,
+    LRU,
+    EdgeMoE,
+    Importance,
+    LayerLRU,
+    NoEviction,
+    experts_to_start_with,
+    placed_by_popularity,
+)
 from moe_pack.runtime.offload.prefetch import PredictionName
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
@@ -25,7 +34,8 @@ class Preset:
     """The policies of a system.
 
     `placed_share`: the share of the pages for the most popular experts, which stay for the whole run.   `keeps`:
-    whether other experts stay after they have run.   `max_predicted`: experts predicted for a layer; None: as many as
+    whether other experts stay after they have run.   `starts_filled`: whether the pages are filled before the run, with
+    experts that are evicted as all others.   `max_predicted`: experts predicted for a layer; None: as many as
     a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
     only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
     this hidden state (FloE §3.3.2, CORM §4.2).   `needs_scores`: the eviction uses the routers' scores of all experts.
@@ -35,6 +45,7 @@ class Preset:
     eviction: EvictionName
     placed_share: float = 0.0
     keeps: bool = True
+    starts_filled: bool = False
     prediction: PredictionName = "none"
     max_predicted: int | None = None
     rows_below: float = 0.0
@@ -42,8 +53,8 @@ class Preset:
     needs_scores: bool = False
 
     def without_prediction(self) -> "Preset":
-        """Returns the same preset without prediction of experts and neurons."""
-        return replace(self, prediction="none", reuse_selector=False)
+        """Returns the same preset without prediction of experts and neurons, and with an empty cache before the run."""
+        return replace(self, starts_filled=False, prediction="none", reuse_selector=False)
 
     def num_predicted(self, num_active: int) -> int:
         """Returns how many experts are predicted for a layer if a token uses `num_active`."""
@@ -61,8 +72,9 @@ _CORM = Preset("corm", "layer_lru", prediction="router", rows_below=0.75, reuse_
 # Fiddler computes a missing expert in the memory where it is (§3.2, decode). Our reading for an expert on a disk: it is
 # read, used once and not kept.
 _FIDDLER = Preset("fiddler", "none", placed_share=1.0, keeps=False)
-# EdgeMoE §III-C: "can preload 1-3 experts in each layer"; likeliest first, until the router has chosen.
-_EDGEMOE = Preset("edgemoe", "edgemoe", prediction="paths", max_predicted=3)
+# EdgeMoE §III-C: "can preload 1-3 experts in each layer"; likeliest first, until the router has chosen. §III-C2
+# initializes the expert buffer.
+_EDGEMOE = Preset("edgemoe", "edgemoe", starts_filled=True, prediction="paths", max_predicted=3)
 # Importance §5.2 (the best k by predicted score), §5.3. Substitution (§5.1) changes answers and has an option of its
 # own.
 _IMPORTANCE = Preset("importance", "importance", prediction="partial", needs_scores=True)
@@ -86,11 +98,17 @@ def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
     return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
 
 
+def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
+    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches."""
+    return experts_to_start_with(facts) if preset.starts_filled else []
+
+
 def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
     """Returns a new instance of the preset's eviction policy."""
     return _EVICTIONS[preset.eviction](facts)
 
 
 def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
-    """Returns a cache under the preset's policies; the experts that it places are resident."""
-    return ExpertCache(facts, eviction_of(preset, facts), placed_by(preset, facts), preset.keeps)
+    """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
+    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
+    return ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)

@@ -16,7 +16,7 @@ import numpy as np
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.presets import Preset, eviction_of, placed_by
+from moe_pack.runtime.offload.presets import Preset, eviction_of, initial_of, placed_by
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
 VERSION = 1
@@ -352,8 +352,9 @@ class RecordedExpertCache(ExpertCache):
         recorder: Recorder,
         placed: Iterable[ExpertKey] = (),
         keeps: bool = True,
+        initial: Sequence[ExpertKey] = (),
     ) -> None:
-        super().__init__(facts, eviction, placed, keeps)
+        super().__init__(facts, eviction, placed, keeps, initial)
         self._recorder = recorder
 
     def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
@@ -379,5 +380,5 @@ class RecordedExpertCache(ExpertCache):
 
 def recorded_expert_cache_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    placed = placed_by(preset, facts)
-    return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps)
+    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
+    return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps, initial)

@@ -110,7 +110,8 @@ def auto_policy(
 ) -> tuple[PolicyName, dict[PolicyName, ReplayResult]]:
     """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
-    Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes.
+    Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes. All
+    begin with an empty cache, as the optimum does: policies are compared by what they keep.
     A policy that needs scores is left out where they are not known.
     """
     names = [name for name in SIMPLEST_FIRST if not PRESETS[name].needs_scores or passes.scores is not None]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,23 @@ from cases import case
 from click.testing import CliRunner
 from families import Tiny, token_ids, write
 from models import pack
+from native import operations_limited_to
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 
 from moe_pack.formats import Pack, PackLayout, RunError
 from moe_pack.formats.spec import cached_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, generate, report
+from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.loaded_model import load
-from moe_pack.runtime.model import EncoderDecoder, PackWeights, tokens_by_expert
-from moe_pack.runtime.offload import PolicyName, least_budget
+from moe_pack.runtime.model import EncoderDecoder, PackWeights, PartialState, tokens_by_expert
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import PRESETS, ExpertCache, OffloadedWeights, PolicyName, expert_cache_for, least_budget
+from moe_pack.runtime.offload.cache import ComputeEvent
 
 CPU, CONTEXT, NUM_MADE = torch.device("cpu"), 96, 32
 SHAPE = Tiny(
@@ -88,6 +94,57 @@ def test_experts_that_stream_inside_the_least_budget_give_the_same_text(opened: 
                 assert engine.plan.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
                 assert engine.plan.left >= 0
                 assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
+
+
+class WatchedWeights(MappedPackWeights):
+    """Notes the experts that each layer of each pass needs."""
+
+    def __init__(self, pack: Pack) -> None:
+        super().__init__(pack, operations_limited_to("portable"))
+        self.steps: list[tuple[int, list[int]]] = []
+
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
+        self.steps.append((layer_idx, sorted(each for each, _, _ in tokens_by_expert(experts, router_weights))))
+        return super().run_experts(layer_idx, x, experts, router_weights)
+
+
+def decode_hits(cache: ExpertCache, steps: list[tuple[int, list[int]]]) -> int:
+    """Returns how many experts of the decoder, whose layers are 4 to 6, were resident."""
+    events = [(layer, event) for layer, experts in steps for event in cache.schedule(layer, experts)]
+    return sum(layer >= 4 and isinstance(event, ComputeEvent) and event.is_hit for layer, event in events)
+
+
+def test_edgemoe_keeps_the_decoders_experts_and_counts_what_its_rule_gives(opened: Pack) -> None:
+    """Two texts one after the other; the rule of one stack for both, as before, has fewer hits in the decoder."""
+    watched = WatchedWeights(opened)
+    plain = EncoderDecoder(watched, CONTEXT)
+    texts = [greedy(plain), greedy(plain)]
+    gained = 0
+    for num_bytes in (160_000, 240_000, 320_000):  # of 860,160 for all experts
+        options = EngineOptions(
+            budget_bytes=least(opened.layout) + num_bytes, policy="edgemoe", prefetches=False, kernels="portable"
+        )
+        with Engine(opened, options, CONTEXT) as engine:
+            assert isinstance(engine.decoder, EncoderDecoder) and engine.plan is not None
+            assert [greedy(engine.decoder), greedy(engine.decoder)] == texts
+            assert isinstance(engine.weights, OffloadedWeights)
+            counted = engine.weights.decode
+            facts = cache_facts(opened, engine.plan, None)
+        assert facts.num_encoder_layers == 4
+        hits = decode_hits(expert_cache_for(PRESETS["edgemoe"], facts), watched.steps)
+        assert (counted.hits, counted.needed) == (hits, 2 * NUM_MADE * 3)
+        one_stack = replace(facts, num_encoder_layers=0)
+        before = decode_hits(expert_cache_for(PRESETS["edgemoe"], one_stack), watched.steps)
+        assert hits >= before
+        gained += hits - before
+    assert gained > 0
 
 
 def test_a_byte_less_than_the_least_budget_is_refused(opened: Pack) -> None:

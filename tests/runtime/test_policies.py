@@ -15,7 +15,16 @@ from residencies import Steps, dropped, facts_of, fetched, hits, random_steps, r
 
 from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, ExpertKey, Preset, expert_cache_for
 from moe_pack.runtime.offload.cache import Eviction
-from moe_pack.runtime.offload.eviction import LFU, LRU, Belady, EdgeMoE, Importance, LayerLRU, placed_by_popularity
+from moe_pack.runtime.offload.eviction import (
+    LFU,
+    LRU,
+    Belady,
+    EdgeMoE,
+    Importance,
+    LayerLRU,
+    experts_to_start_with,
+    placed_by_popularity,
+)
 
 SHAPE = (3, 4)
 Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, what may go: what goes
@@ -79,6 +88,54 @@ def test_edgemoe_begins_with_popularity_as_one_tokens_choices() -> None:
     """k = 2, popularity 3/4 and 1/4: f = 1.5 and 0.5; S = 1, so D = 1."""
     policy = EdgeMoE(facts_of((1, 2), 1, popularity=[[0.75, 0.25]], num_active=2))
     np.testing.assert_array_equal(policy.worth(0), [[1.5, 0.5]])
+
+
+def test_edgemoe_counts_the_decoders_layers_and_no_use_of_an_encoder() -> None:
+    """Two layers of an encoder, then S = 3 of the decoder, all used 6 times.
+
+    In the decoder, from I = 3 (its second): D is 2, 3, 1, so 3, 2, 6. In the encoder, from I = 0: the decoder's layers
+    are 2, 3 and 4 layers ahead, so 3, 2, 3/2. The encoder's own are worth 0 in both.
+    """
+    facts = replace(facts_of((5, 1), 5), popularity=np.zeros((5, 1), np.float32), num_encoder_layers=2)
+    policy = EdgeMoE(facts)
+    for layer_idx in range(5):
+        for _ in range(6):
+            policy.routed(layer_idx, [0], None)
+    np.testing.assert_array_equal(policy.worth(3)[:, 0], [0, 0, 3, 2, 6])
+    np.testing.assert_array_equal(policy.worth(0)[:, 0], [0, 0, 3, 2, 6 / 4])
+    assert not EdgeMoE(replace(facts_of((5, 1), 5), num_encoder_layers=2)).worth(4)[:2].any(), "popularity or not"
+
+
+def test_edgemoe_evicts_an_encoders_experts_before_any_of_the_decoders() -> None:
+    """Room for 3. After encoder 0.0, 0.1 and decoder 1.0, decoder 2.0 evicts 0.0, and 1.1 evicts 0.1."""
+    facts = replace(facts_of((3, 2), 3), num_encoder_layers=1)
+    cache = ExpertCache(facts, EdgeMoE(facts))
+    events = walk_all(cache, [(0, [0, 1]), (1, [0]), (2, [0]), (1, [1]), (2, [0])])
+    assert dropped(events) == [ExpertKey(0, 0), ExpertKey(0, 1)]
+    assert resident(cache) == {ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(2, 0)}
+
+
+def test_an_encoders_experts_fill_the_pages_in_order_and_popular_ones_the_rest() -> None:
+    popularity = [[0.1, 0.9], [0.5, 0.5], [0.4, 0.6], [0.7, 0.3]]
+    facts = replace(facts_of((4, 2), 6, popularity=popularity), num_encoder_layers=2)
+    encoder = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert experts_to_start_with(facts) == [*encoder, (3, 0), (2, 1)]
+    assert experts_to_start_with(replace(facts, num_pages=3)) == encoder[:3]
+    one_stack = replace(facts, num_encoder_layers=0, num_pages=5)
+    assert experts_to_start_with(one_stack) == [(0, 1), (3, 0), (2, 1), (1, 0), (1, 1)]
+    # 0.1 takes 3 of 4 pages; 3.0 and 2.1 take 2 each and are skipped; 1.0 takes the last.
+    sizes = np.array([[1, 3], [1, 1], [2, 2], [2, 1]])
+    assert experts_to_start_with(replace(one_stack, pages=sizes, num_pages=4)) == [(0, 1), (1, 0)]
+
+
+def test_what_a_cache_starts_with_is_resident_and_can_be_evicted() -> None:
+    facts = facts_of((2, 2), 2, popularity=[[0.2, 0.8], [0.9, 0.1]])
+    cache = expert_cache_for(PRESETS["edgemoe"], facts)
+    assert cache.initial == (ExpertKey(1, 0), ExpertKey(0, 1)) and cache.free_pages == 0
+    assert resident(cache) == set(cache.initial) and not cache.is_placed.any()
+    assert dropped(walk_all(cache, [(0, [0])])) == [ExpertKey(0, 1)]
+    for name in ("lru", "floe", "corm", "importance"):
+        assert expert_cache_for(PRESETS[name], facts).initial == ()
 
 
 def test_importance_is_the_mean_over_the_last_passes_of_all_experts() -> None:

@@ -189,7 +189,20 @@ def test_no_policy_hits_more_than_the_optimum_with_one_expert_a_layer(seed: int,
     best = optimum(passes, facts, extents).decode
     assert best.num_needed == 75 and best.bytes_fetched == best.num_needed - best.num_hits
     for name in ("lru", "corm", "edgemoe", "importance"):
-        assert replay(passes, facts, extents, PRESETS[name]).decode.num_hits <= best.num_hits
+        assert replay(passes, facts, extents, PRESETS[name].without_prediction()).decode.num_hits <= best.num_hits
+
+
+def test_a_cache_that_starts_filled_hits_before_anything_was_read() -> None:
+    """Room for 2 of 2 x 2 experts, most popular 0.1 and 1.0. Token (0.1, 1.0) hits both, then 0.0 misses."""
+    popularity = np.array([[0.4, 0.6], [0.7, 0.3]], np.float32)
+    passes = Passes(np.array([[[1], [0]], [[0], [0]]], np.uint16), np.ones(2, np.uint32), None, popularity)
+    facts = CacheFacts(np.ones((2, 2), np.int64), 2, 1, popularity)
+    extents = np.full((2, 2), 10)
+    played = replay(passes, facts, extents, PRESETS["edgemoe"]).decode
+    # At 0.0, f / D of 0.1 is 1.6 / 2 and of 1.0 is 1.7 / 1: 0.1 is evicted, and 1.0 is there.
+    assert (played.num_hits, played.num_needed, played.bytes_fetched) == (3, 4, 10)
+    empty = replay(passes, facts, extents, PRESETS["edgemoe"].without_prediction()).decode
+    assert (empty.num_hits, empty.bytes_fetched) == (1, 30)
 
 
 def test_auto_takes_the_best_and_of_near_equals_the_simplest() -> None:

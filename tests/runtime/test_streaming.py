@@ -154,7 +154,9 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
 
 def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
     with Pack(dense_pack) as opened:
-        options = EngineOptions(budget_bytes=budget_for(opened, 32, CONTEXT), prefetches=False, kernels="portable")
+        options = EngineOptions(
+            budget_bytes=budget_for(opened, 32, CONTEXT), policy="lru", prefetches=False, kernels="portable"
+        )
         with Engine(opened, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
