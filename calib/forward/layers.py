@@ -385,12 +385,16 @@ class LayerStates:
 
         Args:    text: as `text` returns it.
         """
-        if text is not None:
-            text = norm(text.to(self.device), weights, "encoder_norm")
-        x = self._attention.added(x.to(self.device), weights, layer, text)
+        x = self.attended(layer, x, text, weights)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs
+
+    def attended(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> Tensor:
+        """Returns a sequence's hidden states float32 [S, d] with a layer's attention added; arguments as `half_of`."""
+        if text is not None:
+            text = norm(text.to(self.device), weights, "encoder_norm")
+        return self._attention.added(x.to(self.device), weights, layer, text)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens."""

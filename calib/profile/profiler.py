@@ -22,6 +22,7 @@ from typing import get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
@@ -85,6 +86,7 @@ from moe_pack.calib.statistics import (
     InputFiles,
     LayerInputs,
     LayerStatistics,
+    PartialStates,
     Shares,
     learn_paths,
     measure_layer,
@@ -222,6 +224,7 @@ class _Run:
         self._kept = kept_sequences(len(self._ids) - num_held_out(len(self._ids)), num_kept)
         self._first_layers = first_moe_layers(self._spec)
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
+        self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens)
 
     def keep_tokens(self) -> None:
         """Writes the tokens, so that other measurements can use the same text."""
@@ -242,6 +245,7 @@ class _Run:
             tokens = states.enter(layer)
             half = half_multiplications(self._spec, layer, S) * len(tokens.x)
             self._progress.advance(half, f"layer {layer}")
+            self._partial.run(layer, states, self._weights)
             if layer in self._spec.moe_layers:
                 self._count_layer(states, tokens, layer)
             states.leave(layer, tokens)
@@ -256,6 +260,10 @@ class _Run:
         def on_expert(expert: int, num_tokens: int) -> None:
             self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
 
+        def on_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
+            self._partial.add(layer, expert, token_idx, router_weights, output)
+
+        self._partial.begin(layer, tokens)
         statistics = measure_layer(
             states,
             tokens,
@@ -264,9 +272,11 @@ class _Run:
             self._inputs.keep(layer_idx, tokens.inputs),
             self._num_held_out_tokens,
             on_expert,
+            on_output,
             self._options.chunk_tokens,
             self._device,
         )
+        self._partial.end(layer)
         if len(self._kept):  # written before the statistics, whose file says that the layer is done
             pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
             self._store.replace(layer_file("inputs", layer), pieces)
@@ -403,8 +413,11 @@ class _Run:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
-            predictors = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
             layer = self._spec.moe_layers[layer_idx]
+            partial_scores = self._partial.scores(layer)
+            predictors = predict_layer(
+                self._weights, layer_idx, history, paths, thresholds, self._device, partial_scores
+            )
             self._store.write(layer_file("predictors", layer), predictors.arrays())
             self._progress.advance(one.multiplications, f"layer {layer}")
         self._progress.end()

@@ -1,5 +1,6 @@
 """Statistics of routers and neurons on text, and predictors learned from it."""
 
+from moe_pack.calib.statistics.partial import PartialStates
 from moe_pack.calib.statistics.paths import (
     COVERED_PERCENTS,
     LayerRecall,
@@ -40,6 +41,7 @@ __all__ = [
     "LayerPredictors",
     "LayerRecall",
     "LayerStatistics",
+    "PartialStates",
     "PathCoverage",
     "PopularityTest",
     "Shares",

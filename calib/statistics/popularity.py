@@ -308,6 +308,9 @@ class LayerStatistics:
         return np.asarray(lower + (shares[:, above] - lower) * part, np.float32)
 
 
+OnOutput = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
 @torch.inference_mode()
 def measure_layer(
     states: LayerStates,
@@ -317,18 +320,25 @@ def measure_layer(
     cosine: tuple[float, float],
     num_held_out_tokens: int,
     on_expert: Callable[[int, int], None] = lambda expert, num_tokens: None,
+    on_output: OnOutput = lambda expert, token_idx, weights, output: None,
     chunk_tokens: int = CHUNK_TOKENS,
     device: torch.device | None = None,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
 
     Args:    num_held_out_tokens: how many tokens, from the end, are held out.   cosine: mean and deviation, for the
-             result.   on_expert: is called after each expert with its number and how many tokens it had.
+             result.   on_expert: is called after each expert with its number and how many tokens it had.   on_output:
+             is called in the order of experts with an expert's number, some of its tokens int64 [n], their weights
+             float32 [n] and its output for them float32 [n, d].
     Raises:  CheckpointError if activations are not finite.
     """
     spec = weights.spec
     E, f = spec.router.num_experts, spec.expert.intermediate_size
     activity = _LayerActivity([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
+
+    def add_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
+        states.add(tokens, token_idx, router_weights, output)
+        on_output(expert, token_idx, router_weights, output)
 
     def measure(expert: int) -> tuple[int, Tensor, Tensor, list[tuple[Tensor, Tensor]], ExpertActivity]:
         token_idx, router_weights = tokens.of_expert(expert)
@@ -338,7 +348,7 @@ def measure_layer(
             outputs.append((places, output))
 
         def add(places: Tensor, output: Tensor) -> None:
-            states.add(tokens, token_idx[places], router_weights[places], output)
+            add_output(expert, token_idx[places], router_weights[places], output)
 
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
         on_output, function = keep if workers > 1 else add, spec.expert.function
@@ -348,9 +358,21 @@ def measure_layer(
     workers = num_workers(spec)
     for expert, token_idx, router_weights, outputs, measured in in_order(measure, range(E), workers):
         for places, output in outputs:
-            states.add(tokens, token_idx[places], router_weights[places], output)
+            add_output(expert, token_idx[places], router_weights[places], output)
         activity.add(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
+    return _statistics(tokens, activity, E, num_held_out_tokens, cosine)
+
+
+def _statistics(
+    tokens: LayerTokens,
+    activity: "_LayerActivity",
+    num_experts: int,
+    num_held_out_tokens: int,
+    cosine: tuple[float, float],
+) -> LayerStatistics:
+    """Returns the statistics of a layer from its routes and its experts' activity."""
+    E = num_experts
     routes = tokens.experts.numpy()
     running = (tokens.weights != 0).any(dim=1).numpy()
     held_out = routes[running & (np.arange(len(routes)) >= len(routes) - num_held_out_tokens)]

@@ -1,7 +1,8 @@
 """Predictors of a MoE layer's experts and neurons: training, and their recall and precision on held-out tokens.
 
 `predict_layer` judges every predictor on the inputs of two successive MoE layers and the routes of all tokens:
-popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM), a learned network (FloE), and for
+popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM) and on a partial hidden state
+(Importance-Driven Expert Scheduling, whose scores `PartialStates` computes), a learned network (FloE), and for
 neurons the next layer's selector on this layer's input (FloE, CORM). Every figure is on held-out tokens.
 
 `train` trains FloE's network, `moe_pack.runtime.offload.Predictor`, for one MoE layer: one layer of weights (about 32K
@@ -357,10 +358,11 @@ _SEED = 0
 class LayerPredictors:
     """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens.
 
-    `experts` f32 [5, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too),
-    then recall and precision of 2k.   `neurons` f32 [3, 4, 2]: recall and precision of the neurons that run, by
-    selector kind (up, gate, both) and sparsity; NaN if no held-out token reached an expert.   `best` u8 [1]: number of
-    the best of PREDICTORS.   `network`: the better of the two networks, whose weights are stored with the others.
+    `experts` f32 [6, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too),
+    then recall and precision of 2k; NaN for a partial state of a layer that does not follow a MoE layer.   `neurons`
+    f32 [3, 4, 2]: recall and precision of the neurons that run, by selector kind (up, gate, both) and sparsity; NaN if
+    no held-out token reached an expert.   `best` u8 [1]: number of the best of PREDICTORS.   `network`: the better of
+    the two networks, whose weights are stored with the others.
     """
 
     experts: Array
@@ -408,11 +410,13 @@ def predict_layer(
     paths: PathStatistics,
     thresholds: Array,
     device: torch.device,
+    partial_scores: Tensor | None = None,
 ) -> LayerPredictors:
     """Trains the networks of a MoE layer and judges all its predictors.
 
     Args:    layer_idx: of the MoE layer, 1 or more.   history: at most two layers before it, then the layer itself.
              paths: not learned from held-out tokens.   thresholds: float32 [E, kinds, sparsities], on abs(a).
+             partial_scores: float32 [T, E] of the tokens to judge on, as `PartialStates.scores` gives them.
     """
     before, own = history[:-1], history[-1]
     figures: list[tuple[float, float, float]] = []
@@ -426,16 +430,20 @@ def predict_layer(
         torch.from_numpy(likely),
         router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
         *(network.scores(before[-1].judged, previous) for network in networks),
+        *(() if partial_scores is None else (partial_scores,)),
     ]
     for predicted in scores:
         recall, _ = recall_precision(predicted, own.judged_routes, k)
         figures.append((recall, *recall_precision(predicted, own.judged_routes, 2 * k)))
+    if partial_scores is None:
+        figures.append((math.nan, math.nan, math.nan))
     experts = np.asarray(figures, np.float32)
-    best_network = networks[int(experts[-2:, 0].argmax())]
+    first_network = PREDICTORS.index("MLP of one layer")
+    best_network = networks[int(experts[first_network : first_network + len(networks), 0].argmax())]
     return LayerPredictors(
         experts=experts,
         neurons=_judge_neurons(weights, layer_idx, before[-1], own, thresholds, device),
-        best=np.asarray([experts[:, 0].argmax()], np.uint8),
+        best=np.asarray([np.nanargmax(experts[:, 0])], np.uint8),
         network=best_network,
     )
 

@@ -150,7 +150,7 @@ def _recall_lines(profile: Profile) -> list[str]:
     if not judged:
         return []
     tables = [profile.predictors(l) for l in judged]
-    recall = sum(float(table.experts[:, 0].max()) for table in tables) / len(tables)
+    recall = sum(float(table.experts[table.best[0], 0]) for table in tables) / len(tables)
     return [f"experts predicted: {recall_text(recall, [PREDICTORS[int(table.best[0])] for table in tables])}"]
 
 

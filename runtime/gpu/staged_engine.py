@@ -270,9 +270,11 @@ class StagedDecoder(TokenDecoder):
         self._segments = [self._captured(launch) for launch in self._launches()]
 
     def _is_alone(self, ids: list[int]) -> bool:
-        prefetcher = self._staged.prefetcher
+        if not super()._is_alone(ids):
+            return False
         # A prefetcher that predicts from some of the experts uses the next layer's router, which is in a graph here.
-        return super()._is_alone(ids) and (prefetcher is None or not prefetcher.needs_partial)
+        prefetcher, layers = self._staged.prefetcher, range(1, len(self.spec.moe_layers))
+        return prefetcher is None or not any(prefetcher.needs_partial(layer_idx, len(ids)) for layer_idx in layers)
 
     def _run_token(self) -> None:
         layers, weights = self._layers, self._staged

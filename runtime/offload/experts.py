@@ -269,9 +269,11 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         partial_state: PartialState | None,
     ) -> None:
         """Carries out the cache's decisions, and prefetches once everything that this layer needs is on its way."""
-        waits_for_hits = self.prefetcher is not None and self.prefetcher.needs_partial
         is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
         is_prefetch_done = self.prefetcher is None or is_last
+        waits_for_hits = (
+            self.prefetcher is not None and not is_last and self.prefetcher.needs_partial(layer_idx + 1, len(x))
+        )
 
         def prefetch(is_hit: bool) -> bool:
             if is_prefetch_done or self._expert_cache.num_waiting or (is_hit and waits_for_hits):

@@ -7,7 +7,7 @@ and token; therefore everything that can be prepared is.
     paths        path statistics: EdgeMoE §III-C
     router       the next layer's router on this layer's input: CORM §4.2
     mlp          a learned network on this layer's input and the last routes: FloE §3.3.1
-    partial      the next layer's router on the hidden state as far as it is known: importance §5.2
+    partial      the next layer's router on the hidden state as far as it is known, "partial state": importance §5.2
     best         for each layer the prediction with the best recall in the profile; without a profile the next router
 
 `Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass.
@@ -53,9 +53,8 @@ class PredictionInput:
 class Prediction(Protocol):
     """A prediction of the experts of the next MoE layer from what is known at this one."""
 
-    @property
-    def needs_partial(self) -> bool:
-        """Whether the prediction uses `PredictionInput.partial`, which costs an attention."""
+    def needs_partial(self, layer_idx: int) -> bool:
+        """Returns whether it predicts MoE layer `layer_idx` by `PredictionInput.partial`, which costs an attention."""
         ...
 
     @property
@@ -71,10 +70,16 @@ class Prediction(Protocol):
         ...
 
 
-class PopularityPrediction:
-    """Predicts the experts that most calibration tokens chose, the same for every token."""
+class _WithoutPartial:
+    """A prediction that uses no partial hidden state."""
 
-    needs_partial = False
+    def needs_partial(self, layer_idx: int) -> bool:
+        """Returns False."""
+        return False
+
+
+class PopularityPrediction(_WithoutPartial):
+    """Predicts the experts that most calibration tokens chose, the same for every token."""
 
     def __init__(self, paths: PathStatistics) -> None:
         self._counts = paths.popularity.astype(np.float32)
@@ -86,10 +91,9 @@ class PopularityPrediction:
         return np.broadcast_to(row, (len(observed.routes), len(row)))
 
 
-class PathPrediction:
+class PathPrediction(_WithoutPartial):
     """Predicts by path statistics from the routes of the two layers before. Source: EdgeMoE §III-C1."""
 
-    needs_partial = False
     num_bytes = 0
 
     def __init__(self, paths: PathStatistics) -> None:
@@ -100,10 +104,9 @@ class PathPrediction:
         return self._paths.predict(layer_idx, observed.routes)[0]
 
 
-class NextRouterPrediction:
+class NextRouterPrediction(_WithoutPartial):
     """Predicts by the next layer's router on the input of the layer before. Source: CORM §4.2."""
 
-    needs_partial = False
     num_bytes = 0
 
     def __init__(self, weights: Weights) -> None:
@@ -120,11 +123,14 @@ class PartialPrediction:
     Source:  importance §5.2 and Fig. 10: the larger the scores of the resident experts, the better the prediction.
     """
 
-    needs_partial = True
     num_bytes = 0
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
+
+    def needs_partial(self, layer_idx: int) -> bool:
+        """Returns True."""
+        return True
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns the router's scores; None without a partial hidden state."""
@@ -134,10 +140,8 @@ class PartialPrediction:
         return _array(router_scores(mlp_input(observed.partial, self._weights, layer), self._weights, layer))
 
 
-class LearnedPrediction:
+class LearnedPrediction(_WithoutPartial):
     """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
-
-    needs_partial = False
 
     def __init__(self, networks: Mapping[int, Predictor], operations: Operations = TORCH) -> None:
         """`networks`: by the MoE layer that each predicts."""
@@ -153,13 +157,15 @@ class LearnedPrediction:
 class BestPrediction:
     """Predicts each layer by its entry in `chosen`, and layers without one by `otherwise`."""
 
-    needs_partial = False
-
     def __init__(self, chosen: Mapping[int, Prediction], otherwise: Prediction) -> None:
         self._chosen = dict(chosen)
         self._otherwise = otherwise
         predictions = {id(each): each for each in (*self._chosen.values(), otherwise)}  # each once
         self.num_bytes = sum(each.num_bytes for each in predictions.values())
+
+    def needs_partial(self, layer_idx: int) -> bool:
+        """Returns whether the layer's prediction does."""
+        return self._chosen.get(layer_idx, self._otherwise).needs_partial(layer_idx)
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns the scores of the layer's prediction."""
@@ -211,6 +217,7 @@ def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
         "popularity": PopularityPrediction(routing.paths),
         "paths": PathPrediction(routing.paths),
         "next router": router,
+        "partial state": PartialPrediction(weights),
     }
     if learned:
         network = _learned(learned, weights, routing)
@@ -268,10 +275,11 @@ class Prefetcher:
         self._prediction = prediction
         self._num_experts, self._num_active, self._num_predicted = num_experts, num_active, num_predicted
 
-    @property
-    def needs_partial(self) -> bool:
-        """Whether the prediction uses `PredictionInput.partial`."""
-        return self._prediction is not None and self._prediction.needs_partial
+    def needs_partial(self, layer_idx: int, num_tokens: int) -> bool:
+        """Returns whether it uses `PredictionInput.partial` to predict a layer for so many tokens."""
+        if self._prediction is None or self.expects_nearly_all(num_tokens):
+            return False
+        return self._prediction.needs_partial(layer_idx)
 
     def predict(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
         """Returns the experts of MoE layer `layer_idx` to prefetch."""

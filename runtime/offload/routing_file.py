@@ -61,10 +61,15 @@ class RoutingChecks:
         return sums
 
     def recalls(self, name: str, num_predictors: int) -> Array:
-        """Returns the recalls of each predictor, f32 [L, predictors, 3]: shares, or all NaN for a layer without."""
+        """Returns the recalls of each predictor, f32 [L, predictors, 3]: shares, or all NaN for a layer without.
+
+        In a layer with recalls, only the last predictor's may be NaN: it needs a partial hidden state.
+        """
         shares = self._form(name, "F32", (self._L, num_predictors, 3))
         judged: Array = np.asarray(~np.isnan(shares).all(axis=(1, 2)))
-        are_shares: Array = np.asarray(((shares >= 0) & (shares <= 1)).all(axis=(1, 2)))
+        is_share = (shares >= 0) & (shares <= 1)
+        are_shares: Array = np.asarray(is_share[:, :-1].all(axis=(1, 2)))
+        are_shares &= is_share[:, -1].all(axis=1) | np.isnan(shares[:, -1]).all(axis=1)
         if judged[0] or (judged & ~are_shares).any():
             raise self._fault(name, "other values", "shares from 0 to 1, or all NaN, as in layer 0")
         return shares
@@ -264,7 +269,7 @@ def _damaged(place: str, found: str, expected: str) -> PackError:
 
 ROUTING_FILE = "routing.safetensors"
 MAX_ROUTED_TOKENS = 4096  # held-out tokens with stored routes, for the comparison of policies
-PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
+PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers", "partial state")
 NO_PREDICTOR = 255  # the `best` of a layer without recalls
 _PATHS, _NETWORK = "paths.", "network."
 _DTYPES = {np.dtype("<u1"): "U8", np.dtype("<u2"): "U16", np.dtype("<u4"): "U32", np.dtype("<f4"): "F32"}
@@ -275,11 +280,11 @@ class Routing:
     """The routing data of a model with L MoE layers of E experts, k a token.
 
     `popularity` u32 [L, E]: tokens that chose the expert; `mass` f32 [L, E]: the sum of their router weights for it.
-    `paths`: counted on tokens that were not held out.   `recalls` f32 [L, 5, 3]: on held-out tokens, for each of
+    `paths`: counted on tokens that were not held out.   `recalls` f32 [L, 6, 3]: on held-out tokens, for each of
     PREDICTORS, the recall of the k experts ranked first, and recall and precision of the first 2k; NaN for a layer
-    without.   `best` u8 [L]: the predictor with the largest recall, or NO_PREDICTOR.   `routes` u16 [T, L, k]: of
-    held-out tokens, best first, in sequences of `sequence_length`; T may be 0.   `network`: returns the learned network
-    of a layer that has recalls.
+    without, and for a predictor that cannot predict a layer.   `best` u8 [L]: the predictor with the largest recall, or
+    NO_PREDICTOR.   `routes` u16 [T, L, k]: of held-out tokens, best first, in sequences of `sequence_length`; T may be
+    0.   `network`: returns the learned network of a layer that has recalls.
     """
 
     popularity: Array

@@ -83,11 +83,15 @@ def test_a_profiles_figures_come_back(profile: Profile, routing: Routing) -> Non
 
 
 @torch.inference_mode()
-def inputs_and_routes(weights: CheckpointWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the held-out tokens: every layer's input float32 [T, L, d], and what it chose, int64 [T, L, k]."""
+def inputs_and_routes(weights: CheckpointWeights, profile: Profile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the held-out tokens: every layer's input float32 [T, L, d], and what it chose, int64 [T, L, k].
+
+    Then the hidden states after the next layer's attention, without the less popular experts: float32 [T, L - 1, d].
+    """
     spec, cpu = weights.spec, torch.device("cpu")
     inputs: list[list[torch.Tensor]] = [[] for _ in range(4)]
     routes: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    partials: list[list[torch.Tensor]] = [[] for _ in range(3)]
     for sequence in TOKENS.sequences[-NUM_HELD_OUT:]:
         cache = KVCache(spec, LENGTH, cpu)
         angles = Rope(spec.rope, cpu)(torch.arange(LENGTH), LENGTH)
@@ -96,28 +100,39 @@ def inputs_and_routes(weights: CheckpointWeights) -> tuple[torch.Tensor, torch.T
             hidden = add_attention(hidden, weights, layer, cache.layer(layer), angles)
             x = mlp_input(hidden, weights, layer)
             experts, router_weights = route_tokens(x, weights, layer)
+            if layer < 3:
+                counted = profile.statistics(layer)
+                learned = (counted.tokens.astype(int) - counted.held_out_tokens).tolist()
+                popular = sorted(range(5), key=lambda expert: -learned[expert])[:3]
+                is_resident = torch.isin(experts, torch.tensor(popular))
+                partial = hidden + run_experts(x, experts, router_weights * is_resident, weights, layer)
+                partials[layer].append(add_attention(partial, weights, layer + 1, cache.layer(layer + 1), angles))
             hidden = hidden + run_experts(x, experts, router_weights, weights, layer)
             inputs[layer].append(x)
             routes[layer].append(experts)
-    return tuple(torch.stack([torch.cat(part) for part in parts], dim=1) for parts in (inputs, routes))  # type: ignore[return-value]  # of two
+    of_all = (torch.stack([torch.cat(part) for part in parts], dim=1) for parts in (inputs, routes, partials))
+    return tuple(of_all)  # type: ignore[return-value]  # of three
 
 
-def test_the_runtimes_predictions_recall_what_the_profile_measured(source: Path, routing: Routing) -> None:
+def test_the_runtimes_predictions_recall_what_the_profile_measured(
+    source: Path, profile: Profile, routing: Routing
+) -> None:
     """On the same held-out tokens, run through the model once more; a tie broken otherwise may move one token."""
     checkpoint = Checkpoint(source)
     weights = CheckpointWeights(checkpoint)
-    x, routes = inputs_and_routes(weights)
+    x, routes, partials = inputs_and_routes(weights, profile)
     assert routes.tolist() == routing.routes.tolist()
     one_token = 1.01 / (len(x) * 2)
     for layer_idx in (1, 2, 3):
         before = routes[:, max(layer_idx - 2, 0) : layer_idx]
-        seen = PredictionInput(x[:, layer_idx - 1], before.numpy())
+        seen = PredictionInput(x[:, layer_idx - 1], before.numpy(), partials[:, layer_idx - 1])
         measured = routing.recalls[layer_idx]
         expected = {
             "popularity": measured[0],
             "paths": measured[1],
             "router": measured[2],
             "mlp": measured[3 + int(routing.network(layer_idx).out_weight is not None)],
+            "partial": measured[5],
             "best": measured[routing.best[layer_idx]],
         }
         for name, row in expected.items():
@@ -193,7 +208,7 @@ def test_no_routing_is_longer_than_the_model_allows(profile: Profile) -> None:
         popularity=np.zeros((L, E), "<u4"),
         mass=np.zeros((L, E), "<f4"),
         paths=learn_paths(routes, E, PATH_BYTES),
-        recalls=np.zeros((L, 5, 3), "<f4"),
+        recalls=np.zeros((L, 6, 3), "<f4"),
         best=np.array([NO_PREDICTOR, 4, 4, 4], "<u1"),
         routes=routes[:MAX_ROUTED_TOKENS],
         sequence_length=MAX_ROUTED_TOKENS,

@@ -143,13 +143,24 @@ def test_the_network_kept_is_the_better_one_and_scores_as_its_row_says(case: Sha
     recall, _ = recall_precision(scores, history[-1].judged_routes, case[1])
     row = 3 if held.network.out_weight is None else 4
     assert held.experts[row, 0] == pytest.approx(recall, rel=1e-6)
-    assert held.experts[row, 0] == held.experts[3:, 0].max()
+    assert held.experts[row, 0] == held.experts[3:5, 0].max()
     assert held.network.num_previous == 2
+
+
+def test_scores_of_partial_states_are_judged_as_the_others(weights: CheckpointWeights) -> None:
+    held = planted("none")
+    own = held.history[-1].judged_routes
+    truth = torch.zeros(NUM_JUDGED, E).scatter(1, own, 1.0)
+    told = predict_layer(weights, 2, held.history, held.paths, held.thresholds, CPU, truth)
+    assert told.experts[5].tolist() == [1.0, 1.0, 0.5] and told.best.tolist() == [5]
+    wrong = predict_layer(weights, 2, held.history, held.paths, held.thresholds, CPU, -truth)
+    assert wrong.experts[5, 0] == 0 and wrong.best[0] != 5
 
 
 def test_the_best_is_the_first_predictor_of_largest_recall(found: Found) -> None:
     for held in found.values():
-        recalls = held.experts[:, 0].tolist()
+        assert np.isnan(held.experts[5]).all(), "there were no scores of partial states"
+        recalls = held.experts[:5, 0].tolist()
         assert held.best.tolist() == [recalls.index(max(recalls))]
         assert held.best.dtype == np.uint8
 
@@ -199,7 +210,7 @@ def test_where_no_token_is_held_out_neurons_have_no_figures(weights: CheckpointW
     empty = [replace(h, judged=h.judged[:0], judged_routes=h.judged_routes[:0]) for h in held.history]
     told = predict_layer(weights, 2, empty, held.paths, held.thresholds, CPU)
     assert np.isnan(told.neurons).all()
-    assert told.experts.tolist() == [[1.0, 1.0, 1.0]] * len(PREDICTORS)
+    assert told.experts[:5].tolist() == [[1.0, 1.0, 1.0]] * 5 and np.isnan(told.experts[5]).all()
 
 
 def test_the_second_layer_is_told_from_the_first_alone(weights: CheckpointWeights) -> None:
@@ -246,8 +257,8 @@ def test_a_file_that_is_no_layers_predictors_is_refused_by_name(found: Found) ->
         (without("bias"), r"found tensors \["),
         (without("neurons"), "tensor 'neurons' is missing"),
         (setting("more", np.zeros(1, np.float32)), "unknown tensor 'more'"),
-        (setting("experts", np.zeros((5, 2), np.float32)), r"tensor 'experts' is F32 \[5, 2\], expected F32 \[5, 3\]"),
-        (setting("best", np.asarray([5], np.uint8)), "best is predictor 5, expected less than 5"),
+        (setting("experts", np.zeros((6, 2), np.float32)), r"tensor 'experts' is F32 \[6, 2\], expected F32 \[6, 3\]"),
+        (setting("best", np.asarray([6], np.uint8)), "best is predictor 6, expected less than 6"),
     ]:
         with named_case(change, message):
             arrays = found["none", 2].arrays()
@@ -257,5 +268,5 @@ def test_a_file_that_is_no_layers_predictors_is_refused_by_name(found: Found) ->
 
 
 def test_the_last_predictor_may_be_the_best(found: Found) -> None:
-    arrays = found["none", 2].arrays() | {"best": np.asarray([4], np.uint8)}
-    assert LayerPredictors.from_arrays(arrays, "predictors-001").best.tolist() == [4]
+    arrays = found["none", 2].arrays() | {"best": np.asarray([5], np.uint8)}
+    assert LayerPredictors.from_arrays(arrays, "predictors-001").best.tolist() == [5]

@@ -91,7 +91,7 @@ def test_the_page_has_the_predictors_figures_and_null_for_what_is_not_known(prof
     assert found["predictors"] == list(PREDICTORS)
     for l, layer in enumerate(found["layers"], 1):
         expected = HandMade().predictors(l)
-        assert layer["experts"] == expected["experts"].tolist() and layer["best"] == 4
+        assert layer["experts"] == [*expected["experts"][:5].tolist(), [None, None, None]] and layer["best"] == 4
         assert layer["neurons"][2][3] == [None, None]
         assert layer["neurons"][1] == expected["neurons"][1].tolist()
     assert found["cosine"][0] == HandMade().statistics(1)["cosine"].tolist()
@@ -206,7 +206,7 @@ class Broken(HandMade):
     def predictors(self, l: int) -> dict[str, Array]:
         arrays = HandMade.predictors(self, l)
         if self.wrong == "best":
-            arrays["best"] = np.asarray([5], np.uint8)
+            arrays["best"] = np.asarray([6], np.uint8)
         if self.wrong == "experts":
             arrays["experts"] = arrays["experts"][:4]
         return arrays
@@ -231,8 +231,8 @@ def test_arrays_that_cannot_be_drawn_are_refused_by_name(tmp_path: Path) -> None
                 "statistics-000.safetensors: tensor 'routes' does not name 2 different experts for each token; "
                 "profile the model again",
             ),
-            ("best", "predictors-001.safetensors: best is predictor 5, expected less than 5"),
-            ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [5, 3]"),
+            ("best", "predictors-001.safetensors: best is predictor 6, expected less than 6"),
+            ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [6, 3]"),
             ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
         ]
     ):

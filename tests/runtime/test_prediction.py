@@ -13,9 +13,11 @@ from models import TinyMixtral, pack
 from native import operations_limited_to
 from predictors import random_predictor
 from routings import random_routing
+from streaming import budget_for
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
@@ -29,7 +31,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.offload import Predictor, Routing
+from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
 from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (
     PREDICTION_NAMES,
@@ -37,9 +39,10 @@ from moe_pack.runtime.offload.prefetch import (
     Prediction,
     PredictionInput,
     PredictionName,
+    Prefetcher,
     make_prediction,
 )
-from moe_pack.runtime.offload.routing_file import NO_PREDICTOR
+from moe_pack.runtime.offload.routing_file import NO_PREDICTOR, write_routing
 
 L, E, K, D = 4, 6, 2, 64
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=L, num_experts=E, dtype=torch.float32)
@@ -119,7 +122,7 @@ def test_a_partial_state_is_normed_and_routed(weights: CheckpointWeights) -> Non
         with case(layer_idx, num_tokens):
             prediction = made("partial", weights)
             seen = observed(num_tokens, layer_idx, partial=True)
-            assert prediction.needs_partial and seen.partial is not None
+            assert prediction.needs_partial(layer_idx) and seen.partial is not None
             rows = SHAPE.tensors()[f"model.layers.{layer_idx}.block_sparse_moe.gate.weight"]
             hidden = seen.partial.double()
             normed = hidden / (hidden.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
@@ -149,8 +152,40 @@ def test_the_best_of_each_layer_is_asked(weights: CheckpointWeights) -> None:
         seen = observed(5, layer_idx)
         expected = scores_of(made(name, weights), layer_idx, seen)  # type: ignore[arg-type]  # a Literal each
         np.testing.assert_array_equal(scores_of(best, layer_idx, seen), expected)
-    assert not best.needs_partial
+    assert not any(best.needs_partial(layer_idx) for layer_idx in (1, 2, 3))
     assert best.num_bytes == held_bytes(random_predictor(2, D, E, 2, 8), native=False) + 4 * L * E
+
+
+def test_only_a_layer_whose_best_is_the_partial_state_asks_for_one(weights: CheckpointWeights) -> None:
+    best = made("best", weights, random_routing(L, E, K, D, best=(2, 5, NO_PREDICTOR)))
+    assert [best.needs_partial(layer_idx) for layer_idx in (1, 2, 3)] == [False, True, False]
+    seen = observed(1, 2, partial=True)
+    np.testing.assert_array_equal(scores_of(best, 2, seen), scores_of(made("partial", weights), 2, seen))
+    prefetcher = Prefetcher(best, E, K, K)
+    assert [prefetcher.needs_partial(layer_idx, 1) for layer_idx in (1, 2, 3)] == [False, True, False]
+    # 20 tokens need nearly all of 6 experts, which are prefetched whatever is predicted.
+    assert not prefetcher.needs_partial(2, 20) and prefetcher.needs_partial(2, 2)
+    assert not Prefetcher(None, E, K, 0).needs_partial(2, 1)
+
+
+@torch.inference_mode()
+def test_the_engine_computes_a_partial_state_only_where_the_best_needs_it(source: Path, tmp_path: Path) -> None:
+    """One attention a layer and token, and one more for layer 2, the only one predicted by a partial state."""
+    pack(source, tmp_path / "pack", width=8)
+    with Pack(tmp_path / "pack") as opened:
+        for best, expected in (((2, 5, 2), L + 1), ((2, 2, 2), L), ((5, 5, 5), 2 * L - 1)):
+            write_routing(opened, random_routing(L, E, K, D, best=best))
+            budget = budget_for(opened, 12, 32)
+            with Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable"), 32) as engine:
+                weights = engine.weights
+                assert isinstance(weights, OffloadedWeights)
+                weights.prefetcher = Prefetcher(made("best", weights, Routing.open(opened)), E, K, K)
+                names: list[str] = []
+                with pytest.MonkeyPatch.context() as patch:
+                    read = weights.matrix
+                    patch.setattr(weights, "matrix", lambda role: (names.append(role), read(role))[1])
+                    engine.decoder.next_logits([5])
+                assert sum(name.endswith("attention.o") for name in names) == expected, names
 
 
 def test_where_nothing_was_judged_the_best_is_the_next_router(weights: CheckpointWeights) -> None:

@@ -159,6 +159,13 @@ HOSTILE: list[tuple[Change, str | None]] = [
      f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
     (put("recalls", 0, 0.5),
      f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+    (put("recalls", (1, 5, 1), np.nan),
+     f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+    (put("recalls", (1, 4), np.nan),
+     f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+    (put("recalls", (1, 5), np.nan), None),  # no partial hidden state predicts this layer
+    (replaced("recalls", "F32", np.full((4, 5, 3), np.nan), "<f4"),  # of a program before partial states were judged
+     f"tensor 'recalls': found F32 [4, 5, 3], expected F32 [4, 6, 3]{AGAIN}"),
     (put("recalls", (1, 0, 1), 1.0), None),
     (put("best", 1, 2), f"tensor 'best': found [255, 2, 1, 4], expected [255, 3, 1, 4], the largest recalls{AGAIN}"),
     (put("best", 1, 255),

@@ -139,7 +139,8 @@ class HandMade:
     def predictors(self, l: int) -> dict[str, Array]:
         generator = np.random.default_rng(400 + l)
         recall = np.sort(generator.uniform(0.2, 0.9, 5))
-        experts = np.stack([recall, recall + 0.08, recall / 2], axis=1).astype(np.float32)
+        experts = np.full((6, 3), np.nan, np.float32)  # partial states were not judged
+        experts[:5] = np.stack([recall, recall + 0.08, recall / 2], axis=1)
         neurons = generator.uniform(0.3, 0.95, (3, 4, 2)).astype(np.float32)
         neurons[2, 3] = np.nan
         zeros = torch.zeros((self.E, 8), dtype=torch.bfloat16)

@@ -1,0 +1,125 @@
+"""Partial hidden states of the tokens on which predictors are judged, and what the next routers make of them.
+
+While a layer waits for missing experts, the runtime predicts the next layer from the hidden state to which only
+resident experts were added (`moe_pack.runtime.offload.prefetch`, "partial"). A profile knows no budget: it takes the
+more popular half of each layer's experts as resident.
+
+Source:  Importance-Driven Expert Scheduling §5.2.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import (
+    Array,
+    LayerStates,
+    LayerTokens,
+    LayerwiseWeights,
+    in_order,
+    num_workers,
+    stack_of,
+)
+from moe_pack.calib.statistics.predictors import Shares
+from moe_pack.formats import ModelSpec
+from moe_pack.runtime.model import mlp_input, router_scores
+
+
+class PartialStates:
+    """Partial hidden states in files `partial-*` in `folder`, layer by layer: `begin`, `add` for each output, `end`.
+
+    `scores` is called in the next layer. The files stay until the profile is finished, so that a killed pass continues.
+    Args:    num_held_out_tokens: of the pass, from the end; experts are popular by the other tokens.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, shares: Shares, num_held_out_tokens: int) -> None:
+        self._folder, self._spec, self._shares = folder, spec, shares
+        self._num_held_out_tokens = num_held_out_tokens
+        self._is_resident: Array = np.zeros(0, bool)
+        self._x = torch.empty(0)
+
+    def is_judged(self, layer: int) -> bool:
+        """Returns whether a layer is predicted from the layer just before it: both have experts, in one stack."""
+        moe_layers, is_used = self._spec.moe_layers, self._shares.num_judged > 0 and self._shares.num_learned > 0
+        is_same_stack = layer > 0 and stack_of(self._spec, layer) == stack_of(self._spec, layer - 1)
+        return is_used and is_same_stack and layer in moe_layers and layer - 1 in moe_layers
+
+    def begin(self, layer: int, tokens: LayerTokens) -> None:
+        """Begins with the hidden states after attention and shared experts, before the routed experts of a layer."""
+        if not self.is_judged(layer + 1):
+            return
+        self._is_resident = resident_half(
+            tokens.experts[: len(tokens.x) - self._num_held_out_tokens], self._num_experts
+        )
+        _, judged = self._shares.tokens()
+        values = tokens.x[judged]
+        mapped = np.memmap(self._unfinished, np.float32, "w+", shape=tuple(values.shape))
+        self._x = torch.from_numpy(mapped)
+        self._x.copy_(values)
+
+    def add(self, layer: int, expert: int, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
+        """Adds the output float32 [n, d] of an expert for some tokens, weighted, if the expert is resident."""
+        if not self.is_judged(layer + 1) or not self._is_resident[expert]:
+            return
+        _, judged = self._shares.tokens()
+        places = token_idx - judged.start
+        is_judged = (places >= 0) & (places < len(self._x))
+        scale = weights[is_judged] * self._spec.residual_multiplier
+        self._x.index_add_(0, places[is_judged], output.to("cpu")[is_judged] * scale[:, None])
+
+    def end(self, layer: int) -> None:
+        """Keeps the hidden states of a layer."""
+        if self.is_judged(layer + 1):
+            self._x = torch.empty(0)  # the mapping ends before its file gets its name
+            self._unfinished.rename(self._states(layer))
+
+    @torch.inference_mode()
+    def run(self, layer: int, states: LayerStates, weights: LayerwiseWeights) -> None:
+        """Runs a layer's attention, norm and router on the hidden states of the layer before; keeps the scores."""
+        if not self.is_judged(layer):
+            return
+        S, d = self._shares.sequence_length, self._spec.hidden_size
+        mapped = torch.from_numpy(np.memmap(self._states(layer - 1), np.float32, "c")).view(-1, S, d)
+        first = self._shares.num_sequences - self._shares.num_judged
+
+        def scores_of(number: int) -> Tensor:
+            x = states.attended(layer, mapped[number], states.text(layer, first + number), weights)
+            return router_scores(mlp_input(x, weights, layer), weights, layer).cpu()
+
+        results = list(in_order(scores_of, range(self._shares.num_judged), num_workers(self._spec)))
+        torch.cat(results).numpy().tofile(self._unfinished)
+        self._unfinished.rename(self._scores(layer))
+
+    def scores(self, layer: int) -> Tensor | None:
+        """Returns the scores float32 [T, E] of the tokens to judge on; None for a layer that is not judged."""
+        if not self.is_judged(layer):
+            return None
+        return torch.from_numpy(np.fromfile(self._scores(layer), np.float32)).view(-1, self._num_experts)
+
+    @property
+    def _num_experts(self) -> int:
+        return self._spec.router.num_experts
+
+    @property
+    def _unfinished(self) -> Path:
+        return self._folder / "partial.tmp"
+
+    def _states(self, layer: int) -> Path:
+        return self._folder / f"partial-states-{layer:03d}.bin"
+
+    def _scores(self, layer: int) -> Path:
+        return self._folder / f"partial-scores-{layer:03d}.bin"
+
+
+def resident_half(experts: Tensor, num_experts: int) -> Array:
+    """Returns which experts are of the more popular half of a layer, bool [E]; with an odd number, one more than half.
+
+    Of equally popular experts, the lower one is more popular.
+    Args:    experts: int64 [T, k], the choices by which they are popular.
+    """
+    counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
+    is_resident: Array = np.zeros(num_experts, bool)
+    is_resident[np.argsort(-counts, kind="stable")[: (num_experts + 1) // 2]] = True
+    return is_resident
