@@ -109,12 +109,17 @@ class OffloadChoices:
 
     def prefetcher(self, preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
         """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""
+        if self._options.approximations.runs_predicted and not self._predicts(preset):
+            self._fall_back("--trust-experts changes nothing: no experts are predicted")
         if not self._options.prefetches:
             return None
         router = self._pack.spec.router
         num_ahead = preset.num_predicted(router.num_experts_per_tok)
         prediction = self._prediction(preset, weights)
         return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+
+    def _predicts(self, preset: Preset) -> bool:
+        return self._options.prefetches and preset.prediction != "none"
 
     def _prediction(self, preset: Preset, weights: OffloadedWeights) -> Prediction | None:
         if preset.prediction in ("popularity", "paths", "mlp") and self.routing is None:

@@ -31,6 +31,7 @@ class PhaseReport:
     prefetched_chosen: int
     prefetched_abandoned: int
     substituted: int
+    mispredicted: int
     stall_s: float
     asked_bytes: int
 
@@ -150,6 +151,7 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
         prefetched_chosen=counts.prefetched_chosen,
         prefetched_abandoned=counts.prefetched_abandoned,
         substituted=counts.substituted,
+        mispredicted=counts.mispredicted,
         stall_s=counts.stall_ns / 1e9,
         asked_bytes=counts.asked_bytes,
     )
@@ -211,6 +213,9 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
         lines.append(("prefetched", f"{prefetched} experts, {right / prefetched:.0%} of them chosen"))
     if offload.decode.substituted:
         lines.append(("substituted", f"{offload.decode.substituted} experts: the answer is not the pack's"))
+    if offload.decode.mispredicted:
+        wrong = f"{offload.decode.mispredicted} experts ran in place of the router's"
+        lines.append(("mispredicted", f"{wrong}: the answer is not the pack's"))
     if offload.read_s:
         hidden = 1 - (offload.prefill.stall_s + offload.decode.stall_s) / offload.read_s
         lines.append(("read time", f"{offload.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))

@@ -35,13 +35,14 @@ from moe_pack.runtime.offload.split import substitute
 class PhaseCounts:
     """The counts of prefill, or of decode.
 
-    `needed`: experts that routers chose; `hits`: of these, the ones that were resident or on their way.
-    `prefetched`: experts that were fetched before their layer; `prefetched_chosen`: of these, the ones that the router
-    chose; `prefetched_abandoned`: the ones that were evicted half read.   `in_part`: chosen experts of which not
-    everything was resident or requested; for `rows_prefetched` of them, predicted rows were. If more rows than these
-    ran: `running` neurons ran, of which `running_predicted` were predicted.   `substituted`: experts that were replaced
-    by others.   `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
-    `tokens`, `layers`: that were run.
+    `needed`: experts that routers chose; `hits`: of these, the ones that were resident or on their way.   `prefetched`:
+    experts that were fetched before their layer; `prefetched_chosen`: of these, the ones that the router chose;
+    `prefetched_abandoned`: the ones that were evicted half read.   `in_part`: chosen experts of which not everything
+    was resident or requested; for `rows_prefetched` of them, predicted rows were. If more rows than these ran:
+    `running` neurons ran, of which `running_predicted` were predicted.   `substituted`: experts that were replaced by
+    others.   `mispredicted`: experts that ran because they were predicted, where the router chose others.   `stall_ns`:
+    time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.   `tokens`, `layers`: that
+    were run.
     """
 
     needed: int = 0
@@ -54,6 +55,7 @@ class PhaseCounts:
     running: int = 0
     running_predicted: int = 0
     substituted: int = 0
+    mispredicted: int = 0
     stall_ns: int = 0
     asked_bytes: int = 0
     tokens: int = 0
@@ -76,7 +78,8 @@ class Approximations:
 
     `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
     with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
-    resident when the prefetch is complete.
+    resident when the prefetch is complete.   `runs_predicted`: in decode, the experts run that were predicted for a
+    layer, not those that its router chooses (CORM §4.2).
     """
 
     substitute: float | None = field(
@@ -96,6 +99,15 @@ class Approximations:
             "--trust-prediction",
             mark="offload",
             help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
+        ),
+    )
+    runs_predicted: bool = field(
+        default=False,
+        metadata=option(
+            "--trust-experts",
+            mark="offload",
+            help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
+            "chooses.",
         ),
     )
 
@@ -202,6 +214,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._rows_pending: list[ExpertKey] = []  # predicted: their rows will be once their selectors are resident
         self._prefetched_rows: dict[ExpertKey, NDArray[np.int32]] = {}  # since the last run of their layer
         self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
+        self._expected: tuple[int, list[int]] | None = None  # the next layer, and experts predicted for its one token
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         self._last_layer_idx = len(pack.layout.experts) - 1
         # The first layer of a stack is not predicted: the stack before says nothing about it.
@@ -229,9 +242,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
         experts, router_weights = self._on_host(inputs, experts, router_weights)
-        scores = None
-        if self._scores_matter or self.approximations.substitute is not None:
-            experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
+        scores, predicted = None, self._predicted_for(layer_idx, len(x))
+        if self._scores_matter or self.approximations.substitute is not None or predicted is not None:
+            experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, predicted, counts)
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
@@ -303,21 +316,42 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._prefetch_rows(layer_idx + 1, x)
 
     def _scored(
-        self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        predicted: list[int] | None,
+        counts: PhaseCounts,
     ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
-        """Returns experts, weights and mean scores float32 [E]; with substitutes for a single token if asked for."""
+        """Returns experts, weights and mean scores float32 [E]; for one token with the replacements asked for.
+
+        Args:    predicted: the experts that run in any case; None if the router chooses.
+        """
         spec = self.spec.router
         logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
         scores = expert_scores(logits, spec).cpu().numpy()
-        alpha = self.approximations.substitute
-        if alpha is not None and len(x) == 1:
-            chosen = substitute(scores, experts.numpy(), self._expert_cache.is_resident[layer_idx], alpha)
-            num_replaced = int((chosen != experts.numpy()).sum())
-            counts.substituted += num_replaced
-            if num_replaced:  # otherwise the weights stay the router's, to the bit
-                experts = torch.from_numpy(chosen)
-                router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
+        alpha, chosen = self.approximations.substitute, experts.numpy()
+        if predicted is not None:
+            num_wrong = len(set(predicted) - set(chosen[0].tolist()))
+            counts.mispredicted += num_wrong
+            if num_wrong:
+                chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
+        elif alpha is not None and len(x) == 1:
+            chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)
+            counts.substituted += int((chosen != experts.numpy()).sum())
+        if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit
+            experts = torch.from_numpy(chosen)
+            router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
         return experts, router_weights, scores.mean(axis=0)
+
+    def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:
+        """Returns as many predicted experts as a token uses if they are to run; None if the layer's router chooses."""
+        expected, self._expected = self._expected, None
+        if not self.approximations.runs_predicted or expected is None or num_tokens > 1 or expected[0] != layer_idx:
+            return None
+        k = self.spec.router.num_experts_per_tok
+        return expected[1][:k] if len(expected[1]) >= k else None
 
     def _settle(self, layer_idx: int, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> None:
         """Ends the prefetches of this layer: those of chosen experts become urgent, the other unfinished ones end."""
@@ -362,6 +396,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         predicted = self.prefetcher.predict(layer_idx + 1, observed)
         if not len(predicted):
             return
+        if len(observed.x) == 1:
+            self._expected = (layer_idx + 1, list(predicted))
         for event in self._expert_cache.prefetch(layer_idx + 1, predicted, during=layer_idx):
             if isinstance(event, EvictEvent):
                 run.evict(event)

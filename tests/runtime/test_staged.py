@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DEMO_MODEL, pack
 from native import operations_limited_to
+from predicted_routes import PredictedRoutes
 from recording_device import RecordingDevice
 from staged import AtWork, Staged, staged
 from torch import Tensor
@@ -221,6 +222,19 @@ def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str
     with staged(packs["sparse"], replace(options, trust=Approximations()), CONTEXT) as at_work:
         answers(at_work.decoder)
         assert at_work.weights.decode.substituted == 0
+
+
+def test_predicted_experts_run_as_on_the_cpu(packs: dict[str, Path]) -> None:
+    with Pack(packs["dense"]) as opened:
+        plain = PredictedRoutes(opened, operations_limited_to("portable"))
+        expected = answers(Decoder(plain, CONTEXT))
+    for policy, load_seconds in (("lru", None), ("importance", 1.0)):
+        options = Staged(
+            policy, 12, prediction="router", load_seconds=load_seconds, trust=Approximations(runs_predicted=True)
+        )
+        with staged(packs["dense"], options, CONTEXT) as at_work:
+            assert_near(answers(at_work.decoder), expected)
+            assert at_work.weights.decode.mispredicted == plain.num_wrong > 0
 
 
 def test_what_is_planned_is_what_is_taken(packs: dict[str, Path]) -> None:

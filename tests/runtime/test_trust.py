@@ -10,12 +10,13 @@ import torch
 from models import DEMO_MODEL, pack
 from native import operations_limited_to
 from numpy.typing import NDArray
+from predicted_routes import PredictedRoutes
 from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
-from moe_pack.runtime import EngineOptions
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
@@ -39,6 +40,7 @@ from moe_pack.runtime.offload.prefetch import NextRouterPrediction
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 CONTEXT, NUM_EXPERTS = 32, 8
+TRUSTING = Approximations(runs_predicted=True)
 
 
 class PromptReads(BlockingReads):
@@ -129,7 +131,73 @@ def mapped(folder: Path) -> Tensor:
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
-    assert EngineOptions().approximations == Approximations(substitute=None, is_predicted_enough=False)
+    off = Approximations(substitute=None, is_predicted_enough=False, runs_predicted=False)
+    assert EngineOptions().approximations == off
+
+
+def test_predicted_experts_run_and_the_router_weights_them(dense_pack: Path) -> None:
+    with Pack(dense_pack) as opened:
+        plain = PredictedRoutes(opened, operations_limited_to("portable"))
+        expected = answers(plain)
+    with streaming(dense_pack, "corm", TRUSTING) as weights:
+        found = answers(weights)
+        counts = weights.decode
+    # Weights by torch here, by the kernels there; logits reach 20.
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4)
+    assert not torch.allclose(found, mapped(dense_pack), rtol=0, atol=0.1)
+    assert counts.mispredicted == plain.num_wrong > 0
+    assert counts.needed == 2 * 4 * len(IDS)
+    assert counts.prefetched_chosen == counts.prefetched > 0, "everything that was prefetched ran"
+
+
+def test_only_the_first_layer_and_predictions_read_anything(dense_pack: Path) -> None:
+    with Pack(dense_pack) as opened:
+        size = -(-opened.layout.experts[0][0].num_bytes // 4096) * 4096
+    with streaming(dense_pack, "corm", TRUSTING) as weights:
+        answers(weights)
+        counts = weights.decode
+        num_misses = counts.needed - counts.hits
+    assert num_misses <= 2 * len(IDS), "those of the first layer"
+    assert counts.asked_bytes == (num_misses + counts.prefetched) * size
+
+
+def test_without_a_prediction_the_router_chooses(dense_pack: Path) -> None:
+    with streaming(dense_pack, "lru", TRUSTING) as weights:
+        assert torch.equal(answers(weights), mapped(dense_pack))
+        assert weights.decode.mispredicted == 0
+    with streaming(dense_pack, "corm", TRUSTING) as weights:
+        weights.prefetcher = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 1)  # fewer than a token uses
+        assert torch.equal(answers(weights), mapped(dense_pack))
+
+
+def test_a_prompt_runs_the_experts_of_its_routers(dense_pack: Path) -> None:
+    with Pack(dense_pack) as opened:
+        expected = Decoder(MappedPackWeights(opened, operations_limited_to("portable")), CONTEXT).next_logits(IDS)
+    with streaming(dense_pack, "corm", TRUSTING) as weights:
+        assert torch.equal(Decoder(weights, CONTEXT).next_logits(IDS), expected)
+        assert weights.prefill.mispredicted == weights.decode.mispredicted == 0
+
+
+def test_a_pass_that_was_broken_off_leaves_no_prediction_to_the_next(dense_pack: Path) -> None:
+    with streaming(dense_pack, "corm", TRUSTING) as weights:
+        x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
+        two, half = torch.tensor([[0, 1]]), torch.full((1, 2), 0.5)
+        weights.run_experts(1, x, two, half)  # predicts layer 2, which does not come
+        for layer_idx in (0, 2):
+            weights.run_experts(layer_idx, x, two, half)
+        assert weights.decode.mispredicted == 0
+
+
+def test_where_nothing_is_predicted_the_engine_says_so(dense_pack: Path) -> None:
+    said = "--trust-experts changes nothing: no experts are predicted"
+    for options, expected in (
+        (EngineOptions(policy="lru", approximations=TRUSTING), [said]),
+        (EngineOptions(policy="corm", prefetches=False, approximations=TRUSTING), [said]),
+        (EngineOptions(policy="corm", approximations=TRUSTING), []),
+        (EngineOptions(policy="lru"), []),
+    ):
+        with Pack(dense_pack) as opened, Engine(opened, options, CONTEXT) as engine:
+            assert [each for each in engine.fallbacks if "--trust" in each] == expected
 
 
 def test_with_alpha_0_only_equal_scores_could_change_places(dense_pack: Path) -> None:
