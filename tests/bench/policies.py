@@ -3,273 +3,148 @@
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
 
-The demo model runs over its text; popularity and paths are learned from the first tokens, the others are played:
-windows of 512, each begun from an empty context with a prompt of 64, then token by token, as in a chat with itself.
+The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
+neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
+tokens, and the others are played.
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import numpy as np
-import torch
-from benchlib import BOOK, DEMO_MODEL, F, finish, json_option, table
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
-from torch import Tensor
-from tqdm import tqdm
-
-from moe_pack.calib.statistics import learn_paths
-from moe_pack.convert import convert
-from moe_pack.formats import Pack, part_format, uniform_plan
-from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.model import Decoder, NativeOperations, PartialState, linear
-from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.router import expert_scores
-from moe_pack.runtime.offload import (
-    PRESETS,
-    CacheFacts,
-    ExpertCache,
-    Passes,
-    Preset,
-    Recorder,
-    Recording,
-    recorded_expert_cache_for,
-    replay,
+from benchlib import DEMO_MODEL, SEQUENCE_LENGTH, F, finish, json_option, sample_and_unseen, table
+from benchlib.playing import (
+    Counted,
+    ExpertSizes,
+    Play,
+    Predict,
+    SecondProcessor,
+    by_networks,
+    by_paths,
+    by_router,
+    play,
+    play_partial,
 )
-from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
-from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, placed_by_popularity
-from moe_pack.runtime.offload.replay import PathShares, ReplayCounts, optimum
-from moe_pack.runtime.offload.split import substitute
+from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
+from evictions import FIFO, Random
+from numpy.typing import NDArray
 
-WINDOW_TOKENS, PROMPT_TOKENS = 512, 64
-_PATHS_BYTES = 1 << 20
+from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
+from moe_pack.convert.plan import PlanningModel, preset_decision
+from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY, PresetName
+from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Selector, dense_roles, part_format
+from moe_pack.formats.families import Checkpoint, model_spec
+from moe_pack.formats.layout import expert_layout
+from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, Predictor, Preset, expert_cache_for, replay
+from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, NoEviction, placed_by_popularity
+from moe_pack.runtime.offload.replay import optimum
+from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
-Predict = Callable[[int, int], Sequence[int]]  # pass_idx, layer_idx: its experts, likeliest first
+_NO_SECOND = "needs a second processor"
+
+
+# --- the model, what a profile of it knows, and the sizes of its experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DemoRoutes:
-    """Routes and what was known before; `scores`, `ahead` float32 [N, L, E]: each token's own scores of its experts,
-    and what the next layer's router says of its hidden state a layer before (layer 0: zeros).   `packed_share`: an
-    expert's bytes in the 4-bit pack, of those in 16 bit.
+class Subject:
+    """What the papers' parts are measured on. `networks`: of a profile, by the MoE layer that each predicts.
+
+    `experts`: how many fit into the cache.   `dimensions`: the published model whose experts' sizes count.
     """
 
-    passes: Passes
-    scores: NDArray[np.float32]
-    ahead: NDArray[np.float32]
-    paths: PathShares
-    packed_share: float
-
-    def facts(self, num_experts: int) -> CacheFacts:
-        """Returns a cache for so many experts, a page each."""
-        popularity = self.passes.popularity
-        pages, num_active = np.ones(popularity.shape, np.int64), self.passes.routes.shape[2]
-        return CacheFacts(pages, num_experts, num_active, popularity)
-
-
-class _Watched(MappedPackWeights):
-    """Weights that keep what each layer's routers chose, and would have chosen a layer before."""
-
-    def __init__(self, pack: Pack, kernels: Kernels) -> None:
-        super().__init__(pack, NativeOperations(kernels))
-        self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []  # routes, logits, the next router's logits
-
-    def run_experts(
-        self,
-        layer_idx: int,
-        x: Tensor,
-        experts: Tensor,
-        router_weights: Tensor,
-        partial_state: PartialState | None = None,
-    ) -> Tensor:
-        layers = self.spec.moe_layers
-        own, *following = (
-            linear(x, self.matrix(f"layers.{layer}.router")) for layer in layers[layer_idx : layer_idx + 2]
-        )
-        self.seen.append((experts.clone(), own, following[0] if following else None))
-        return super().run_experts(layer_idx, x, experts, router_weights, partial_state)
-
-
-def demo_routes(num_learned: int, num_played: int) -> DemoRoutes:
-    """Converts the demo model to 4 bit and runs it over its text."""
-    with tempfile.TemporaryDirectory() as folder, closing(Kernels()) as kernels:
-        checkpoint = Checkpoint(DEMO_MODEL)
-        part = part_format(4, 64, 16)
-        convert(
-            checkpoint, uniform_plan(checkpoint.spec, "up", part, part, None, "nearest"), Path(folder) / "packed", 1
-        )
-        checkpoint.close()
-        with Pack(Path(folder) / "packed") as pack:
-            weights = _Watched(pack, kernels)
-            spec, packed = pack.spec, pack.layout.experts[0][0].num_bytes
-            share = packed / (2 * 3 * spec.hidden_size * spec.expert.intermediate_size)
-            return _run(weights, _ids(num_learned + num_played), num_learned, share)
-
-
-def _ids(num_tokens: int) -> list[int]:
-    tokenizer: Tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    ids: list[int] = tokenizer.encode(BOOK.read_text("utf-8"), add_special_tokens=False).ids[:num_tokens]
-    assert len(ids) == num_tokens, "the text is long enough"
-    return ids
-
-
-def _run(weights: _Watched, ids: list[int], num_learned: int, packed_share: float) -> DemoRoutes:
-    decoder, num_experts = Decoder(weights, WINDOW_TOKENS), weights.spec.router.num_experts
-    for start in range(0, num_learned, WINDOW_TOKENS):
-        decoder.reset()
-        decoder.next_logits(ids[start : min(start + WINDOW_TOKENS, num_learned)])
-    learned, _, _, _ = _taken(weights)
-    counts = np.stack([np.bincount(layer.ravel(), minlength=num_experts) for layer in learned.swapaxes(0, 1)])
-    popularity = (counts / counts.sum(axis=1, keepdims=True)).astype("<f4")
-    chunks = []
-    for start in tqdm(range(num_learned, len(ids), WINDOW_TOKENS), desc="windows", disable=None):
-        window = ids[start : start + WINDOW_TOKENS]
-        decoder.reset()
-        for piece in (window[:PROMPT_TOKENS], *([token] for token in window[PROMPT_TOKENS:])):
-            decoder.next_logits(piece)
-            chunks.append(len(piece))
-    routes, scores, ahead, means = _taken(weights)
-    passes = Passes(routes, np.array(chunks, "<u4"), means, popularity)
-    paths = learn_paths(learned, num_experts, _PATHS_BYTES)
-    return DemoRoutes(passes, scores, ahead, paths, packed_share)
-
-
-def _taken(
-    weights: _Watched,
-) -> tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32], NDArray[np.float16]]:
-    """Routes [N, L, k], scores and the router's a layer before [N, L, E], and means of scores [C, L, E], so far."""
-    router, L = weights.spec.router, len(weights.spec.moe_layers)
-    seen, weights.seen = weights.seen, []
-    passes = [seen[start : start + L] for start in range(0, len(seen), L)]
-    routes = np.concatenate([torch.stack([r for r, _, _ in layers], dim=1).numpy() for layers in passes])
-    scored = [torch.stack([expert_scores(own, router) for _, own, _ in layers], dim=1) for layers in passes]
-    before = [
-        torch.stack([torch.zeros_like(layers[0][1]), *(n for _, _, n in layers if n is not None)], dim=1)
-        for layers in passes
-    ]
-    means = np.stack([scores.mean(dim=0).numpy() for scores in scored]).astype("<f2")
-    return routes.astype("<u2"), torch.cat(scored).numpy(), torch.cat(before).numpy(), means
-
-
-@dataclass(slots=True)
-class Counted:
-    """What passes of one token came to: experts needed, of them hits, replaced by others, read, and read late: once
-    their router had spoken.
-    """
-
-    num_tokens: int = 0
-    needed: int = 0
-    hits: int = 0
-    replaced: int = 0
-    read: int = 0
-    late: int = 0
+    model: RoutedModel
+    routes: ModelRoutes
+    losses: Losses
+    networks: dict[int, Predictor]
+    experts: int
+    dimensions: str
+    num_learned: int
+    num_played: int
 
     @property
-    def hit_rate(self) -> float:
-        """The share of needed experts that were there, or on their way."""
-        return self.hits / self.needed
+    def facts(self) -> CacheFacts:
+        """The cache."""
+        return self.routes.facts(self.experts)
+
+    def preset_sizes(self, name: PresetName) -> tuple[ExpertSizes, str]:
+        """Returns the sizes of a paper's experts, and how many have which bits of `down`."""
+        checkpoint = self.model.checkpoint
+        dtypes = ("BF16",) * len(dense_roles(checkpoint.spec))
+        plan = preset_decision(name, PlanningModel(checkpoint.spec, dtypes, self.losses)).plan
+        widths = Counter(expert.down.width for layer in plan.experts for expert in layer)
+        named = ", ".join(f"{number} in {width} bit" for width, number in sorted(widths.items()))
+        return self.sizes(plan.experts, plan.selector), named
+
+    def sizes(self, experts: Sequence[Sequence[ExpertFormat]], selector: Selector) -> ExpertSizes:
+        """Returns the sizes of experts [L, E] in these formats, at the published model's dimensions."""
+        spec = model_spec(self.dimensions)
+        source = 2 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
+        layouts = [[expert_layout(one, selector, spec.expert, spec.hidden_size) for one in layer] for layer in experts]
+        selectors = np.array([[layout.selector_bytes for layout in layer] for layer in layouts]) / source
+        records = np.array([[layout.records_bytes + layout.extra_bytes for layout in layer] for layer in layouts])
+        return ExpertSizes(selectors, records / source)
+
+    def uniform_sizes(self, form: ExpertFormat, selector: Selector) -> ExpertSizes:
+        """Returns the sizes of experts that all have one format."""
+        L, E = self.routes.passes.popularity.shape
+        return self.sizes([[form] * E] * L, selector)
 
 
-def count_run(
-    demo: DemoRoutes,
-    residency: ExpertCache,
-    predict: Predict | None = None,
-    alpha: float | None = None,
-    recorder: Recorder | None = None,
-) -> Counted:
-    """A run of bookkeeping alone: what is predicted is asked for once a layer's reads are, in passes of one token.
-
-    Args:    alpha: to substitute by, as if what comes of it left the rest of the model as it was.
-    """
-    passes, counted, last = demo.passes, Counted(), demo.passes.routes.shape[1] - 1
-    starts = np.cumsum(passes.chunks, dtype=np.int64) - passes.chunks
-    for pass_idx, layers in enumerate(passes.needed()):
-        token = slice(starts[pass_idx], starts[pass_idx] + passes.chunks[pass_idx])
-        is_decoding, tally = passes.chunks[pass_idx] == 1, counted if passes.chunks[pass_idx] == 1 else Counted()
-        tally.num_tokens += int(passes.chunks[pass_idx])
-        for layer_idx, experts in enumerate(layers):
-            chosen = passes.routes[token, layer_idx].astype(np.int64)
-            if alpha is not None and is_decoding:
-                made = substitute(demo.scores[token, layer_idx], chosen, residency.is_resident[layer_idx], alpha)
-                tally.replaced += int((made != chosen).sum())
-                chosen, experts = made, sorted(made[0].tolist())
-            if recorder is not None:
-                recorder.routed(layer_idx, chosen)
-            told = None if passes.scores is None else passes.scores[pass_idx, layer_idx]
-            may_ask = predict is not None and is_decoding and layer_idx < last
-            for event in residency.schedule(layer_idx, experts, told):
-                if may_ask and isinstance(event, ComputeEvent) and not residency.num_waiting:
-                    may_ask = False
-                    assert predict is not None, "asked only where there is one"
-                    brought = residency.prefetch(layer_idx + 1, predict(pass_idx, layer_idx + 1), during=layer_idx)
-                    tally.read += sum(isinstance(event, FetchEvent) for event in brought)
-                tally.needed += isinstance(event, ComputeEvent)
-                tally.hits += isinstance(event, ComputeEvent) and event.is_hit
-                tally.read += isinstance(event, FetchEvent)
-                tally.late += isinstance(event, FetchEvent)
-    return counted
+_BF16 = ExpertFormat(BF16, BF16, BF16)
+_INT4 = ExpertFormat(*[part_format(4, 64, 8)] * 3)
+_INT2_UP = ExpertFormat(BF16, part_format(2, 64), BF16)
 
 
-def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, predict: Predict | None) -> Recording:
-    """The same, written down."""
-    recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=demo.passes.scores is not None)
-    count_run(demo, recorded_expert_cache_for(preset, facts, recorder), predict, recorder=recorder)
-    return recorder.recording()
+def profiled(checkpoint: Checkpoint, num_tokens: int) -> tuple[Losses, dict[int, Predictor]]:
+    """Profiles the demo model on the shipped sample: its losses, and its networks by the layer that each predicts."""
+    sample, _ = sample_and_unseen(DEMO_MODEL, num_tokens, SEQUENCE_LENGTH)
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
+        options = ProfileOptions("fast", keeps_inputs=False)
+        profile = make_profile(checkpoint, sample, Path(folder) / "profile", options, NO_PROGRESS)
+        return losses_of(profile), networks_of(profile)
 
 
-def by_router(demo: DemoRoutes, num_ahead: int) -> Predict:
-    """The next layer's router on this layer's hidden state (CORM §4.2)."""
-    starts = np.cumsum(demo.passes.chunks, dtype=np.int64) - demo.passes.chunks
-
-    def predict(pass_idx: int, layer_idx: int) -> Sequence[int]:
-        best: list[int] = np.argsort(-demo.ahead[starts[pass_idx], layer_idx], kind="stable")[:num_ahead].tolist()
-        return best
-
-    return predict
+def networks_of(profile: Profile) -> dict[int, Predictor]:
+    """Returns the networks of a profile, by the MoE layer that each predicts."""
+    layers = range(1, len(profile.spec.moe_layers))
+    return {l: profile.predictors(l).network for l in layers if profile.has_predictors(l)}
 
 
-def by_paths(demo: DemoRoutes, num_ahead: int) -> Predict:
-    """The path statistics of the two layers before (EdgeMoE §III-C1)."""
-    starts = np.cumsum(demo.passes.chunks, dtype=np.int64) - demo.passes.chunks
-
-    def predict(pass_idx: int, layer_idx: int) -> Sequence[int]:
-        token = starts[pass_idx]
-        shares, _ = demo.paths.predict(
-            layer_idx, demo.passes.routes[token : token + 1, max(layer_idx - 2, 0) : layer_idx]
-        )
-        best: list[int] = np.argsort(-shares[0], kind="stable")[:num_ahead].tolist()
-        return best
-
-    return predict
-
-
-_ALPHA = 0.3  # importance §6.2 uses 0.25 to 0.35
+# --- the papers' parts
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A line: a paper's parts so far. `bytes_share`: of a whole 16-bit expert, what bringing one reads."""
+    """A line: a paper's parts so far, or one of them alone.
+
+    `run`: None if replay does not measure it.   `sizes`: of the experts.   `published`: the paper's factor over its own
+    first line.   `time`: in units of the first line's, with the assumed rates of a second processor; None without one.
+    """
 
     paper: str
     parts: str
-    run: Counted
-    bytes_share: float
-    published: str
+    run: Counted | None
+    sizes: ExpertSizes | None
+    published: str = ""
+    time: str = ""
 
-    @property
-    def all_bytes(self) -> float:
-        """What a token reads, in whole 16-bit experts."""
-        return self.run.read * self.bytes_share / self.run.num_tokens
+    def read(self) -> tuple[float, float] | None:
+        """Returns what a token reads, in whole 16-bit experts: all, and the late part."""
+        return None if self.run is None or self.sizes is None else self.run.read_sizes(self.sizes)
 
-    @property
-    def late_bytes(self) -> float:
-        """The same of what was not predicted."""
-        return self.run.late * self.bytes_share / self.run.num_tokens
+    def cells(self, first: "Part") -> tuple[str, ...]:
+        """Returns the line's figures; `first` is the paper's first line."""
+        read, base = self.read(), first.read()
+        if self.run is None or read is None or base is None:
+            return (self.paper, self.parts, "", "", "", "", "", self.time or _NO_SECOND, self.published)
+        ratios = ("" if now == 0 else f"{before / now:.2f}" for before, now in zip(base, read, strict=True))
+        figures = (f"{self.run.hit_rate:.1%}", f"{read[0]:.3f}", f"{read[1]:.3f}", *ratios)
+        return (self.paper, self.parts, *figures, self.time, self.published)
 
 
 def _in_passing(facts: CacheFacts) -> ExpertCache:
@@ -278,43 +153,163 @@ def _in_passing(facts: CacheFacts) -> ExpertCache:
     return ExpertCache(small, LRU(small), keeps=False)
 
 
-def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
-    """Fig. 8, Mixtral 8x7B and DeepSeekMoE 16B: B, +S, +P, +C. S: gate whole, of up and down the running rows."""
-    rows = demo.packed_share * (1 + 2 * running) / 3
-    ahead, name = by_router(demo, PRESETS["corm"].num_predicted(facts.num_active)), "CORM, Fig. 8"
-    alone, predicted = count_run(demo, _in_passing(facts)), count_run(demo, _in_passing(facts), ahead)
-    yield Part(name, "B: 4 bit, read when needed", alone, demo.packed_share, "1 / 1")
-    yield Part(name, "+S: running rows", alone, rows, "1.25 / 1.40")
-    yield Part(name, "+P: predicted by the next router", predicted, rows, "1.59 / 1.84")
-    cached = count_run(demo, ExpertCache(facts, LayerLRU(facts)), ahead)
-    yield Part(name, "+C: experts kept, by last use in each layer", cached, rows, "2.07 / 2.14")
+def _placed(facts: CacheFacts) -> ExpertCache:
+    """Returns a cache of the most popular experts, which stay; a page is left that missing experts use in turn."""
+    return ExpertCache(facts, NoEviction(facts), placed_by_popularity(facts, facts.num_pages), keeps=False)
 
 
-def edgemoe(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
+def floe(subject: Subject) -> Iterator[Part]:
+    """§3.2, §3.3: the paper has no ablation of speed; 9.3 times fewer bytes of an expert, and whole systems' speeds."""
+    routes, facts, name = subject.routes, subject.facts, "FloE"
+    k = facts.num_active
+    rows = neuron_rows(subject.model.checkpoint, routes, "up", 1 - FLOE_SPARSITY, is_by_expert=True, below=1.0)
+    sizes, _ = subject.preset_sizes("floe")
+    network = by_networks(routes, k, subject.networks)
+    whole = play(routes, Play(_in_passing(facts)))
+    yield Part(name, "16 bit, read when needed", whole, subject.uniform_sizes(_BF16, "up"), "1")
+    yield Part(name, "+ up in INT2", whole, sizes)
+    running = play(routes, Play(_in_passing(facts), rows))
+    yield Part(name, "+ 10% of gate and down", running, sizes, "9.3 in bytes")
+    unpredicted = rows.with_no_prediction()
+    experts = play(routes, Play(_in_passing(facts), unpredicted), network)
+    yield Part(name, "+ experts predicted by networks: up is prefetched", experts, sizes)
+    neurons = play(routes, Play(_in_passing(facts), rows), network)
+    yield Part(name, "+ neurons predicted by the next up", neurons, sizes)
+    kept = play(routes, Play(ExpertCache(facts, LRU(facts)), rows), network)
+    yield Part(
+        name, "+ experts kept by last use (ours: the paper leaves it open)", kept, sizes, "2.6 to 48.7 (systems)"
+    )
+
+
+def corm(subject: Subject) -> Iterator[Part]:
+    """Fig. 8, Mixtral 8x7B and DeepSeekMoE 16B: B, +S, +P, +C. S has two parts: running rows and mixed quantization."""
+    routes, facts, name = subject.routes, subject.facts, "CORM, Fig. 8"
+    rows = corm_rows(subject)
+    ahead = by_router(routes, PRESETS["corm"].num_predicted(facts.num_active))
+    alone, int4 = play(routes, Play(_in_passing(facts), rows)), subject.uniform_sizes(_INT4, "gate")
+    mixed, widths = subject.preset_sizes("corm")
+    yield Part(name, "B: INT4, read whole when needed", play(routes, Play(_in_passing(facts))), int4, "1 / 1")
+    yield Part(name, "+S, first half: running rows of up and down", alone, int4)
+    yield Part(name, f"+S: and mixed quantization ({widths})", alone, mixed, "1.25 / 1.40")
+    predicted = play(routes, Play(_in_passing(facts), rows), ahead)
+    yield Part(name, "+P: experts and neurons predicted by the next router and gate", predicted, mixed, "1.59 / 1.84")
+    cached = play(routes, Play(ExpertCache(facts, LayerLRU(facts)), rows), ahead)
+    yield Part(name, "+C: experts and their rows kept, by last use in each layer", cached, mixed, "2.07 / 2.14")
+
+
+_CORM_RUNNING = 0.45  # CORM §3, Fig. 2: theta 0.25 leaves out 55% of Mixtral's neurons
+
+
+def corm_rows(subject: Subject) -> NeuronRows:
+    """Returns CORM's rows, with the threshold that leaves out as many of the demo model's neurons as of Mixtral's."""
+    checkpoint, below = subject.model.checkpoint, PRESETS["corm"].rows_below
+    return neuron_rows(checkpoint, subject.routes, "gate", _CORM_RUNNING, is_by_expert=False, below=below)
+
+
+def edgemoe(subject: Subject) -> Iterator[Part]:
     """Fig. 18 and its text, Switch base-8 on a Jetson TX2: 0.789, 0.392, 0.305, 0.245 s a token."""
-    ahead, name = by_paths(demo, PRESETS["edgemoe"].num_predicted(facts.num_active)), "EdgeMoE, Fig. 18"
-    alone, predicted = count_run(demo, _in_passing(facts)), count_run(demo, _in_passing(facts), ahead)
-    yield Part(name, "16 bit, read when needed", alone, 1.0, "1")
-    yield Part(name, "+Q: 4 bit", alone, demo.packed_share, "2.01")
-    yield Part(name, "+P: predicted from paths", predicted, demo.packed_share, "2.59")
-    cached = count_run(demo, ExpertCache(facts, EdgeMoE(facts)), ahead)
-    yield Part(name, "+C: experts kept, by frequency over distance", cached, demo.packed_share, "3.22")
+    routes, facts, name = subject.routes, subject.facts, "EdgeMoE, Fig. 18"
+    ahead = by_paths(routes, PRESETS["edgemoe"].num_predicted(facts.num_active))
+    alone = play(routes, Play(_in_passing(facts)))
+    sizes, widths = subject.preset_sizes("edgemoe")
+    yield Part(name, "16 bit, read when needed", alone, subject.uniform_sizes(_BF16, "none"), "1")
+    yield Part(name, f"+Q: by importance within {EDGEMOE_LOSS:.0%} ({widths})", alone, sizes, "2.01")
+    predicted = play(routes, Play(_in_passing(facts)), ahead)
+    yield Part(name, "+P: up to 3 experts predicted from paths", predicted, sizes, "2.59")
+    cached = play(routes, Play(ExpertCache(facts, EdgeMoE(facts))), ahead)
+    yield Part(name, "+C: experts kept, by frequency over distance", cached, sizes, "3.22")
 
 
-def importance(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
-    """Fig. 16's text, three models: time down by 8%, 20%, 14%, of the part before each. +BA needs two processors."""
-    ahead, name = by_router(demo, PRESETS["importance"].num_predicted(facts.num_active)), "importance, Fig. 16"
+# Fiddler §1: "over 3 tokens per second" with 56 of 256 experts in GPU memory, and §3.1: some 50 ms to copy one. A token
+# misses 64 (1 - 56 / 256) = 50 experts, so that one takes at most 1 / 3 / 50 s = 6.7 ms on the CPU: 0.13 of a copy.
+_FIDDLER_TOKEN_TIME = 1 / 3 / 50 / 0.050
+# Importance §6.3: "in S3, CPU computation time is only one-third of load time"; 1: a slower CPU, or a faster link.
+_IMPORTANCE_TOKEN_TIMES = (1 / 3, 1.0)
 
-    def kept() -> ExpertCache:
-        return ExpertCache(facts, Importance(facts))
 
-    fixed = ExpertCache(facts, LRU(facts), placed_by_popularity(facts, facts.num_pages), keeps=False)
-    yield Part(name, "some experts placed", count_run(demo, fixed), demo.packed_share, "1")
-    yield Part(name, "+CE: kept by mean score", count_run(demo, kept()), demo.packed_share, "1.09")
-    replaced = count_run(demo, kept(), alpha=_ALPHA)
-    yield Part(name, f"+ER: substituted, alpha {_ALPHA}", replaced, demo.packed_share, "1.36")
-    predicted = count_run(demo, kept(), ahead, alpha=_ALPHA)
-    yield Part(name, "+Pre: predicted", predicted, demo.packed_share, "1.58")
+def _all_computed(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
+    """Computes every missing expert on the second processor (Fiddler §3.2, decode)."""
+    return LoadOrCompute((), tuple(range(len(num_tokens))))
+
+
+def fiddler(subject: Subject) -> Iterator[Part]:
+    """§3.2: the paper has no ablation; its speeds are over whole systems in 16 bit."""
+    routes, facts, name = subject.routes, subject.facts, "Fiddler"
+    sizes = subject.uniform_sizes(_BF16, "none")
+    alone, placed = play(routes, Play(_in_passing(facts))), play(routes, Play(_placed(facts)))
+    computing = SecondProcessor(_all_computed, _FIDDLER_TOKEN_TIME)
+    computed = play(routes, Play(_placed(facts), second=computing))
+    yield Part(name, "16 bit, read when needed", alone, sizes, "1", "1.00")
+    time = f"{alone.time / placed.time:.2f}"
+    yield Part(name, "+ the most popular experts placed, the others read", placed, sizes, "", time)
+    factor = f"{alone.time / computed.time:.1f} assumed"
+    yield Part(name, "+ the others computed where they are", None, None, "8.2 to 22.5 (systems)", factor)
+    loaded, cpu, split = prompt_times(routes, _placed(facts).is_placed, _FIDDLER_TOKEN_TIME)
+    prompt = "prefill of 64 tokens"
+    yield Part(name, f"{prompt}: missing experts read", None, None, "", "1.00")
+    yield Part(
+        name, f"{prompt}: missing experts computed where they are", None, None, "", f"{loaded / cpu:.2f} assumed"
+    )
+    yield Part(name, f"{prompt}: split by arg min, §3.2", None, None, "", f"{loaded / split:.2f} assumed")
+
+
+def prompt_times(routes: ModelRoutes, is_placed: NDArray[np.bool_], token_time: float) -> tuple[float, float, float]:
+    """Returns the time of missing experts in prompts if all are loaded, all computed, or split: in loads."""
+    passes, loaded, computed, split = routes.passes, 0.0, 0.0, 0.0
+    ends = np.cumsum(passes.chunks, dtype=np.int64)
+    for end, length in zip(ends.tolist(), passes.chunks.tolist(), strict=True):
+        for layer_idx in range(passes.routes.shape[1]) if length > 1 else ():
+            counts = np.bincount(passes.routes[end - length : end, layer_idx].ravel(), minlength=passes.num_experts)
+            tokens = [int(n) for n, placed in zip(counts, is_placed[layer_idx], strict=True) if n and not placed]
+            loaded += len(tokens)
+            computed += sum(tokens) * token_time
+            split += fastest(tokens, token_time, 1.0).seconds(tokens, token_time, 1.0)
+    return loaded, computed, split
+
+
+_ALPHA = 0.3  # importance §6.2 uses 0.25 to 0.35
+
+
+def importance(subject: Subject) -> Iterator[Part]:
+    """Fig. 16's text, three models: time down by 8%, 20%, 14%, 34%, of the part before each.
+
+    The figures of a second processor are for each of `_IMPORTANCE_TOKEN_TIMES`.
+    """
+    routes, facts, name = subject.routes, subject.facts, "importance, Fig. 16"
+    sizes, k, times = subject.uniform_sizes(_BF16, "none"), facts.num_active, _IMPORTANCE_TOKEN_TIMES
+
+    def kept(alpha: float | None = _ALPHA, second: SecondProcessor | None = None) -> Play:
+        return Play(ExpertCache(facts, Importance(facts)), alpha=alpha, second=second)
+
+    def predicting(run: Play) -> Counted:
+        return play_partial(subject.model, run, subject.num_learned, subject.num_played)
+
+    bases = [play(routes, Play(_placed(facts), second=SecondProcessor(_all_computed, time))).time for time in times]
+
+    def assumed(*runs: Counted) -> str:
+        return " / ".join(f"{base / run.time:.2f}" for base, run in zip(bases, runs, strict=True)) + " assumed"
+
+    def line(text: str, run: Counted, published: str = "") -> Part:
+        return Part(name, text, run, sizes, published, assumed(run, run))
+
+    yield Part(
+        name, "some experts placed for the whole run, the others read", play(routes, Play(_placed(facts))), sizes
+    )
+    yield Part(name, "baseline: the others computed on the CPU", None, None, "1", "1.00 / 1.00 assumed")
+    yield line("+CE: kept by mean score", play(routes, kept(alpha=None)), "1.09")
+    yield line(f"+ER: substituted, alpha {_ALPHA}", play(routes, kept()), "1.36")
+    yield line("+Pre: predicted from the partial state, §5.2", predicting(kept()), "1.58")
+    yield line("(for comparison: predicted by the next router)", play(routes, kept(), by_router(routes, k)))
+    splits = {
+        "+BA: missing experts split by Algorithm 2": balanced,
+        "(for comparison: split by Fiddler's arg min)": fastest,
+    }
+    for text, split in splits.items():
+        runs = [predicting(kept(second=SecondProcessor(split, time))) for time in times]
+        yield Part(name, text, runs[0], sizes, "2.39" if split is balanced else "", assumed(*runs))
+
+
+PAPERS: tuple[Callable[[Subject], Iterator[Part]], ...] = (floe, corm, fiddler, edgemoe, importance)
 
 
 @click.group(help=__doc__)
@@ -325,32 +320,36 @@ def main() -> None:
 def route_options(body: F) -> F:
     """Adds the options of the demo model's run."""
     body = click.option("--tokens", default=2048, show_default=True, help="Tokens that are played.")(json_option(body))
+    body = click.option("--sample", default=16384, show_default=True, help="Tokens of the sample that are profiled.")(
+        body
+    )
     return click.option("--learned", default=4096, show_default=True, help="Tokens that are learned from.")(body)
 
 
 @main.command("parts")
 @route_options
 @click.option("--experts", default=12, show_default=True, help="That fit into fast memory.")
-@click.option("--running", default=0.45, show_default=True, help="Share of neurons that run: CORM, Fig. 2, theta 0.25.")
-def parts_command(learned: int, tokens: int, experts: int, running: float, as_json: bool) -> None:
-    """Turns each paper's parts on one after the other, and prints the published figures with them.
+@click.option("--dimensions", default="mixtral-8x7b", show_default=True, help="Published model: sizes of experts.")
+def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensions: str, as_json: bool) -> None:
+    """Turns each paper's parts on one after the other, and prints the published factors with them.
 
-    Time is bytes over the link and nothing else. "Faster" is the first line's bytes over the line's: at least, where
-    the bytes of predicted experts count; at most, where prefetching hides behind computation. Published figures are
+    A token's reads are in experts of 16 bit; experts have the bytes that the paper's format has at the dimensions of a
+    published model. "Faster" is the first line's bytes over the line's: at least, where the bytes of predicted experts
+    count; at most, where prefetching hides behind computation. Computation takes no time. A part that computes on a
+    second processor cannot be replayed; its factor follows from assumed rates: of Fiddler, by its own speed, 0.13 loads
+    for an expert on the CPU; of importance one third of a load (its §6.3), and a whole one. Published factors are of
     whole systems' times on other models and machines.
     """
-    demo, rows = demo_routes(learned, tokens), []
-    for paper in (corm, edgemoe, importance):
-        parts = list(paper(demo, demo.facts(experts), running))
-        rows += [
-            (
-                part.paper, part.parts, f"{part.run.hit_rate:.1%}", f"{part.run.read / part.run.num_tokens:.2f}",
-                f"{part.run.late / part.run.num_tokens:.2f}", f"{parts[0].all_bytes / part.all_bytes:.2f}",
-                f"{parts[0].late_bytes / part.late_bytes:.2f}", part.published,
-            )
-            for part in parts
-        ]  # fmt: skip
-    header = ("paper", "parts", "hits", "experts read a token", "late", "faster, at least", "at most", "published")
+    with routed_model(DEMO_MODEL) as model:
+        losses, networks = profiled(model.checkpoint, sample)
+        routes = model.routes(learned, tokens)
+        subject = Subject(model, routes, losses, networks, experts, dimensions, learned, tokens)
+        rows = []
+        for paper in PAPERS:
+            parts = list(paper(subject))
+            rows += [part.cells(parts[0]) for part in parts]
+    header = ("paper", "parts", "hits", "read a token", "late", "faster, at least", "at most", "second processor",
+              "published")  # fmt: skip
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 
 
@@ -360,38 +359,58 @@ _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 _HOT = (0.25, 0.5, 0.75)
 
 
-def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, ReplayCounts]]:
-    """Yields each policy with this cache, in decoding."""
-    extents = facts.pages
+def hit_rates(routes: ModelRoutes, facts: CacheFacts) -> Iterator[tuple[str, float]]:
+    """Yields each eviction policy's hit rate in decode with this cache, without prediction."""
     variants = {name: preset for name, preset in PRESETS.items() if name != "floe"}  # alone, as lru
     variants |= {f"hot set {share:.0%}, lru": Preset("lru", "lru", placed_share=share) for share in _HOT}
     variants |= {"lfu": Preset("lru", "lfu")}
     for name, preset in variants.items():
         silent = Preset(preset.name, preset.eviction, preset.placed_share, preset.keeps)
-        yield name, replay(demo.passes, facts, extents, silent).decode
-    yield "optimum", optimum(demo.passes, facts, extents).decode
-    for name in ("floe", "corm", "edgemoe", "importance"):
-        preset = PRESETS[name]
-        predict = (by_paths if preset.prediction == "paths" else by_router)(
-            demo, preset.num_predicted(facts.num_active)
-        )
-        record = run_recorded(demo, facts, preset, predict)
-        yield f"{name}, with prediction", replay(demo.passes, facts, extents, preset, record).decode
+        yield name, replay(routes.passes, facts, facts.pages, silent).decode.hit_rate
+    yield "fifo", play(routes, Play(ExpertCache(facts, FIFO(facts)))).hit_rate
+    yield "random", play(routes, Play(ExpertCache(facts, Random(facts)))).hit_rate
+    yield "optimum", optimum(routes.passes, facts, facts.pages).decode.hit_rate
+
+
+def predicted_hit_rates(
+    model: RoutedModel, routes: ModelRoutes, facts: CacheFacts, networks: dict[int, Predictor], num_learned: int
+) -> Iterator[tuple[str, float]]:
+    """Yields each paper's policy with its own prediction, and with the next router's for comparison."""
+    k = facts.num_active
+
+    def with_prediction(name: str, predict: Predict) -> float:
+        return play(routes, Play(expert_cache_for(PRESETS[name], facts)), predict).hit_rate
+
+    yield "floe, learned network", with_prediction("floe", by_networks(routes, k, networks))
+    yield "floe, next router", with_prediction("floe", by_router(routes, k))
+    yield "corm, next router", with_prediction("corm", by_router(routes, k))
+    num_paths = PRESETS["edgemoe"].num_predicted(k)
+    yield f"edgemoe, paths, {num_paths} experts", with_prediction("edgemoe", by_paths(routes, num_paths))
+    partial = Play(expert_cache_for(PRESETS["importance"], facts))
+    num_played = len(routes.passes.routes)
+    yield "importance, partial state", play_partial(model, partial, num_learned, num_played).hit_rate
+    yield "importance, next router", with_prediction("importance", by_router(routes, k))
 
 
 @main.command("hits")
 @route_options
-def hits_command(learned: int, tokens: int, as_json: bool) -> None:
-    """Prints the hit rate in decoding of every policy by the number of experts that fit, with Belady's optimum.
+def hits_command(learned: int, sample: int, tokens: int, as_json: bool) -> None:
+    """Prints the hit rate in decode of every policy by the number of experts that fit, with Belady's optimum.
 
-    Each policy alone, then with prediction: the next layer's router stands for FloE's network and for importance's
-    partial hidden state, which a replay has not. A hot set is a share of the pages for the most popular experts,
-    permanently; the rest goes by last use.
+    Each policy alone, then each paper's with its own prediction: a prefetched expert is a hit. FIFO and random are not
+    in the product. A hot set is a share of the pages for the most popular experts, permanently; the rest goes by last
+    use.
     """
-    demo = demo_routes(learned, tokens)
-    sizes = [round(share * demo.passes.popularity.size) for share in _SHARES]
-    tallies = {size: dict(rows_of(demo, demo.facts(size))) for size in sizes}
-    rows = [(name, *(f"{tallies[size][name].hit_rate:.1%}" for size in sizes)) for name in tallies[sizes[0]]]
+    with routed_model(DEMO_MODEL) as model:
+        _, networks = profiled(model.checkpoint, sample)
+        routes = model.routes(learned, tokens)
+        sizes = [round(share * routes.passes.popularity.size) for share in _SHARES]
+        tallies = [
+            dict(hit_rates(routes, routes.facts(size)))
+            | dict(predicted_hit_rates(model, routes, routes.facts(size), networks, learned))
+            for size in sizes
+        ]
+    rows = [(name, *(f"{tally[name]:.1%}" for tally in tallies)) for name in tallies[0]]
     header = ("experts that fit", *map(str, sizes))
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 

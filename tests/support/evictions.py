@@ -1,0 +1,34 @@
+"""Eviction policies that the product has not: those that papers compare theirs with."""
+
+import numpy as np
+
+from moe_pack.runtime.offload import CacheFacts, ExpertKey
+from moe_pack.runtime.offload.cache import Array
+from moe_pack.runtime.offload.eviction import EvictionBase
+
+
+class FIFO(EvictionBase):
+    """First in, first out: the expert that was fetched first is evicted first."""
+
+    def __init__(self, facts: CacheFacts) -> None:
+        self._fetched = np.zeros(facts.pages.shape)
+        self._clock = 0
+
+    def fetched(self, key: ExpertKey) -> None:
+        self._clock += 1
+        self._fetched[key] = self._clock
+
+    def worth(self, layer_idx: int) -> Array:
+        return self._fetched
+
+
+class Random(EvictionBase):
+    """Any resident expert is evicted with the same chance; the draws are the same in every run."""
+
+    def __init__(self, facts: CacheFacts) -> None:
+        self._shape = facts.pages.shape
+        self._generator = np.random.default_rng(0)
+
+    def worth(self, layer_idx: int) -> Array:
+        drawn: Array = self._generator.random(self._shape)
+        return drawn
