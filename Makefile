@@ -5,6 +5,7 @@
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
 # make ablate the papers' parts one after the other and every cache policy, by replay
+# make papers what the papers found about quality, routing and caching, measured again; SMALL_MODEL=folder for that too
 # make bench  what docs/benchmarks.md says, measured again; make bench-cpu  the native kernels alone;
 #             make bench-streaming  packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes memory
 #             cgroups and empties the page cache);
@@ -34,7 +35,7 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming gpu-check gpu-report clean
+.PHONY: demo test check soak families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
 # The model learned from novels alone: its loss is measured on a novel.
@@ -76,6 +77,10 @@ bench-cpu: $(INSTALLED)
 ablate: $(INSTALLED)
 	$(BIN)/python $(BENCH)/policies.py parts
 	$(BIN)/python $(BENCH)/policies.py hits
+
+papers: $(INSTALLED)
+	$(BIN)/python $(BENCH)/paper_quality.py all
+	$(BIN)/python $(BENCH)/paper_routing.py all --folder $(BENCH_PACKS) $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
 
 bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)

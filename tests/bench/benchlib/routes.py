@@ -1,4 +1,4 @@
-"""The routes of a model on a text: its 4-bit pack runs, and every layer keeps what it saw.
+"""The routes of a model on a text: a pack of it runs, and every layer keeps what it saw.
 
 Popularity and paths are learned from the first tokens; the others are played in windows of 512, each begun from an
 empty context with a prompt of 64, then token by token, as in a chat.
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchlib import BOOK
 from moe_pack.calib.statistics import learn_paths
 from moe_pack.convert import convert
-from moe_pack.formats import Pack, part_format, uniform_plan
+from moe_pack.formats import BF16, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import CheckpointWeights, Decoder, NativeOperations, PartialState, activations, linear
@@ -97,7 +97,7 @@ class _Watched(MappedPackWeights):
 
 
 class RoutedModel:
-    """A checkpoint with its pack of 4 bits; `ids`: a text that neither the demo model nor the sample has seen."""
+    """A checkpoint with a pack of it; `ids`: a text that neither the demo model nor the sample has seen."""
 
     def __init__(self, checkpoint: Checkpoint, pack: Pack, kernels: Kernels, ids: list[int]) -> None:
         self.checkpoint, self.pack, self.kernels, self.ids = checkpoint, pack, kernels, ids
@@ -171,11 +171,11 @@ def popularity_of(routes: NDArray[np.uint16], num_experts: int) -> NDArray[np.fl
 
 
 @contextmanager
-def routed_model(model: Path, text: Path = BOOK) -> Iterator[RoutedModel]:
-    """Converts a checkpoint to 4 bit into a temporary folder, and opens both."""
+def routed_model(model: Path, text: Path = BOOK, bits: int = 4) -> Iterator[RoutedModel]:
+    """Converts a checkpoint to so many bits, 4 or 16, into a temporary folder, and opens both."""
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder, closing(Kernels()) as kernels:
         checkpoint = Checkpoint(model)
-        part = part_format(4, 64, 16)
+        part = part_format(4, 64, 16) if bits == 4 else BF16
         plan = uniform_plan(checkpoint.spec, "up", part, part, None, "nearest")
         convert(checkpoint, plan, Path(folder) / "packed", 1)
         with Pack(Path(folder) / "packed") as pack, closing(checkpoint):
