@@ -474,6 +474,7 @@ class _Reading:
 
 
 USUAL_GAP_BYTES = 32 << 10  # a usual disk reads so much in the time that one more read costs
+_FORGETTING = 0.99
 _SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
 
 
@@ -482,7 +483,8 @@ class ExpertStore:
 
     `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
     `operations`: compute with experts.   `by_rows`: the same object if it can compute with some rows of an expert;
-    None: experts are read whole.
+    None: experts are read whole.   `is_decoding`: whether the running forward pass has one token; a pass of many tokens
+    needs more rows of an expert, which says nothing about decode.
     Args:    verify: whether experts are checked when they first arrive.   rows_below: the cutover, a share of neurons:
              if fewer of an expert's neurons run, only their rows are read; 0 for never.   gap_bytes: two rows are read
              together if no more bytes are between them.   has_selector: bool [L, E], the experts whose selectors stay
@@ -509,7 +511,8 @@ class ExpertStore:
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
         self._rows_below = 0.0 if self.by_rows is None else rows_below
-        self._share_running = np.zeros(len(pack.layout.experts))
+        self.is_decoding = False
+        self._share_running = np.zeros((2, len(pack.layout.experts)))  # in prefill, in decode
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
@@ -605,9 +608,9 @@ class ExpertStore:
         return expert
 
     def running(self, key: ExpertKey, share: float) -> None:
-        """Takes note of the share of an expert's neurons that ran."""
-        mean = self._share_running[key.layer_idx]
-        self._share_running[key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
+        """Takes note of the share of an expert's neurons that ran, for any token of a forward pass."""
+        mean = self._share_running[int(self.is_decoding), key.layer_idx]
+        self._share_running[int(self.is_decoding), key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
 
     def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to read the records of some neurons of an expert, or all its missing blocks."""
@@ -655,8 +658,14 @@ class ExpertStore:
         self._reading[key] = _Reading(blocks, place is not None)
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
-        has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None
-        return bool(has_threshold and self._share_running[key.layer_idx] < self._rows_below)
+        if self._pack.thresholds[key] == 0 or expert.layout.selector is None or self._rows_below == 0:
+            return False
+        phase = self._share_running[int(self.is_decoding)]
+        if phase[key.layer_idx] < self._rows_below:
+            return True
+        # A whole expert does not say how many of its neurons run: in time, rows are tried again.
+        phase[key.layer_idx] *= _FORGETTING
+        return False
 
     def _check(self, key: ExpertKey, expert: PagedExpert) -> None:
         """Checks an extent when it is whole for the first time, and selector rows whenever they come alone."""

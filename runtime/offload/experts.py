@@ -239,6 +239,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
         counts = self.decode if len(x) == 1 else self.prefill
+        if isinstance(self.store, ExpertStore):
+            self.store.is_decoding = len(x) == 1
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
         experts, router_weights = self._on_host(inputs, experts, router_weights)

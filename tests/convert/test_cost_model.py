@@ -238,6 +238,21 @@ def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(s
             assert asked < whole / 3
 
 
+@pytest.mark.skipif(not is_available(), reason="single rows need native kernels")
+def test_a_prompt_that_runs_many_neurons_does_not_end_the_reads_of_rows(sparse: Path) -> None:
+    """A pass of 16 tokens runs about a fifth of an expert's neurons, one token a tenth."""
+    with Pack(sparse) as opened:
+        ids = np.random.default_rng(3).integers(0, opened.spec.vocab_size, 160).tolist()
+        options = EngineOptions(budget_bytes=budget_for(opened, 12, 160), prefetches=False, cutover=0.15)
+        with Engine(opened, options, 160) as engine:
+            assert isinstance(engine.weights, OffloadedWeights)
+            engine.decoder.next_logits(ids[:120])
+            for token in ids[120:]:
+                engine.decoder.next_logits([token])
+            asked = engine.weights.decode.asked_bytes / 40
+        assert asked < 3 * 2 * opened.layout.experts[0][0].num_bytes / 2
+
+
 def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     made, popularity = layout(), np.random.default_rng(0).dirichlet(np.ones(8), 4)
     fixed = FixedCosts(1e-4, 1e-5, 1e-6, 1e-5, 0.0)
