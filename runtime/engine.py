@@ -44,10 +44,10 @@ from moe_pack.runtime.offload import (
     OffloadedWeights,
     divide_budget,
     expert_pages,
-    resident_selectors,
     routing_bytes,
     whole_bytes,
 )
+from moe_pack.runtime.offload.budget import resident_selectors
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.options import EngineOptions
 

@@ -32,9 +32,9 @@ from moe_pack.runtime.offload import (
     expert_pages,
     read_recording,
     replay,
-    resident_selectors,
     routing_bytes,
 )
+from moe_pack.runtime.offload.budget import resident_selectors
 from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many

@@ -35,9 +35,8 @@ from moe_pack.runtime.offload import (
     auto_preset,
     expert_cache_for,
     expert_pages,
-    resident_selectors,
 )
-from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan
+from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan, resident_selectors
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 
 Array = NDArray[Any]

@@ -11,7 +11,6 @@ from moe_pack.runtime.offload.budget import (
     divide_budget,
     expert_pages,
     least_budget,
-    resident_selectors,
     routing_bytes,
     whole_bytes,
 )
@@ -64,7 +63,6 @@ __all__ = [
     "read_recording",
     "recorded_expert_cache_for",
     "replay",
-    "resident_selectors",
     "routing_bytes",
     "whole_bytes",
 ]

@@ -99,8 +99,14 @@ def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
 
 
 def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
-    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches."""
-    return experts_to_start_with(facts) if preset.starts_filled else []
+    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
+
+    Placed experts are not among them.
+    """
+    if not preset.starts_filled:
+        return []
+    placed = set(placed_by(preset, facts))  # experts of no page are placed, whatever the share
+    return [key for key in experts_to_start_with(facts) if key not in placed]
 
 
 def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:

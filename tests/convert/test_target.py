@@ -17,8 +17,8 @@ from moe_pack.convert.plan.target import context_of, parse_limit
 from moe_pack.formats import RunError, dense_roles
 from moe_pack.formats.cli import options_from
 from moe_pack.formats.families import model_spec
-from moe_pack.runtime import MachineFacts, SizedRate, total_bytes
-from moe_pack.runtime.machine import CpuFacts, LinkFacts
+from moe_pack.runtime import MachineFacts, total_bytes
+from moe_pack.runtime.machine import CpuFacts, LinkFacts, SizedRate
 
 GIB = 1 << 30
 SPEC = model_spec("granite-3.0-1b-a400m", 2)

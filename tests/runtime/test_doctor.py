@@ -10,10 +10,10 @@ import torch
 
 from moe_pack.formats import PackError, RunError
 from moe_pack.formats.commands import Stage
-from moe_pack.runtime import MachineFacts, SizedRate, measure_machine
+from moe_pack.runtime import MachineFacts, measure_machine
 from moe_pack.runtime.cpu import is_available, num_cpus
 from moe_pack.runtime.doctor import READ_SIZES, ReadMeasurement, ReadTrial, disk_facts
-from moe_pack.runtime.machine import ReadMode
+from moe_pack.runtime.machine import ReadMode, SizedRate
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20

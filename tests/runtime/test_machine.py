@@ -16,12 +16,11 @@ from moe_pack.runtime import (
     FixedCosts,
     MachineFacts,
     ReadRate,
-    SizedRate,
     WidthRate,
     load_facts,
     save_facts,
 )
-from moe_pack.runtime.machine import CpuFacts, LinkFacts, facts_file
+from moe_pack.runtime.machine import CpuFacts, LinkFacts, SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 
