@@ -344,7 +344,7 @@ class GpuLayerRun:
     def _copy_running_rows(self, job: ExpertJob, expert: GpuExpert, place: int) -> None:
         """Begins to copy the rows of the neurons that run; later launches have them."""
         neurons = self._workspace.selected_neurons(place)
-        self._store.running(job.key, len(neurons) / expert.layout.num_rows)
+        self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
         predicted = self._predicted.get(job.key)
         count_rows(self._counts, neurons, predicted)
         if self._approximations.is_predicted_enough and predicted is not None:

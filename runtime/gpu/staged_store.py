@@ -30,6 +30,7 @@ from moe_pack.runtime.gpu.device import ChunkRing, Device, HostArena, RowRange, 
 from moe_pack.runtime.gpu.kernels.cache import ExpertKind, LayerTables, kind_of
 from moe_pack.runtime.gpu.weights import down_biases
 from moe_pack.runtime.offload import ExpertKey, Reads, best_page_bytes
+from moe_pack.runtime.offload.expert_store import RunningShares
 
 UNIT_BYTES = 16  # tables have rows' offsets in these units
 _LEAST_PAGE_BYTES, _MOST_PAGE_BYTES = 64 << 10, 4 << 20
@@ -269,9 +270,6 @@ def arena_experts(pack: Pack, arena: HostArena) -> HostArenaExperts:
     return HostArenaExperts(layers, arena.extent_at, pack.index.size)
 
 
-_SHARE_MEMORY = 0.9  # weight of earlier shares in the mean, as in `runtime.offload.expert_store`
-
-
 @dataclass(slots=True, eq=False)
 class GpuExpert:
     """An expert in pages of the device, which begin at bytes `pages` int64 [n] of the arena.
@@ -303,7 +301,7 @@ class GpuExpertStore:
     """Pages of the device, tables of rows' offsets, and copies. All memory is allocated here, once.
 
     `tables`: by layer.   `asked_bytes`: that were given to copies.   `stall_ns`: how long the host waited for host
-    memory to be filled.   `peak_pages`: the most pages that experts had at once.
+    memory to be filled.   `peak_pages`: the most pages that experts had at once.   `shares`: of running neurons.
     Args:    num_pages: of all layers.   rows_below: if a smaller share of an expert's neurons runs for one token, only
              their rows are copied; 0 for never.   ring: sends rows; may be None if `rows_below` is 0.
     Raises:  RunError if there is not enough memory.
@@ -325,7 +323,7 @@ class GpuExpertStore:
         self.stall_ns = self.asked_bytes = self.peak_pages = 0
         self._pack, self._ring, self._num_pages = pack, ring, num_pages
         self._rows_below = rows_below if host.holds_all else 0.0
-        self._share_running = np.zeros(len(pack.layout.experts))
+        self.shares = RunningShares(len(pack.layout.experts))
         self._experts: dict[ExpertKey, GpuExpert] = {}
         self._pending: dict[ExpertKey, GpuExpert] = {}  # those whose bytes have not been sent yet
         self._arena = device.allocate(num_pages * page_bytes)
@@ -399,11 +397,6 @@ class GpuExpertStore:
         """Returns how an expert is stored and run, from the host's own tables."""
         kind: ExpertKind = self.tables[key.layer_idx].kinds[self._kind_numbers[key.layer_idx][key.expert]]
         return kind
-
-    def running(self, key: ExpertKey, share: float) -> None:
-        """Updates the layer's mean share of neurons that run."""
-        mean = self._share_running[key.layer_idx]
-        self._share_running[key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
 
     def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to copy records of ascending neurons of an expert, or all missing ones; its selector must be sent."""
@@ -496,7 +489,7 @@ class GpuExpertStore:
     def _by_rows(self, key: ExpertKey, expert: GpuExpert) -> bool:
         """Whether only the running neurons' rows of an expert are copied."""
         has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None
-        return bool(has_threshold and self._share_running[key.layer_idx] < self._rows_below)
+        return bool(has_threshold and self._rows_below > 0 and self.shares.is_below(key.layer_idx, self._rows_below))
 
 
 class _HostTables(NamedTuple):

@@ -473,9 +473,33 @@ class _Reading:
     with_selector: bool
 
 
-USUAL_GAP_BYTES = 32 << 10  # a usual disk reads so much in the time that one more read costs
-_FORGETTING = 0.99
 _SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
+_FORGETTING = 0.99  # so that rows are tried again after some hundred whole experts at most
+
+
+class RunningShares:
+    """The mean share of an expert's neurons that ran lately, by layer: it decides whether rows or whole experts come.
+
+    A pass of many tokens runs more neurons of an expert than one token, so prefill and decode have means of their own.
+    `is_decoding`: whether the running pass has one token; the owner of the passes sets it.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.is_decoding = False
+        self._means = np.zeros((2, num_layers))
+
+    def ran(self, layer_idx: int, share: float) -> None:
+        """Takes note of the share of an expert's neurons that ran for any token of the pass."""
+        means = self._means[int(self.is_decoding)]
+        means[layer_idx] = _SHARE_MEMORY * means[layer_idx] + (1 - _SHARE_MEMORY) * share
+
+    def is_below(self, layer_idx: int, cutover: float) -> bool:
+        """Returns whether so few neurons of a layer's experts run that their rows are to be brought alone."""
+        means = self._means[int(self.is_decoding)]
+        if means[layer_idx] < cutover:
+            return True
+        means[layer_idx] *= _FORGETTING  # a whole expert does not say how many of its neurons run
+        return False
 
 
 class ExpertStore:
@@ -483,8 +507,7 @@ class ExpertStore:
 
     `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
     `operations`: compute with experts.   `by_rows`: the same object if it can compute with some rows of an expert;
-    None: experts are read whole.   `is_decoding`: whether the running forward pass has one token; a pass of many tokens
-    needs more rows of an expert, which says nothing about decode.
+    None: experts are read whole.   `shares`: of running neurons.
     Args:    verify: whether experts are checked when they first arrive.   rows_below: the cutover, a share of neurons:
              if fewer of an expert's neurons run, only their rows are read; 0 for never.   gap_bytes: two rows are read
              together if no more bytes are between them.   has_selector: bool [L, E], the experts whose selectors stay
@@ -499,7 +522,7 @@ class ExpertStore:
         open_reads: Callable[[NDArray[np.uint8]], Reads],
         verify: bool,
         rows_below: float = 0.0,
-        gap_bytes: int = USUAL_GAP_BYTES,
+        gap_bytes: int = 0,
         has_selector: NDArray[np.bool_] | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -511,8 +534,7 @@ class ExpertStore:
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
         self._rows_below = 0.0 if self.by_rows is None else rows_below
-        self.is_decoding = False
-        self._share_running = np.zeros((2, len(pack.layout.experts)))  # in prefill, in decode
+        self.shares = RunningShares(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
@@ -607,11 +629,6 @@ class ExpertStore:
         self._check(key, expert)
         return expert
 
-    def running(self, key: ExpertKey, share: float) -> None:
-        """Takes note of the share of an expert's neurons that ran, for any token of a forward pass."""
-        mean = self._share_running[int(self.is_decoding), key.layer_idx]
-        self._share_running[int(self.is_decoding), key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
-
     def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to read the records of some neurons of an expert, or all its missing blocks."""
         expert = self._experts[key]
@@ -658,14 +675,8 @@ class ExpertStore:
         self._reading[key] = _Reading(blocks, place is not None)
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
-        if self._pack.thresholds[key] == 0 or expert.layout.selector is None or self._rows_below == 0:
-            return False
-        phase = self._share_running[int(self.is_decoding)]
-        if phase[key.layer_idx] < self._rows_below:
-            return True
-        # A whole expert does not say how many of its neurons run: in time, rows are tried again.
-        phase[key.layer_idx] *= _FORGETTING
-        return False
+        has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None
+        return bool(has_threshold and self._rows_below > 0 and self.shares.is_below(key.layer_idx, self._rows_below))
 
     def _check(self, key: ExpertKey, expert: PagedExpert) -> None:
         """Checks an extent when it is whole for the first time, and selector rows whenever they come alone."""

@@ -25,7 +25,7 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
+from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, RunningShares, Trace
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
 from moe_pack.runtime.offload.record import Recorder
 from moe_pack.runtime.offload.split import substitute
@@ -121,6 +121,7 @@ class ExpertStorage(Protocol):
 
     stall_ns: int
     asked_bytes: int
+    shares: RunningShares
 
     @property
     def peak_pages(self) -> int:
@@ -239,8 +240,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
         counts = self.decode if len(x) == 1 else self.prefill
-        if isinstance(self.store, ExpertStore):
-            self.store.is_decoding = len(x) == 1
+        self.store.shares.is_decoding = len(x) == 1
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
         experts, router_weights = self._on_host(inputs, experts, router_weights)
@@ -476,7 +476,7 @@ class CpuLayerRun:
         assert self._store.by_rows is not None, "experts are read whole"
         selected = self._store.by_rows.select(self._x[torch.from_numpy(job.tokens)], expert)
         neurons = selected.neurons.numpy()
-        self._store.running(job.key, len(neurons) / expert.layout.num_rows)
+        self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
         predicted = self._weights.predicted.get(job.key)
         count_rows(self._counts, neurons, predicted)
         if self._weights.approximations.is_predicted_enough and predicted is not None:
