@@ -77,6 +77,7 @@ bench-cpu: $(INSTALLED)
 ablate: $(INSTALLED)
 	$(BIN)/python $(BENCH)/policies.py parts
 	$(BIN)/python $(BENCH)/policies.py hits
+	$(BIN)/python $(BENCH)/policies.py trust --folder $(BENCH_PACKS)
 
 papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_quality.py all

@@ -507,7 +507,7 @@ def synthesize(
 def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: RotationVectors | None) -> PackRecord:
     spec, seed = layout.spec, traits.seed
     decisions = {
-        "sparsity": repr(traits.sparsity) if isinstance(traits.sparsity, float) else _digest(traits.sparsity),
+        "sparsity": _digest(np.asarray(traits.sparsity)),
         "popularity": _digest(traits.popularity),
         "path_correlation": repr(traits.path_correlation),
         "seed": str(seed),

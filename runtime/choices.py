@@ -202,11 +202,6 @@ def runs_some_neurons(pack: Pack) -> bool:
     return pack.manifest.selector != "none" and bool(pack.thresholds.any())
 
 
-def selector_heat(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
-    """Returns how often experts are chosen of which single rows may be read, 0 for the others: float32 [L, E]."""
-    return popularity_shares(pack, routing) * (pack.thresholds > 0)
-
-
 def popularity_shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
     """Returns the share of a layer's tokens that each expert gets, float32 [L, E]; equal shares without a profile."""
     counts = np.ones(pack.index.size.shape) if routing is None else routing.popularity

@@ -96,9 +96,11 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, progress) as files:
         trials = _trials(files)
-        steps = _Steps(progress, len(trials) + _num_cpu_steps() + (len(COPY_SIZES) if has_link else 0), seconds)
+        steps = MeasurementSteps(
+            progress, len(trials) + _num_cpu_steps() + (len(COPY_SIZES) if has_link else 0), seconds
+        )
         disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
-    cpu = _measure_cpu(steps, seconds)
+    cpu = measure_cpu(steps, seconds)
     link = _measure_link(steps, seconds) if has_link else None
     progress.end()
     return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, link)
@@ -117,28 +119,18 @@ def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float 
         threads = (1, NUM_THREADS) if is_available() else (1,)
         most = min(_BRIEF_BYTES, max(file.num_bytes for file in files))
         trials = [ReadTrial(mode, number, size) for size in READ_SIZES if size <= most for number in threads]
-        steps = _Steps(progress, len(trials), seconds)
+        steps = MeasurementSteps(progress, len(trials), seconds)
         disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
     progress.end()
     cpu = CpuFacts(num_cpus(), None, None, None, (), (), None)
     return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
 
 
-def measure_cpu(progress: Progress = NO_PROGRESS, seconds: float = 0.5) -> CpuFacts:
-    """Measures the CPU alone: how fast it reads memory, and computes experts and dense matrices.
-
-    Args:    seconds: of each measurement.
-    """
-    facts = _measure_cpu(_Steps(progress, _num_cpu_steps(), seconds), seconds)
-    progress.end()
-    return facts
-
-
 def _num_cpu_steps() -> int:
     return 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
 
 
-class _Steps:
+class MeasurementSteps:
     """Progress in measurements: says what is measured next; the one before is done."""
 
     def __init__(self, progress: Progress, total: int, seconds: float) -> None:
@@ -147,6 +139,7 @@ class _Steps:
         progress.begin(Stage("measuring", total, note=note))
 
     def next(self, what: str) -> None:
+        """Says what is measured now, and counts the measurement before it."""
         self._progress.advance(1 if self._has_begun else 0, what)
         self._has_begun = True
 
@@ -249,7 +242,7 @@ def _has_direct(path: Path) -> bool:
 
 
 def _measure_disk(
-    files: Sequence[_File], trials: Sequence[ReadTrial], name: str | None, steps: _Steps, seconds: float
+    files: Sequence[_File], trials: Sequence[ReadTrial], name: str | None, steps: MeasurementSteps, seconds: float
 ) -> DiskFacts:
     measurements, arena = [], _arena(_ARENA_BYTES)
     for trial in trials:
@@ -381,7 +374,12 @@ class _ExpertSpeed(NamedTuple):
     row_bytes: float
 
 
-def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
+def measure_cpu(steps: MeasurementSteps, seconds: float) -> CpuFacts:
+    """Measures how fast the CPU reads memory, and computes experts and dense matrices.
+
+    Args:    seconds: of each measurement.
+    Returns: the number of cores alone if the native kernels were not built.
+    """
     cores = num_cpus()
     if not is_available():
         return CpuFacts(cores, None, None, None, (), (), None)
@@ -409,7 +407,7 @@ def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
         )
 
 
-def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
+def _memory_rate(kernels: Kernels, steps: MeasurementSteps, seconds: float) -> float:
     steps.next(f"memory, {_threads_text(kernels.threads)}")
     memory = np.ones(_MEMORY_BYTES, np.uint8)
     return _repeated(lambda: kernels.read(memory), len(memory), seconds)
@@ -466,7 +464,7 @@ def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
 # ---- link -----------------------------------------------------------------------------------------------------------
 
 
-def _measure_link(steps: _Steps, seconds: float) -> LinkFacts:
+def _measure_link(steps: MeasurementSteps, seconds: float) -> LinkFacts:
     """Measures copies from page-locked memory to the first GPU that torch finds."""
     host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device="cuda")

@@ -22,7 +22,7 @@ import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares, selector_heat
+from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
@@ -47,7 +47,7 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.budget import resident_selectors
+from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.options import EngineOptions
 
@@ -208,7 +208,7 @@ class Engine:
         if isinstance(self.operations, NativeOperations) and (not has_all or options.cutover is not None):
             rows_below = choices.cutover()
         if rows_below > 0:
-            heat = selector_heat(pack, choices.routing)
+            heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
             self.plan = divide_budget(*needs, heat=heat)
         has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)

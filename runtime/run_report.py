@@ -214,8 +214,8 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
     if offload.decode.substituted:
         lines.append(("substituted", f"{offload.decode.substituted} experts: the answer is not the pack's"))
     if offload.decode.mispredicted:
-        wrong = f"{offload.decode.mispredicted} experts ran in place of the router's"
-        lines.append(("mispredicted", f"{wrong}: the answer is not the pack's"))
+        number = offload.decode.mispredicted
+        lines.append(("mispredicted", f"{number} experts ran in place of the router's: the answer is not the pack's"))
     if offload.read_s:
         hidden = 1 - (offload.prefill.stall_s + offload.decode.stall_s) / offload.read_s
         lines.append(("read time", f"{offload.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))
@@ -231,7 +231,9 @@ def _plan_lines(offload: OffloadReport) -> list[tuple[str, str]]:
         ("for experts", f"{size_text(plan.arena)}, {offload.peak_pages / plan.num_pages:.0%} of it in use at most"),
     ]
     if plan.num_selectors:
-        lines.append(("selectors", f"{size_text(plan.selectors)}, those of {plan.num_selectors} experts, which stay"))
+        lines.append(
+            ("selectors", f"{size_text(plan.selectors)}: those of {plan.num_selectors} experts stay in memory")
+        )
     return lines
 
 

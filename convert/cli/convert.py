@@ -489,7 +489,11 @@ def _run_line(output: Path, target: Target) -> str:
     if target.device == "cpu":
         return f"run it: moe-run {output} --budget {budget}"
     line = f"run it: moe-run {output} --device cuda --budget {budget}"
-    return line if torch.cuda.is_available() else f"{line}; this machine has no GPU, here: moe-run {output}"
+    return (
+        line
+        if torch.cuda.is_available()
+        else f"{line} (this machine has no GPU; to run it on the CPU: moe-run {output})"
+    )
 
 
 def _budget_text(num_bytes: int) -> str:

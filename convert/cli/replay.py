@@ -17,7 +17,7 @@ from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.spec import first_moe_layers, read_size
 from moe_pack.runtime import USUAL_DISK
-from moe_pack.runtime.choices import runs_some_neurons, selector_heat
+from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
@@ -34,7 +34,7 @@ from moe_pack.runtime.offload import (
     replay,
     routing_bytes,
 )
-from moe_pack.runtime.offload.budget import resident_selectors
+from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
@@ -209,7 +209,8 @@ def _division(
     machine = known_facts(pack.folder)
     disk = USUAL_DISK if machine is None else machine.drive
     reads_rows = is_available() and runs_some_neurons(pack) and disk_cutover(pack.layout, disk) > 0
-    heats = [selector_heat(pack, routing) if reads_rows else None, None]
+    heat = selector_heat(popularity_shares(pack, routing), pack.thresholds > 0) if reads_rows else None
+    heats = [heat, None]
     plans = [divide_budget(pack.layout, budget_bytes, context_tokens, predictors, heat=heat) for heat in heats]
     number = next((n for n, plan in enumerate(plans) if num_pages in (None, plan.num_pages)), 0)
     return plans[number], resident_selectors(pack.layout, heats[number], plans[number].num_selectors)

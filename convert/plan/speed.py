@@ -36,7 +36,7 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     expert_pages,
 )
-from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan, resident_selectors
+from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan, resident_selectors, selector_heat
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 
 Array = NDArray[Any]
@@ -212,7 +212,7 @@ def estimate_on_cpu(
     """
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
     k = layout.spec.router.num_experts_per_tok
-    heat = selector_heat(layout, popularity, sparsity, machine.disk)
+    heat = planned_heat(layout, popularity, sparsity, machine.disk)
     has_selector = resident_selectors(layout, heat, plan.num_selectors)
     facts = CacheFacts(
         expert_pages(layout, plan.page_bytes, has_selector),
@@ -234,17 +234,13 @@ def estimate_on_cpu(
     return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, seen_tokens)
 
 
-def selector_heat(layout: PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
-    """Returns how often experts are chosen of which single rows are read, 0 for the others: float64 [L, E].
+def planned_heat(layout: PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
+    """Returns `selector_heat` of a pack that need not exist yet; None if no single rows are read.
 
-    Returns None if no single rows are read. The runtime decides in the same way (`runtime/choices.py`).
     Args:    popularity, sparsity: [L, E].
     """
     reads_rows = layout.experts[0][0].selector is not None and sparsity.any() and disk_cutover(layout, disk) > 0
-    if not reads_rows:
-        return None
-    shares: Array = popularity / popularity.sum(axis=1, keepdims=True) * (sparsity > 0)
-    return shares.astype(np.float32)
+    return selector_heat(popularity, sparsity > 0) if reads_rows else None
 
 
 def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rough: bool) -> tuple[Passes, bool]:

@@ -80,7 +80,6 @@ def held_out_passes(profile: Profile) -> Passes:
 
 
 USUAL_CONTEXT = 4096
-_NOT_THE_CPU = "; --device cpu plans for the CPU"
 _RAM_SHARE = 0.75
 _SMALLEST = (trellis_format(4, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
 
@@ -151,7 +150,7 @@ class Target:
         default="cuda",
         metadata=option(
             "--device",
-            help="What computes: a GPU, in this machine or not (--gpu), or the CPU.",
+            help="Where the pack will run: on a GPU, which this machine need not have (--gpu), or on this CPU.",
         ),
     )
     limit: LossLimit = field(
@@ -321,12 +320,11 @@ def _gpu_name(target: Target) -> tuple[str, str]:
             return here, "this machine's"
         return MEASURE, f"this machine's {here}, whose rates are not known"
     large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.budget_bytes]
-    if not large:
-        return max(
-            GPUS.values(), key=lambda gpu: gpu.memory_bytes
-        ).name, f"assumed: the largest known one{_NOT_THE_CPU}"
-    smallest = min(large, key=lambda gpu: gpu.memory_bytes)
-    return smallest.name, f"assumed: the smallest known one with this much memory{_NOT_THE_CPU}"
+    if large:
+        gpu, why = min(large, key=lambda gpu: gpu.memory_bytes), "the smallest known one with this much memory"
+    else:
+        gpu, why = max(GPUS.values(), key=lambda gpu: gpu.memory_bytes), "the largest known one"
+    return gpu.name, f"assumed: {why}; --device cpu plans for the CPU"
 
 
 def _link_rate(target: Target, facts: MachineFacts | None, gpu: Gpu) -> float | None:

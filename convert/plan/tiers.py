@@ -27,7 +27,7 @@ from moe_pack.convert.plan.speed import (
     expert_seconds,
     fastest_gpu_plan,
     link_seconds,
-    selector_heat,
+    planned_heat,
 )
 from moe_pack.formats import (
     MATRICES,
@@ -315,7 +315,7 @@ class CpuTier(MachineTier):
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
         routing, seen_tokens = self._routing, min(self._context_tokens // 2, _SEEN_TOKENS)
-        heat = selector_heat(layout, routing.popularity, sparsity, self._machine.disk)
+        heat = planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
         plan = divide_budget(
             layout,
             self.budget_bytes - less_bytes,

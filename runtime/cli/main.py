@@ -237,7 +237,7 @@ def _open_engine(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Eng
     with TerminalProgress() as progress:
 
         def measured() -> MachineFacts:
-            progress.say("measuring the disk, once; moe-pack doctor measures more of this machine")
+            progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             facts = measure_disk(pack.folder, progress)
             with suppress(RunError):  # a run does not need the file
                 save_facts(facts, cache_folder(), pack.folder)

@@ -305,6 +305,16 @@ def divide_budget(
     )
 
 
+def selector_heat(popularity: NDArray[np.floating[Any]], skips: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Returns how often experts are chosen of which single rows may be read, 0 for the others: float32 [L, E].
+
+    Args:    popularity: [L, E], in any unit.   skips: bool [L, E], whether not all neurons of an expert run.
+    """
+    shares = (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32)
+    heat: NDArray[np.float32] = shares * skips
+    return heat
+
+
 def resident_selectors(
     layout: PackLayout, heat: NDArray[np.floating[Any]] | None, num_selectors: int
 ) -> NDArray[np.bool_]:

@@ -24,10 +24,9 @@ from benchlib import (
     finish,
     folder_option,
     json_option,
-    moe_pack,
     table,
 )
-from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack, with_sparse
+from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack, make_profiled_demo, with_sparse
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
@@ -37,13 +36,13 @@ from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out
 from moe_pack.convert.plan.machines import machine_of_cpu
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
-from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, selector_heat
+from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, planned_heat
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, FolderFiles, MachineFacts, Text, measure_disk
-from moe_pack.runtime.doctor import measure_cpu
+from moe_pack.runtime.doctor import MeasurementSteps, measure_cpu
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, routing_bytes, whole_bytes
 
 _CONTEXT = 1024
@@ -113,16 +112,8 @@ class Case:
 
 
 def make_profiled(name: str, folder: Path) -> Path:
-    """Returns a pack, made unless it is there; the demo model's at 4 bit has a profile's routing with it."""
-    if name != DEMO:
-        return make_pack(name, folder, _SYNTHETIC)
-    pack, profile = folder / "demo-profiled", folder / "demo-profile"
-    if not (profile / "profile.json").exists():
-        moe_pack("profile", DEMO_MODEL, "--tokens", 8192, "--sensitivity", "none", "-o", profile)
-    if not (pack / "manifest.json").exists():
-        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", 0)
-        moe_pack("convert", DEMO_MODEL, *bits, "--profile", profile, "-o", pack)
-    return pack
+    """Returns a pack, made unless it is there; the demo model's has a profile's routing with it."""
+    return make_profiled_demo(folder) if name == DEMO else make_pack(name, folder, _SYNTHETIC)
 
 
 def run_case(
@@ -145,11 +136,15 @@ def run_case(
         sparsity, seen = np.full(pack.index.size.shape, share_off), num_tokens // 2
 
         def measured() -> MachineFacts:
-            return replace(measure_disk(path, NO_PROGRESS, seconds), cpu=measure_cpu(NO_PROGRESS, seconds), fixed=fixed)
+            return replace(
+                measure_disk(path, NO_PROGRESS, seconds),
+                cpu=measure_cpu(MeasurementSteps(NO_PROGRESS, 0, seconds), seconds),
+                fixed=fixed,
+            )
 
         def estimate(facts: MachineFacts) -> TokenEstimate:
             machine = machine_of_cpu(facts)
-            heat = selector_heat(pack.layout, popularity, sparsity, machine.disk)
+            heat = planned_heat(pack.layout, popularity, sparsity, machine.disk)
             plan = divide_budget(pack.layout, budget, _CONTEXT, predictors, heat=heat)
             return estimate_on_cpu(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
 
@@ -214,7 +209,8 @@ def predicted_command(
     for name in packs:  # before anything is measured
         make_profiled(name, folder)
     facts = replace(
-        measure_disk(make_profiled(packs[0], folder), NO_PROGRESS, seconds), cpu=measure_cpu(NO_PROGRESS, seconds)
+        measure_disk(make_profiled(packs[0], folder), NO_PROGRESS, seconds),
+        cpu=measure_cpu(MeasurementSteps(NO_PROGRESS, 0, seconds), seconds),
     )
     fixed, cases, faults = measure_fixed_costs(facts, 5.0), list[Case](), list[str]()
     click.echo(f"fixed costs: {fixed}", err=True)

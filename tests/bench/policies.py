@@ -1,7 +1,8 @@
-"""The papers' parts and every cache policy, by replay on the demo model's routes.
+"""The papers' parts and every cache policy, by replay on the demo model's routes; and what trusting predictions costs.
 
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
+    python tests/bench/policies.py trust
 
 The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
 neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import click
 import numpy as np
-from benchlib import DEMO_MODEL, SEQUENCE_LENGTH, F, finish, json_option, sample_and_unseen, table
+import torch
+from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
+from benchlib.packs import budget_with, make_profiled_demo
 from benchlib.playing import (
     Counted,
     ExpertSizes,
@@ -32,14 +35,29 @@ from benchlib.playing import (
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
 from evictions import FIFO, Random
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY, PresetName
-from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Selector, dense_roles, part_format
+from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
-from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, Predictor, Preset, expert_cache_for, replay
+from moe_pack.runtime import Engine, EngineOptions, Text
+from moe_pack.runtime.offload import (
+    PRESETS,
+    Approximations,
+    CacheFacts,
+    ExpertCache,
+    OffloadedWeights,
+    PhaseCounts,
+    PolicyName,
+    Predictor,
+    Preset,
+    expert_cache_for,
+    replay,
+    routing_bytes,
+)
 from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, NoEviction, placed_by_popularity
 from moe_pack.runtime.offload.replay import optimum
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
@@ -412,6 +430,67 @@ def hits_command(learned: int, sample: int, tokens: int, as_json: bool) -> None:
         ]
     rows = [(name, *(f"{tally[name]:.1%}" for tally in tallies)) for name in tallies[0]]
     header = ("experts that fit", *map(str, sizes))
+    finish({"header": header, "rows": rows}, table(header, rows), as_json)
+
+
+# --- experts that were predicted, in place of the router's
+
+_TRUSTING: tuple[PolicyName, ...] = ("corm", "importance", "floe", "edgemoe")  # the policies that predict experts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """Tokens decoded one by one: `log_probs` float64 [T, V], and the counts of the run."""
+
+    log_probs: Tensor
+    counts: PhaseCounts
+
+
+def decoded(pack: Pack, ids: Sequence[int], policy: PolicyName, num_experts: int, trusts: bool) -> Decoded:
+    """Decodes tokens one by one in windows, with memory for some experts.
+
+    Args:    trusts: whether predicted experts run in place of the router's.
+    """
+    budget = budget_with(pack, num_experts, SEQUENCE_LENGTH) + routing_bytes(pack.folder)
+    options = EngineOptions(budget_bytes=budget, policy=policy, approximations=Approximations(runs_predicted=trusts))
+    logits = []
+    with Engine(pack, options, SEQUENCE_LENGTH) as engine:
+        for start in range(0, len(ids), SEQUENCE_LENGTH):
+            engine.decoder.reset()
+            logits += [engine.decoder.next_logits([token]).clone() for token in ids[start : start + SEQUENCE_LENGTH]]
+        assert isinstance(engine.weights, OffloadedWeights), "a budget makes it stream"
+        return Decoded(torch.stack(logits).double().log_softmax(dim=1), engine.weights.decode)
+
+
+def trust_row(pack: Pack, ids: Sequence[int], policy: PolicyName, num_experts: int) -> tuple[str, ...]:
+    """Returns the line of a policy: what its predictions cost and save if they are trusted."""
+    plain, trusting = (decoded(pack, ids, policy, num_experts, trusts) for trusts in (False, True))
+    known = [place for place in range(len(ids) - 1) if (place + 1) % SEQUENCE_LENGTH]  # the next token is in the window
+    after = torch.tensor([ids[place + 1] for place in known])
+    lost = (plain.log_probs - trusting.log_probs)[known, after]
+    kl = (plain.log_probs.exp() * (plain.log_probs - trusting.log_probs)).sum(dim=1)
+    error = float(1.96 * lost.std() / len(lost) ** 0.5)
+    hits = [f"{run.counts.hits / run.counts.needed:.1%}" for run in (plain, trusting)]
+    read = [f"{run.counts.asked_bytes / run.counts.tokens / 1e3:,.0f}" for run in (plain, trusting)]
+    wrong = trusting.counts.mispredicted / trusting.counts.needed
+    return policy, f"{wrong:.1%}", f"{lost.mean():.3f} ± {error:.3f}", f"{kl.mean():.3f}", *hits, *read
+
+
+@main.command("trust")
+@folder_option
+@click.option("--tokens", default=1000, show_default=True, type=click.IntRange(2), help="Of a novel, one by one.")
+@click.option("--experts", default=16, show_default=True, type=click.IntRange(1), help="That fit into the budget.")
+@json_option
+def trust_command(folder: Path, tokens: int, experts: int, as_json: bool) -> None:
+    """Prints what `moe-run --trust-experts` loses and saves on the demo model's pack at 4 bit, by policy.
+
+    The loss is of the same pack without the option, with 1.96 standard errors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with Pack(make_profiled_demo(folder)) as pack:
+        ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * tokens])[:tokens]
+        rows = [trust_row(pack, ids, policy, experts) for policy in _TRUSTING]
+    header = ("policy", "not the router's", "loss, nats", "KL", "hits", "(trusting)", "KB a token", "(trusting)")
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 
 

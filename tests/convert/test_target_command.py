@@ -114,7 +114,8 @@ def test_a_target_in_vram_is_for_a_gpu_that_this_machine_need_not_have(
     assert result.exit_code == 0, result.output
     why = "assumed: the smallest known one with this much memory; --device cpu plans for the CPU"
     assert f"by default --gpu RTX 3060 12G: {why}" in result.stderr
-    line = f"run it: moe-run {out} --device cuda --budget 1G; this machine has no GPU, here: moe-run {out}"
+    here = f"(this machine has no GPU; to run it on the CPU: moe-run {out})"
+    line = f"run it: moe-run {out} --device cuda --budget 1G {here}"
     assert line in result.stdout.splitlines()
 
 

@@ -62,6 +62,17 @@ def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYN
     return pack
 
 
+def make_profiled_demo(folder: Path) -> Path:
+    """Returns the demo model's pack at 4 bit with the routing of a profile, `demo-profile` in the same folder."""
+    pack, profile = folder / "demo-profiled", folder / "demo-profile"
+    if not (profile / "profile.json").exists():
+        moe_pack("profile", DEMO_MODEL, "--tokens", 8192, "--sensitivity", "none", "-o", profile)
+    if not (pack / "manifest.json").exists():
+        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", 0)
+        moe_pack("convert", DEMO_MODEL, *bits, "--profile", profile, "-o", pack)
+    return pack
+
+
 def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
     """Returns the budget that has space for so many of the largest experts, and for short forward passes."""
     plan = divide_budget(pack.layout, _BOUNDLESS, context_tokens, 0)
