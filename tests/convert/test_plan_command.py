@@ -190,6 +190,7 @@ def test_the_memory_a_plan_names_is_what_moe_run_allocates(source: Path, profile
             "key-value cache": found.cache,
             "workspace": found.workspace,
             "predictors": found.predictors,
+            "resident selectors": found.selectors,
             "pages of experts": found.arena,
             "left over": found.left,
         }
