@@ -3,6 +3,7 @@
 from moe_pack.runtime.cpu.kernels import (
     MAX_ODD_FACTOR,
     ExpertRows,
+    ExpertWork,
     Kernels,
     MapCutError,
     PagedRows,
@@ -23,6 +24,7 @@ from moe_pack.runtime.cpu.kernels import (
 __all__ = [
     "MAX_ODD_FACTOR",
     "ExpertRows",
+    "ExpertWork",
     "Kernels",
     "MapCutError",
     "PagedRows",

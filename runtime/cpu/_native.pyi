@@ -29,6 +29,18 @@ def search_trellis(
 ) -> None: ...
 def open_reader(memory: NDArray[np.uint8], threads: int, direct: bool, max_read_bytes: int, /) -> object: ...
 def add_file(reader: object, descriptor: int, /) -> tuple[int, int]: ...
+def row_pieces(
+    neurons: NDArray[np.int32],
+    has_block: NDArray[np.bool_],
+    page_places: NDArray[np.int64],
+    begin: int,
+    row_bytes: int,
+    first_block: int,
+    page_blocks: int,
+    gap_blocks: int,
+    offset: int,
+    /,
+) -> tuple[bytes, bytes, bytes, bytes]: ...
 def submit_reads(
     reader: object,
     file: int,

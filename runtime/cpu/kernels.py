@@ -16,9 +16,10 @@ record).
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -110,6 +111,24 @@ class SelectedNeurons:
     runs: Tensor
     neurons: Tensor
 
+    def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.int32]]:
+        """Returns the three as the kernels take them."""
+        return self.a.numpy(), self.runs.view(torch.uint8).numpy(), self.neurons.numpy()
+
+
+class ExpertWork(NamedTuple):
+    """An expert to run: its tokens int64 [n], their router weights float32 [n], and the rows int64 [n] of its outputs.
+
+    `selected`: which neurons run for these tokens; None: the selector is asked. Only the records of these neurons are
+    read.
+    """
+
+    rows: ExpertRows
+    tokens: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    places: NDArray[np.int64]
+    selected: SelectedNeurons | None = None
+
 
 class Kernels:
     """The kernels with their threads: `threads` including the caller's. Owns the threads: `close` it.
@@ -149,28 +168,36 @@ class Kernels:
     def experts_apart(
         self,
         x: Tensor,
-        works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]],
+        works: Sequence[ExpertWork],
         out: NDArray[np.float32],
     ) -> None:
         """Computes experts for tokens and adds each weighted output to a row of `out`.
 
-        Args:    works: as in `experts`, and for each token the row of `out`, int64 [n].   out: float32 [rows, d].
+        Args:    x: float32 [T, d].   out: float32 [rows, d].
         """
-        borrowed = [
-            (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
-            for rows, tokens, weights, places in works
-        ]
+        borrowed: list[tuple[object, ...]] = []
+        for rows, tokens, weights, places, selected in works:
+            of_expert = (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
+            borrowed.append(of_expert if selected is None else (*of_expert, *selected.arrays()))
         self._call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select(self, x: Tensor, rows: ExpertRows) -> SelectedNeurons:
         """Selects the neurons of an expert that run for tokens float32 [T, d]; all, if it has no selector."""
-        f, x = int(rows.layout[1]), x.contiguous()
-        a, runs = torch.zeros((len(x), f)), torch.zeros((len(x), f), dtype=torch.uint8)
-        neurons = torch.empty(f + 1, dtype=torch.int32)
-        count = self._call(
-            "select", rows.layout, rows.selector, rows.threshold, x.numpy(), a.numpy(), runs.numpy(), neurons.numpy()
-        )
-        return SelectedNeurons(a, runs.view(torch.bool), neurons[:count])
+        return self.select_each(x, [(rows, np.arange(len(x)))])[0]
+
+    def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
+        """Selects the neurons of several experts, each for some tokens, int64 [n], of x float32 [T, d]."""
+        borrowed, found = [], []
+        for rows, tokens in works:
+            f, n = int(rows.layout[1]), len(tokens)
+            into = np.zeros((n, f), np.float32), np.zeros((n, f), np.uint8), np.empty(f, np.int32)
+            borrowed.append((rows.layout, rows.selector, rows.threshold, tokens, *into))
+            found.append(into)
+        counts = self._call("select", borrowed, _array(x), x.shape[1])
+        return [
+            SelectedNeurons(torch.from_numpy(a), torch.from_numpy(runs).view(torch.bool), torch.from_numpy(ids[:count]))
+            for (a, runs, ids), count in zip(found, counts, strict=True)
+        ]
 
     def neurons(self, x: Tensor, rows: ExpertRows, selected: SelectedNeurons, places: Tensor | None = None) -> Tensor:
         """Computes h of selected neurons: float32 [T, n], zero if a neuron does not run for a token.
@@ -335,10 +362,10 @@ class Kernels:
         self._call("gather", rows, rows.shape[1], places, gathered)
         return gathered
 
-    def _call(self, name: str, *arguments: object) -> int:
+    def _call(self, name: str, *arguments: object) -> Any:
         assert _native is not None and self._pool is not None, "kernels are open"
         try:
-            return getattr(_native, name)(self._pool, *arguments)  # type: ignore[no-any-return]  # an untyped module
+            return getattr(_native, name)(self._pool, *arguments)
         except _native.MapCutError as fault:
             raise MapCutError("a file was cut while its map was read") from fault
 

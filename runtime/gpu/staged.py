@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.layout import DenseLayout
-from moe_pack.runtime.cpu import ExpertRows, Kernels
+from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels
 from moe_pack.runtime.gpu.device import Device, StreamMark
 from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
@@ -247,7 +247,7 @@ class GpuLayerRun:
             out[job.places[0] : job.places[0] + len(job.places)] = 0
             # For one token `added_up` applies the weight, as it does for all experts.
             weights = job.weights if len(self._x) > 1 else np.ones(1, np.float32)
-            works.append((rows[key], job.tokens, weights, job.places))
+            works.append(ExpertWork(rows[key], job.tokens, weights, job.places))
         x = self._workspace.host_x[: len(self._x)]
         self._cpu = cpu.thread.submit(cpu.kernels.experts_apart, x, works, out.numpy())
 
@@ -281,6 +281,9 @@ class GpuLayerRun:
             self._cpu = None
             for job in self._on_cpu.values():
                 self._take_from_cpu(job)
+
+    def request_rows(self) -> None:
+        """Does nothing: a launch asks the selectors and requests the rows that run."""
 
     def compute_gathered(self) -> None:
         """Launches the added experts that were on the device."""

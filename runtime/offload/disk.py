@@ -16,7 +16,7 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,40 @@ _LARGEST_READ_BYTES, _MAX_THREADS = 1 << 30, 1024
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """Pieces to read: blocks of an extent, rising; offsets in the file, positions in memory, sizes. All are int64."""
+
+    blocks: Numbers
+    offsets: Numbers
+    places: Numbers
+    sizes: Numbers
+
+
+def pieces_of_rows(
+    neurons: NDArray[np.int32],
+    has_block: NDArray[np.bool_],
+    page_places: Numbers,
+    begin: int,
+    row_bytes: int,
+    first_block: int,
+    page_blocks: int,
+    gap_blocks: int,
+    offset: int,
+) -> Pieces:
+    """Returns the pieces with the missing blocks of some rows, by the extension.
+
+    Args:    neurons: int32 [n], rising, the rows.   has_block: bool [blocks], those of the extent that are there.
+             page_places: int64 [pages], the positions in memory of the pages, each of `page_blocks` blocks from
+             `first_block` on.   begin: of row 0 in the extent.   gap_blocks: gaps of at most so many blocks are read
+             too.   offset: of the extent in its file.
+    Raises:  ValueError if a row is not in the extent.
+    """
+    found = _native.row_pieces(
+        neurons, has_block, page_places, begin, row_bytes, first_block, page_blocks, gap_blocks, offset
+    )
+    return Pieces(*(np.frombuffer(part, np.int64) for part in found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,11 +32,11 @@ from moe_pack.formats import (
     Selector,
 )
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.runtime.cpu import ExpertRows, Kernels, PagedRows, SelectedNeurons, expert_numbers
+from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, PagedRows, SelectedNeurons, expert_numbers
 from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert
 from moe_pack.runtime.offload.budget import BudgetPlan, begin_block
 from moe_pack.runtime.offload.cache import ExpertKey
-from moe_pack.runtime.offload.disk import PageArena, Reads
+from moe_pack.runtime.offload.disk import PageArena, Pieces, Reads, pieces_of_rows
 
 _MAX_EVENTS = 1000  # in memory between two writes
 
@@ -229,6 +229,7 @@ class PagedExpert:
         self._arena = arena
         first = self._first_block * DISK_BLOCK_BYTES
         self._slots = arena.take(-(-(layout.num_bytes - first) // arena.page_bytes))
+        self._places = arena.places(self._slots)
         self._row_is_checked = np.zeros(layout.num_rows, bool) if row_is_checked is None else row_is_checked
         rows = arena.rows(self._slots, 0) if layout.selector else None
         self.records = arena.rows(self._slots, layout.selector_bytes - first)
@@ -241,11 +242,6 @@ class PagedExpert:
     def close(self) -> None:
         """Gives the pages back."""
         self._arena.give(self._slots)
-
-    def missing(self, blocks: Blocks) -> Blocks:
-        """Returns those of `blocks` that have not arrived, ascending."""
-        absent: Blocks = blocks[~self.has_block[blocks]]
-        return absent
 
     def all_blocks(self) -> Blocks:
         """Returns every block of the pages."""
@@ -262,24 +258,22 @@ class PagedExpert:
         extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // DISK_BLOCK_BYTES, self.num_blocks)
         return np.union1d(selector, extra)
 
-    def record_blocks(self, neurons: NDArray[np.int32], gap_blocks: int = 0) -> Blocks:
-        """Returns the blocks with the records of some neurons, ascending.
+    def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> Pieces:
+        """Returns the pieces to read for the records of some neurons, as far as they have not arrived.
 
-        Args:    neurons: ascending.   gap_blocks: gaps of at most so many blocks are included.
+        Args:    neurons: rising.   gap_blocks: gaps of at most so many blocks are read too.
         """
-        if not len(neurons):
-            return _NO_BLOCKS
-        first, last = self._ends(neurons)
-        # Runs of blocks; they may share a block, where a row ends and the next begins.
-        is_new = np.empty(len(neurons), bool)
-        is_new[0] = True
-        np.greater(first[1:] - last[:-1], gap_blocks + 1, out=is_new[1:])
-        starts = np.flatnonzero(is_new)
-        begins, ends = first[starts], last[np.append(starts[1:], len(neurons)) - 1] + 1
-        lengths = ends - begins
-        offset = np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
-        blocks: Blocks = offset + np.arange(len(offset))
-        return blocks
+        return pieces_of_rows(
+            neurons,
+            self.has_block,
+            self._places,
+            self.layout.selector_bytes,
+            self.layout.records.row_bytes,
+            self._first_block,
+            self._arena.page_bytes // DISK_BLOCK_BYTES,
+            gap_blocks,
+            self.offset,
+        )
 
     def _ends(self, neurons: NDArray[np.int32]) -> tuple[Blocks, Blocks]:
         """Returns the first and the last block of each record."""
@@ -294,11 +288,12 @@ class PagedExpert:
         present: NDArray[np.int32] = neurons[num_before[last + 1] - num_before[first] == last + 1 - first]
         return present
 
-    def pieces(self, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the pieces to read for `blocks` (ascending): offsets in the file, places in the arena, sizes.
+    def pieces(self, blocks: Blocks) -> Pieces:
+        """Returns the pieces to read for those of `blocks` (rising) that have not arrived.
 
         A piece is a run of blocks in one page.
         """
+        blocks = blocks[~self.has_block[blocks]]
         page_blocks = self._arena.page_bytes // DISK_BLOCK_BYTES
         page, within = np.divmod(blocks - self._first_block, page_blocks)
         is_new = within == 0
@@ -306,8 +301,9 @@ class PagedExpert:
         is_new[1:] |= blocks[1:] - blocks[:-1] != 1
         starts = np.flatnonzero(is_new)
         lengths = np.append(starts[1:], len(blocks)) - starts
-        places = self._arena.places(self._slots[page[starts]]) + within[starts] * DISK_BLOCK_BYTES
-        return self.offset + blocks[starts] * DISK_BLOCK_BYTES, places, lengths * DISK_BLOCK_BYTES
+        places = self._places[page[starts]] + within[starts] * DISK_BLOCK_BYTES
+        offsets = self.offset + blocks[starts] * DISK_BLOCK_BYTES
+        return Pieces(blocks, offsets, places, lengths * DISK_BLOCK_BYTES)
 
     def arrived(self, blocks: Blocks) -> None:
         """Takes note that blocks have been read."""
@@ -328,6 +324,8 @@ class PagedExpert:
         Raises:  PackError, which names the first damaged row.
         """
         unchecked = rows[~self._row_is_checked[rows]]
+        if not len(unchecked):
+            return
         self._check(kernels, self.records, self.layout.records, unchecked, number)
         self._row_is_checked[unchecked] = True
 
@@ -369,9 +367,9 @@ class PagedExpert:
 
     def extent(self) -> Tensor:
         """Returns a copy of all bytes in one piece, u8: for operations that cannot use pages."""
-        page_bytes, places = self._arena.page_bytes, self._arena.places(self._slots)
-        out = np.empty(len(places) * page_bytes, np.uint8)
-        for page, place in enumerate(places.tolist()):
+        page_bytes = self._arena.page_bytes
+        out = np.empty(len(self._places) * page_bytes, np.uint8)
+        for page, place in enumerate(self._places.tolist()):
             out[page * page_bytes : (page + 1) * page_bytes] = self._arena.memory[place : place + page_bytes]
         return torch.from_numpy(out[: self.layout.num_bytes])
 
@@ -384,14 +382,17 @@ class PagedExpert:
         return PackedExpert(self.layout, self.extent()).down_bias()
 
 
-@dataclass(frozen=True, slots=True)
-class PagedWork:
-    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs."""
+class PagedWork(NamedTuple):
+    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs.
+
+    `selected`: the neurons that run, of an expert that has their records and perhaps no others.
+    """
 
     expert: PagedExpert
     tokens: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
+    selected: SelectedNeurons | None = None
 
 
 class PagedOperations:
@@ -432,8 +433,8 @@ class NativePagedOperations(PagedOperations):
         return self._kernels.checksum_pages(expert.records, expert.layout.num_bytes)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
-        """Runs whole experts, all in one call."""
-        jobs = [(work.expert.rows, work.tokens, work.weights, work.places) for work in works]
+        """Runs experts, all in one call."""
+        jobs = [ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
         self._kernels.experts_apart(x, jobs, outputs)
 
     def check_selector(self, expert: PagedExpert, number: int) -> None:
@@ -448,14 +449,9 @@ class NativePagedOperations(PagedOperations):
         """Checks all records and the bias of down. Raises PackError, which names the first damaged row."""
         expert.check_all_rows(self._kernels, number)
 
-    def select(self, x: Tensor, expert: PagedExpert) -> SelectedNeurons:
-        """Returns which neurons of an expert run for tokens float32 [T, d], by its selector."""
-        return self._kernels.select(x, expert.rows)
-
-    def run_rows(self, x: Tensor, expert: PagedExpert, selected: SelectedNeurons) -> Tensor:
-        """Returns the output float32 [T, d] of an expert that has the records of the selected neurons."""
-        h = self._kernels.neurons(x, expert.rows, selected)
-        return self._kernels.accumulate(h, expert.rows, selected.neurons)
+    def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[SelectedNeurons]:
+        """Returns which neurons of experts run, each for some tokens, int64 [n], of x float32 [T, d]."""
+        return self._kernels.select_each(x, [(expert.rows, tokens) for expert, tokens in works])
 
 
 def paged_operations(operations: Operations, function: NeuronFunction, selector: Selector) -> PagedOperations:
@@ -578,7 +574,8 @@ class ExpertStore:
             self._rows_checked.setdefault(key, np.zeros(layout.num_rows, bool)),
         )
         self._experts[key] = expert
-        self._begin(key, expert.selector_blocks() if self._by_rows(key, expert) else expert.all_blocks(), urgent)
+        blocks = expert.selector_blocks() if self._by_rows(key, expert) else expert.all_blocks()
+        self._begin(key, expert.pieces(blocks), urgent)
 
     def evict(self, key: ExpertKey) -> None:
         """Ends an expert's read and takes its pages away."""
@@ -633,11 +630,9 @@ class ExpertStore:
         """Begins to read the records of some neurons of an expert, or all its missing blocks."""
         expert = self._experts[key]
         assert expert.ticket is None, "one read of an expert at a time"
-        if len(neurons) < self._rows_below * expert.layout.num_rows:
-            blocks = expert.missing(expert.record_blocks(neurons, self._gap_blocks))
-        else:
-            blocks = expert.missing(expert.all_blocks())
-        self._begin(key, blocks, urgent)
+        by_rows = len(neurons) < self._rows_below * expert.layout.num_rows
+        pieces = expert.pieces_of_rows(neurons, self._gap_blocks) if by_rows else expert.pieces(expert.all_blocks())
+        self._begin(key, pieces, urgent)
 
     def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
         """Checks the records of some neurons that have not been checked before.
@@ -656,10 +651,10 @@ class ExpertStore:
         if self._trace is not None:
             self._trace.read_ends(_name(key), self._traced.pop(key))
 
-    def _begin(self, key: ExpertKey, blocks: Blocks, urgent: bool) -> None:
-        """Requests blocks of an expert's pages, and its selector if that stays in memory and was not read yet."""
+    def _begin(self, key: ExpertKey, pieces: Pieces, urgent: bool) -> None:
+        """Requests pieces of an expert, and its selector if that stays in memory and was not read yet."""
         expert = self._experts[key]
-        offsets, places, sizes = expert.pieces(blocks)
+        blocks, offsets, places, sizes = pieces
         num_bytes = len(blocks) * DISK_BLOCK_BYTES
         place = self._selectors.place_to_read(key)
         if place is not None:

@@ -168,6 +168,10 @@ class LayerRun(Protocol):
         """Evicts an expert; if it is to be computed, that happens before."""
         ...
 
+    def request_rows(self) -> None:
+        """Requests the missing rows of the added experts that are resident in part."""
+        ...
+
     def compute_gathered(self) -> None:
         """Computes the added experts that were resident."""
         ...
@@ -308,12 +312,13 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                     is_prefetch_done = prefetch(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
-                    self._prefetch_rows(layer_idx + 1, x)
                 elif isinstance(event, FetchEvent):
                     run.fetch(event.key)
                 else:
                     run.evict(event)
         prefetch(is_hit=False)
+        run.request_rows()  # before those of the next layer
+        self._prefetch_rows(layer_idx + 1, x)
         run.flush()
         self._prefetch_rows(layer_idx + 1, x)
 
@@ -431,13 +436,14 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Args:    x: float32 [1, d], as the experts get it.
         """
         assert isinstance(self.store, ExpertStore), "the CPU's store"
-        predicted = []
-        for key in keys:
-            expert = self.store.arrive(key)
-            if not expert.is_whole:
-                assert self.store.by_rows is not None, "experts are read whole"
-                predicted.append((key, self.store.by_rows.select(x, expert).neurons.numpy()))
-        return predicted
+        experts = [(key, self.store.arrive(key)) for key in keys]
+        in_part = [(key, expert) for key, expert in experts if not expert.is_whole]
+        if not in_part:
+            return []
+        assert self.store.by_rows is not None, "experts are read whole"
+        token = np.zeros(1, np.int64)
+        selected = self.store.by_rows.select(x, [(expert, token) for _, expert in in_part])
+        return [(key, found.neurons.numpy()) for (key, _), found in zip(in_part, selected, strict=True)]
 
 
 class CpuLayerRun:
@@ -453,6 +459,7 @@ class CpuLayerRun:
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
         self._whole: list[tuple[ExpertJob, PagedExpert]] = []
+        self._to_select: list[tuple[ExpertJob, PagedExpert]] = []  # in part; which neurons run is not known yet
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
         self._late: list[ExpertJob] = []  # not all bytes had arrived
 
@@ -470,24 +477,31 @@ class CpuLayerRun:
     def _gather(self, job: ExpertJob) -> None:
         """Adds an expert to the next call; waits for its bytes."""
         expert = self._store.arrive(job.key)
-        if expert.is_whole:
-            self._whole.append((job, expert))
+        (self._whole if expert.is_whole else self._to_select).append((job, expert))
+
+    def request_rows(self) -> None:
+        """Asks the selectors of the gathered experts that are resident in part, and requests the rows that run."""
+        if not self._to_select:
             return
         assert self._store.by_rows is not None, "experts are read whole"
-        selected = self._store.by_rows.select(self._x[torch.from_numpy(job.tokens)], expert)
-        neurons = selected.neurons.numpy()
-        self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
-        predicted = self._weights.predicted.get(job.key)
-        count_rows(self._counts, neurons, predicted)
-        if self._weights.approximations.is_predicted_enough and predicted is not None:
-            selected = SelectedNeurons(selected.a, selected.runs, torch.from_numpy(expert.present(neurons)))
-        else:
-            self._store.fetch_records(job.key, neurons, urgent=True)
-        self._in_part.append((job, selected))
+        jobs, self._to_select = self._to_select, []
+        found = self._store.by_rows.select(self._x, [(expert, job.tokens) for job, expert in jobs])
+        for (job, expert), selected in zip(jobs, found, strict=True):
+            neurons = selected.neurons.numpy()
+            self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
+            predicted = self._weights.predicted.get(job.key)
+            count_rows(self._counts, neurons, predicted)
+            if self._weights.approximations.is_predicted_enough and predicted is not None:
+                there = torch.from_numpy(expert.present(neurons))
+                self._in_part.append((job, SelectedNeurons(selected.a, selected.runs, there)))
+            else:
+                self._store.fetch_records(job.key, neurons, urgent=True)
+                self._in_part.append((job, selected))
 
     def evict(self, event: EvictEvent) -> None:
         """Evicts an expert; if it is to be computed, that happens before."""
-        if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
+        gathered = (*self._whole, *self._to_select, *self._in_part)
+        if any(job.key == event.key for job in (*self._late, *(job for job, _ in gathered))):
             self.flush()
         self._store.evict(event.key)
 
@@ -504,28 +518,32 @@ class CpuLayerRun:
 
     def compute_gathered(self) -> None:
         """Computes the added experts that were resident."""
-        if not (self._whole or self._in_part):
+        self.request_rows()
+        num_experts = len(self._whole) + len(self._in_part)
+        if not num_experts:
             return
         trace = self._weights.trace
-        num_experts = len(self._whole) + len(self._in_part)
         with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
             self._compute()
 
     def _compute(self) -> None:
         whole, self._whole = self._whole, []
-        in_part, self._in_part = self._in_part, []
         if whole:
-            works = [PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole]
-            self._store.operations.run(self._x, works, self.outputs)
-        for job, selected in in_part:
-            self._run_in_part(job, selected)
+            self._run([PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole])
+        while self._in_part:  # some at a time: those whose rows have arrived, at least the first
+            _, *others = self._in_part
+            here = [True, *(self._store.is_here(job.key) for job, _ in others)]
+            arrived = [each for each, is_here in zip(self._in_part, here, strict=True) if is_here]
+            self._in_part = [each for each, is_here in zip(self._in_part, here, strict=True) if not is_here]
+            works = []
+            for job, selected in arrived:
+                expert = self._store.arrive(job.key)  # waits for the first
+                self._store.check_records(job.key, selected.neurons.numpy())
+                works.append(PagedWork(expert, job.tokens, job.weights, job.places, selected))
+            self._run(works)
 
-    def _run_in_part(self, job: ExpertJob, selected: SelectedNeurons) -> None:
-        assert self._store.by_rows is not None, "experts are read whole"
-        expert = self._store.arrive(job.key)
-        self._store.check_records(job.key, selected.neurons.numpy())
-        y = self._store.by_rows.run_rows(self._x[torch.from_numpy(job.tokens)], expert, selected)
-        self.outputs[job.places] = job.weights[:, None] * y.numpy()
+    def _run(self, works: list[PagedWork]) -> None:
+        self._store.operations.run(self._x, works, self.outputs)
 
     def added_up(self) -> Tensor:
         """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""
@@ -551,4 +569,4 @@ def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], predicted: NDArr
         counts.in_part += 1
         return
     counts.running += len(neurons)
-    counts.running_predicted += len(np.intersect1d(neurons, predicted, assume_unique=True))
+    counts.running_predicted += int(np.isin(neurons, predicted, assume_unique=True, kind="table").sum())

@@ -1,5 +1,7 @@
 // Experts: whole and in steps, by one thread and by several, against plain loops where the numbers are sane.
 #include <algorithm>
+#include <deque>
+#include <numeric>
 
 #include "cases.h"
 #include "layouts.h"
@@ -181,9 +183,14 @@ void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const E
     int32_t tokens = (int32_t)num_tokens;
     Steps first(random, num_tokens, layout, 0);
     Steps second(random, num_tokens, layout, 0);
-    for (auto [pool, to] : {std::pair(&alone, &first), std::pair(&several, &second)})
-        require(select_neurons(*pool, layout, given.selector.get(), given.threshold, tokens, x.get(), to->a.get(),
-                               to->runs.get(), to->neurons.get(), &to->num_neurons) == Outcome::done, "selection is done");
+    std::vector<int64_t> in_order(num_tokens);
+    std::iota(in_order.begin(), in_order.end(), 0);
+    for (auto [pool, to] : {std::pair(&alone, &first), std::pair(&several, &second)}) {
+        SelectorWork work = {&layout, given.selector.get(), given.threshold, tokens, in_order.data(), to->a.get(),
+                             to->runs.get(), to->neurons.get()};
+        require(select_neurons(*pool, &work, 1, x.get()) == Outcome::done, "selection is done");
+        to->num_neurons = work.num_neurons;
+    }
     require(first.runs.same_bits(second.runs) && (!given.has_rows() || first.a.same_bits(second.a)),
             "the same bits for any number of threads, in selection");
     check_select(given, x, first, num_tokens);
@@ -245,6 +252,31 @@ void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
     }
 }
 
+// Selectors first, all at once, then the experts with what they told: the same bits.
+void run_selected(Random& random, Pool& pool, std::vector<ExpertWork> works, const Exact<float>& x,
+                  const Exact<float>& before, const Exact<float>& whole) {
+    std::vector<SelectorWork> selectors;
+    std::deque<Steps> told;
+    for (const ExpertWork& work : works) {
+        Steps& to = told.emplace_back(random, (size_t)work.num_tokens, *work.layout, 0);
+        selectors.push_back({work.layout, work.selector, work.threshold, work.num_tokens, work.tokens, to.a.get(),
+                             to.runs.get(), to.neurons.get()});
+    }
+    int32_t count = (int32_t)works.size();
+    require(select_neurons(pool, selectors.data(), count, x.get()) == Outcome::done, "selection is done");
+    for (int32_t i = 0; i < count; i++) {
+        if (works[i].layout->selector == Selector::none) continue;
+        works[i].a = selectors[i].a;
+        works[i].runs = selectors[i].runs;
+        works[i].neurons = selectors[i].neurons;
+        works[i].num_neurons = selectors[i].num_neurons;
+    }
+    Exact<float> y(random, x.size());
+    y.copy_from(before);
+    require(run_experts(pool, works.data(), count, x.get(), y.get()) == Outcome::done, "experts are done");
+    require(y.same_bits(whole), "the same bits for neurons that were selected before");
+}
+
 void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& experts, const Exact<float>& x,
                Counts& counts) {
     std::vector<ExpertWork> works;
@@ -252,6 +284,8 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
     Exact<float> y(random, x.size()), other(random, x.size());
     fill_inputs(random, y.get(), y.size());
     other.copy_from(y);
+    Exact<float> before(random, x.size());
+    before.copy_from(y);
     std::vector<Near> expected(y.size());
     bool sane = true;
     for (const Given& given : experts) sane = sane && given.sane;
@@ -260,6 +294,7 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
     require(run_experts(alone, works.data(), count, x.get(), y.get()) == Outcome::done, "experts are done");
     require(run_experts(several, works.data(), count, x.get(), other.get()) == Outcome::done, "experts are done");
     require(y.same_bits(other), "the same bits for any number of threads");
+    run_selected(random, several, works, x, before, y);
     if (!sane) return;
     for (Given& given : experts) add_expert(given, x, expected);
     counts.compared++;

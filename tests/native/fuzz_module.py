@@ -133,6 +133,9 @@ class Cases:
             self.f = self.number(1, 40)
             tokens = self.random.integers(0, max(self.tokens, 1), self.number(0, 5) if self.tokens else 0)
             one = [*self.expert(), float(self.random.normal()), tokens, self.floats(len(tokens))]
+            if self.chance(40):
+                neurons = self.random.integers(0, self.f, self.number(0, self.f)).astype(np.int32)
+                one += [tokens, self.floats(len(tokens), self.f), self.bytes(len(tokens), self.f), neurons]
             given.append(tuple(self.tampered(one) if self.chance(10) else one))
         if given and self.chance(5):
             layout, selector, records, extra, _, tokens, weights = (*given[0], *[None] * 7)[:7]
@@ -140,9 +143,15 @@ class Cases:
         return [given, self.floats(self.tokens, self.d), self.floats(self.tokens, self.d), self.d]
 
     def select_arguments(self) -> Arguments:
-        layout, selector, _, _ = self.expert()
-        a, runs = self.floats(self.tokens, self.f), self.bytes(self.tokens, self.f)
-        return [layout, selector, 0.5, self.floats(self.tokens, self.d), a, runs, np.empty(self.f + 1, np.int32)]
+        given: list[Any] = []
+        for _ in range(self.number(0, 4)):
+            self.f = self.number(1, 40)
+            layout, selector, _, _ = self.expert()
+            tokens = self.random.integers(0, max(self.tokens, 1), self.number(0, 5) if self.tokens else 0)
+            found = [self.floats(len(tokens), self.f), self.bytes(len(tokens), self.f), np.empty(self.f, np.int32)]
+            one = [layout, selector, 0.5, tokens, *found]
+            given.append(tuple(self.tampered(one) if self.chance(10) else one))
+        return [given, self.floats(self.tokens, self.d), self.d]
 
     def some_neurons(self) -> tuple[Any, Any, Any, Any, Any]:
         """Layout, records, neurons and their places, and the row of extra values."""

@@ -90,6 +90,10 @@ def legal(name: str) -> Arguments:
             "threshold": 0.1,
             "tokens": np.array([2, 0]),
             "weights": floats(2),
+            "outputs": np.array([2, 1]),
+            "a": floats(2, F),
+            "runs": np.ones((2, F), np.uint8),
+            "neurons": numbers(0, 2, 4),
             "x": floats(T, D),
             "y": floats(T, D),
             "d": D,
@@ -98,10 +102,12 @@ def legal(name: str) -> Arguments:
             "layout": rows.layout,
             "selector": rows.selector,
             "threshold": 0.1,
+            "tokens": np.array([2, 0]),
+            "a": floats(2, F),
+            "runs": np.zeros((2, F), np.uint8),
+            "neurons": numbers(*range(F)),
             "x": floats(T, D),
-            "a": floats(T, F),
-            "runs": np.zeros((T, F), np.uint8),
-            "neurons": numbers(*range(F + 1)),
+            "d": D,
         },
         "neurons": {
             "layout": rows.layout,
@@ -158,6 +164,9 @@ def call(name: str, arguments: Arguments) -> object:
     if name == "experts":
         *expert, x, y, d = arguments.values()
         return native.experts(pool, [tuple(expert)], x, y, d)
+    if name == "select":
+        *selector, x, d = arguments.values()
+        return native.select(pool, [tuple(selector)], x, d)
     return getattr(native, name)(pool, *arguments.values())
 
 
@@ -212,7 +221,10 @@ FAULTS += ("no buffer", "not aligned")
 
 # Where some rows are picked out of many, there may be any number of whole ones.
 ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
-NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing")}
+NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing"), ("experts", "outputs", "missing")}
+# Any of the neurons may have been selected, or none; without them the selector is asked.
+NOT_NEEDED |= {("select", "x", fault) for fault in ("twice as many", "twice as wide")}  # more tokens than are used
+NOT_NEEDED |= {("experts", "neurons", fault) for fault in ("one too few", "one too many", "none", "missing")}
 
 
 def test_a_buffer_of_another_size_or_kind_is_refused() -> None:
@@ -254,10 +266,12 @@ SIZES = [
     ("experts", "selector", "selector: 399 values, expected 400"),
     ("experts", "records", "records: 799 values, expected 800"),
     ("experts", "weights", "weights: 1 values, expected 2"),
+    ("experts", "a", "a: 9 values, expected 10"),
+    ("experts", "runs", "runs: 9 values, expected 10"),
     ("select", "x", "x: 383 values, expected 256"),
-    ("select", "a", "a: 14 values, expected 15"),
-    ("select", "runs", "runs: 14 values, expected 15"),
-    ("select", "neurons", "neurons: 5 values, expected 6"),
+    ("select", "a", "a: 9 values, expected 10"),
+    ("select", "runs", "runs: 9 values, expected 10"),
+    ("select", "neurons", "neurons: 4 values, expected 5"),
     ("neurons", "records", "records: expected whole rows"),
     ("neurons", "places", "places: 2 values, expected 3"),
     ("neurons", "h", "h: 8 values, expected 9"),
@@ -316,6 +330,11 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "token below 0": ("experts", put("tokens", np.array([0, -1])), "tokens: one is not in x"),
     "token beyond x": ("experts", put("tokens", np.array([T, 0])), "tokens: one is not in x"),
     "token far beyond": ("experts", put("tokens", np.array([1 << 62, 0])), "tokens: one is not in x"),
+    "selected neuron below 0": ("experts", put("neurons", numbers(-1, 2, 4)), "neurons: -1, expected 0 to 4"),
+    "selected neuron too high": ("experts", put("neurons", numbers(0, 2, F)), "neurons: 5, expected 0 to 4"),
+    "too many selected": ("experts", put("neurons", numbers(*[0] * 6)), "neurons: more than the expert has"),
+    "token of a selector beyond x": ("select", put("tokens", np.array([T, 0])), "tokens: one is not in x"),
+    "selector of other columns": ("select", put("d", D // 2), "layout: its rows are not as long as x's"),
     "no columns": ("experts", put("d", 0), "x: expected whole tokens"),
     "columns below 0": ("experts", put("d", -D), "x: expected whole tokens"),
     "columns of no expert": ("experts", put("d", D // 2), "layout: its rows are not as long as x's"),

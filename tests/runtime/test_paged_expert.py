@@ -1,6 +1,7 @@
 """An expert in pages gives what it gives in one piece, bit for bit; damage is found; what is missing is known."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -14,8 +15,8 @@ from random_experts import RandomExpert, Shape, random_expert, random_tokens, th
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.offload.disk import PageArena
+from moe_pack.runtime.cpu import ExpertWork, Kernels
+from moe_pack.runtime.offload.disk import PageArena, Pieces
 from moe_pack.runtime.offload.expert_store import PagedExpert
 
 SHAPE = Shape(num_rows=67, num_cols=256)
@@ -41,11 +42,15 @@ def brought(arena: PageArena, expert: RandomExpert, threshold: float = 0.0) -> P
 
 
 def bring(arena: PageArena, held: PagedExpert, expert: RandomExpert, blocks: np.ndarray) -> None:
+    bring_pieces(arena, held, expert, held.pieces(blocks))
+
+
+def bring_pieces(arena: PageArena, held: PagedExpert, expert: RandomExpert, pieces: Pieces) -> None:
     file = np.zeros(OFFSET + held.num_blocks * DISK_BLOCK_BYTES, np.uint8)
     file[OFFSET : OFFSET + len(expert.extent)] = expert.extent
-    for offset, place, size in zip(*(part.tolist() for part in held.pieces(blocks)), strict=True):
+    for offset, place, size in zip(*(part.tolist() for part in pieces[1:]), strict=True):
         arena.memory[place : place + size] = file[offset : offset + size]
-    held.arrived(blocks)
+    held.arrived(pieces.blocks)
 
 
 def scattered(arena: PageArena) -> None:
@@ -75,7 +80,33 @@ def test_pages_give_what_one_piece_gives(arena: PageArena) -> None:
             assert torch.equal(h, kernels.neurons(x, whole, known))
             y = kernels.accumulate(h, held.rows, selected.neurons)
             assert torch.equal(torch.from_numpy(weights)[:, None] * y, expected), "steps and one call: the same bits"
+            if selector != "none":
+                out = np.zeros(x.shape, np.float32)
+                kernels.experts_apart(x, [ExpertWork(held.rows, tokens, weights, tokens, selected)], out)
+                assert np.array_equal(out, expected.numpy()), "selected before, or in the call: the same bits"
             held.close()
+
+
+def test_experts_selected_at_once_are_selected_as_alone_and_others_records_are_not_read() -> None:
+    for instruction_set, num_tokens in product(INSTRUCTION_SETS, [1, 3, 70, 130]):
+        with case(instruction_set, num_tokens):
+            kernels, x = kernels_limited_to(instruction_set), random_tokens(num_tokens, 256)
+            generator = np.random.default_rng(num_tokens)
+            works = []
+            for seed in range(3):
+                expert = random_expert(SHAPE, seed)
+                tokens = np.sort(generator.permutation(num_tokens)[: max(num_tokens - seed, 0)])
+                works.append((expert.rows(threshold_at(kernels.select(x, expert.rows()).a, 0.8)), tokens))
+            every = kernels.select_each(x, works)
+            for (rows, tokens), found in zip(works, every, strict=True):
+                alone = kernels.select(x[torch.from_numpy(tokens)], rows)
+                assert all(map(torch.equal, (found.a, found.runs, found.neurons), (alone.a, alone.runs, alone.neurons)))
+                weights, out = np.linspace(0.1, 1, len(tokens), dtype=np.float32), np.zeros(x.shape, np.float32)
+                records = np.full_like(rows.records, 0xFF)  # NaN, if it were read
+                records[found.neurons.numpy()] = rows.records[found.neurons.numpy()]
+                in_part = replace(rows, records=records)
+                kernels.experts_apart(x, [ExpertWork(in_part, tokens, weights, tokens, found)], out)
+                assert np.array_equal(out, kernels.experts(x, [(rows, tokens, weights)]).numpy())
 
 
 def test_outputs_apart_add_up_to_the_sum_of_one_call(arena: PageArena) -> None:
@@ -87,7 +118,7 @@ def test_outputs_apart_add_up_to_the_sum_of_one_call(arena: PageArena) -> None:
     works = [(expert.rows(), t, w) for expert, t, w in zip(experts, tokens, weights, strict=True)]
     out, y, first = np.zeros((9, 256), np.float32), np.zeros((5, 256), np.float32), 0
     for rows, t, w in reversed(works):  # in any order
-        kernels.experts_apart(x, [(rows, t, w, np.arange(first, first + len(t)))], out)
+        kernels.experts_apart(x, [ExpertWork(rows, t, w, np.arange(first, first + len(t)))], out)
         first += len(t)
     for _, t, _ in works:
         first -= len(t)
@@ -140,9 +171,12 @@ def test_a_damaged_selector_row_is_named(arena: PageArena) -> None:
         held.check_selector(kernels, 3)
 
 
-@given(st.sets(st.integers(0, 66)), st.integers(0, 4))
-def test_the_blocks_of_records_hold_them_and_the_short_gaps_between(neurons: set[int], gap_blocks: int) -> None:
-    arena = PageArena(20, DISK_BLOCK_BYTES, DISK_BLOCK_BYTES)
+@given(st.sets(st.integers(0, 66)), st.integers(0, 4), st.sets(st.integers(0, 40)))
+def test_the_pieces_of_records_hold_what_is_missing_of_them_and_of_short_gaps(
+    neurons: set[int], gap_blocks: int, arrived: set[int]
+) -> None:
+    arena = PageArena(20, 3 * DISK_BLOCK_BYTES, DISK_BLOCK_BYTES)
+    scattered(arena)
     layout = SHAPE.layout
     held = PagedExpert(arena, layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
     expected = set()
@@ -152,7 +186,13 @@ def test_the_blocks_of_records_hold_them_and_the_short_gaps_between(neurons: set
     for before, after in pairwise(sorted(expected)):
         if after - before - 1 <= gap_blocks:
             expected |= set(range(before, after))
-    assert held.record_blocks(np.array(sorted(neurons), np.int32), gap_blocks).tolist() == sorted(expected)
+    there = np.array(sorted(block for block in arrived if block < held.num_blocks), np.int64)
+    held.arrived(there)
+    pieces = held.pieces_of_rows(np.array(sorted(neurons), np.int32), gap_blocks)
+    assert pieces.blocks.tolist() == sorted(expected - set(there.tolist()))
+    by_numpy = held.pieces(np.array(sorted(expected), np.int64))
+    for found, plain in zip(pieces, by_numpy, strict=True):
+        assert found.tolist() == plain.tolist()
     held.close()
     assert len(set(arena.take(20).tolist())) == 20, "all pages have been given back"
     arena.close()
@@ -168,9 +208,9 @@ def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageAre
     bring(arena, held, expert, held.selector_blocks())
     held.stitch(kernels)
     selected = kernels.select(x, held.rows)
-    missing = held.missing(held.record_blocks(selected.neurons.numpy()))
-    assert 0 < len(missing) < held.num_blocks - len(held.selector_blocks())
-    bring(arena, held, expert, missing)
+    missing = held.pieces_of_rows(selected.neurons.numpy(), 0)
+    assert 0 < len(missing.blocks) < held.num_blocks - len(held.selector_blocks())
+    bring_pieces(arena, held, expert, missing)
     held.stitch(kernels)
     held.check_rows(kernels, selected.neurons.numpy(), 0)
     y = kernels.accumulate(kernels.neurons(x, held.rows, selected), held.rows, selected.neurons)
@@ -198,7 +238,7 @@ def test_an_expert_whose_selector_stays_needs_pages_for_its_records_alone(arena:
     assert held.is_whole
     y = np.zeros((2, num_cols), np.float32)
     tokens, weights = np.arange(2), np.ones(2, np.float32)
-    kernels.experts_apart(x, [(held.rows, tokens, weights, tokens)], y)
+    kernels.experts_apart(x, [ExpertWork(held.rows, tokens, weights, tokens)], y)
     assert torch.equal(torch.from_numpy(y), kernels.experts(x, [(expert.rows(0.0), tokens, weights)]))
     selector_rows[40, 0] ^= 128
     with pytest.raises(PackError, match="CRC-32 of row 40"):

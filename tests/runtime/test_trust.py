@@ -265,7 +265,7 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
         assert isinstance(store, ExpertStore) and store.by_rows is not None
         store.fetch(key, urgent=True)
         held = store.arrive(key)
-        selected = store.by_rows.select(x, held)
+        (selected,) = store.by_rows.select(x, [(held, np.zeros(1, np.int64))])
         running = selected.neurons.numpy()
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]

@@ -51,16 +51,29 @@ Call call_of(const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     call.tokens = work.tokens + first_token;
     call.outputs = (work.outputs ? work.outputs : work.tokens) + first_token;
     call.weights = work.weights + first_token;
+    if (work.neurons != nullptr) {
+        size_t first = (size_t)first_token * work.layout->num_rows;
+        call.is_selected = true;
+        call.a = const_cast<float*>(work.a) + first;
+        call.runs = const_cast<uint8_t*>(work.runs) + first;
+        call.neurons = const_cast<int32_t*>(work.neurons);
+        call.num_neurons = work.num_neurons;
+    }
     return call;
 }
 
-// The inputs of a call's tokens side by side; from here on its tokens are 0 to T - 1 of these.
-const float* gather_inputs(Job& job, const Call& call) {
-    size_t d = call.layout().num_cols;
-    float* gathered = job.take<float>(call.num_tokens * d);
-    for (int32_t t = 0; !job.no_memory && t < call.num_tokens; t++)
-        std::memcpy(gathered + t * d, job.x + call.tokens[t] * d, sizeof(float) * d);
-    return gathered;
+// The neurons given for all tokens that run for some of this call's.
+void list_given(Job& job, Call& call) {
+    const ExpertWork& work = *call.work;
+    size_t f = call.layout().num_rows;
+    call.neurons = job.take<int32_t>(work.num_neurons);
+    call.num_neurons = 0;
+    for (int32_t k = 0; !job.no_memory && k < work.num_neurons; k++) {
+        uint8_t any = 0;
+        for (int32_t t = 0; t < call.num_tokens; t++) any |= call.runs[t * f + work.neurons[k]];
+        call.neurons[call.num_neurons] = work.neurons[k];
+        call.num_neurons += any;
+    }
 }
 
 Outcome run_few_calls(Pool& pool, const ExpertWork* const* works, int32_t count, const float* x, float* y) {
@@ -92,6 +105,7 @@ Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float
         job.num_calls = 1;
         take_scratch(job, &work.layout, 1);
         job.x = gather_inputs(job, call);
+        if (call.is_selected) list_given(job, call);
         if (job.no_memory) return Outcome::no_memory;
         bool whole = select(job);
         if (whole && !job.no_memory) whole = run_records(job);
@@ -112,10 +126,9 @@ Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, cons
             found = run_many_calls(pool, works[i++], x, y);
         } else {
             // As many experts with few tokens side by side as their unfinished sums allow.
-            constexpr int32_t most = 256;
-            const ExpertWork* few[most];
+            const ExpertWork* few[kMostCalls];
             int32_t count = 0;
-            for (size_t num_bytes = 0; i < num_works && count < most && works[i].num_tokens <= kFewTokens; i++) {
+            for (size_t num_bytes = 0; i < num_works && count < kMostCalls && works[i].num_tokens <= kFewTokens; i++) {
                 const ExpertLayout& layout = *works[i].layout;
                 int32_t share = kItemTiles * tile_rows(layout.record_row_bytes);
                 size_t sum_bytes = sizeof(float) * pool.kernels().sum_floats(layout.down.part);

@@ -23,16 +23,32 @@ struct ExpertWork {
     const float* weights;
     const int64_t* outputs = nullptr;
     Rows extra = {};  // one row: what is added to each token's output; where the layout has it
+    // What the selector told of these tokens, [tokens, f], and the neurons that run for any of them, rising, at most:
+    // no other record is read. Null: the selector is asked.
+    const float* a = nullptr;
+    const uint8_t* runs = nullptr;
+    const int32_t* neurons = nullptr;
+    int32_t num_neurons = 0;
 };
 
 // y[output] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].
 Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, const float* x, float* y);
 
-// What the selector alone tells, for tokens x [T, d]: `a` [T, f], `runs` u8 [T, f], and in `neurons` [f] those that
-// run for any token, rising; their number in `num_neurons`. Without a selector all may run, and `a` is not written.
-Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const Rows& selector, float threshold,
-                       int32_t num_tokens, const float* x, float* a, uint8_t* runs, int32_t* neurons,
-                       int32_t* num_neurons);
+// A selector and its tokens, rows of x; what it tells goes to `a` [tokens, f], `runs` u8 [tokens, f] and `neurons`
+// [f]: those that run for any token, rising, `num_neurons` of them. Without a selector all may run, and `a` is not
+// written.
+struct SelectorWork {
+    const ExpertLayout* layout;
+    Rows selector;
+    float threshold;
+    int32_t num_tokens;
+    const int64_t* tokens;
+    float* a;
+    uint8_t* runs;
+    int32_t* neurons;
+    int32_t num_neurons = 0;
+};
+Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const float* x);
 
 // h [T, n] of some neurons from their records; zero where a neuron does not run. Record k lies at row `places[k]`.
 struct NeuronsWork {

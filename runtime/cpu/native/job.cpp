@@ -84,7 +84,7 @@ void share_out(Job& job, bool selected, const Each& each) {
     job.num_items = 0;
     for (int32_t c = 0; c < job.num_calls && !job.no_memory; c++) {
         Call& call = job.calls[c];
-        if (!selected && !has_selector(call.layout())) continue;
+        if (!selected && (call.is_selected || !has_selector(call.layout()))) continue;
         int32_t size = each(call), first_item = job.num_items;
         for (int32_t first = 0; first < number(call); first += size)
             job.items[job.num_items++] = {c, first, std::min(size, number(call) - first)};
@@ -178,6 +178,7 @@ void list_running(Call& call) {
 bool select(Job& job) {
     for (int32_t c = 0; c < job.num_calls; c++) {
         Call& call = job.calls[c];
+        if (call.is_selected) continue;
         size_t f = call.layout().num_rows;
         bool any = has_selector(call.layout());
         if (any && call.a == nullptr) {
@@ -191,8 +192,17 @@ bool select(Job& job) {
     });
     if (job.no_memory) return true;
     if (!(job.many ? job.run<select_many>(job.num_items) : job.run<select_few>(job.num_items))) return false;
-    for (int32_t c = 0; c < job.num_calls; c++) list_running(job.calls[c]);
+    for (int32_t c = 0; c < job.num_calls; c++)
+        if (!job.calls[c].is_selected) list_running(job.calls[c]);
     return true;
+}
+
+const float* gather_inputs(Job& job, const Call& call) {
+    size_t d = call.layout().num_cols;
+    float* gathered = job.take<float>(call.num_tokens * d);
+    for (int32_t t = 0; !job.no_memory && t < call.num_tokens; t++)
+        std::memcpy(gathered + t * d, job.x + call.tokens[t] * d, sizeof(float) * d);
+    return gathered;
 }
 
 // ---- records ------------------------------------------------------------------------------------------------------

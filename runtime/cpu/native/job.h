@@ -21,6 +21,7 @@ struct Call {
     uint8_t* runs;      // [tokens, f]
     int32_t* neurons;   // [f]: those that run for any token
     int32_t num_neurons;
+    bool is_selected;       // the three are given
     const int32_t* places;  // rows of the records of `neurons`; null: where they lie in the pack
     float* partial;         // [items, tokens, sum]
     int32_t num_items, item_neurons;
@@ -79,8 +80,13 @@ void prepare_inputs(Job& job);
 // The neurons that run for any token, rising.
 void list_running(Call& call);
 
-// `a`, `runs` and `neurons` of every call. False if a map was cut.
+// `a`, `runs` and `neurons` of every call that was not given them. False if a map was cut.
 bool select(Job& job);
+
+// The inputs of a call's tokens side by side; from here on its tokens are 0 to T - 1 of these.
+const float* gather_inputs(Job& job, const Call& call);
+
+constexpr int32_t kMostCalls = 256;  // of few tokens, side by side
 
 // Shares of the neurons listed, and space for their sums.
 void share_records(Job& job);

@@ -124,24 +124,66 @@ bool take_extra(HeldRows& rows, PyObject* from, const ExpertLayout& layout) {
 
 // ---- experts ------------------------------------------------------------------------------------------------------
 
+bool are_below(const char* name, const Copied<int64_t>& places, size_t limit, const char* fault) {
+    for (size_t i = 0; i < places.size(); i++)
+        if (places.values()[i] < 0 || (uint64_t)places.values()[i] >= limit) return refuse(name, fault) != nullptr;
+    return true;
+}
+
+// A selector of a call, with what it borrows.
+struct GivenSelector {
+    ExpertLayout layout;
+    HeldRows selector;
+    Copied<int64_t> tokens;
+    Buffer<float> a;
+    Buffer<uint8_t> runs;
+    Buffer<int32_t> neurons;
+    float threshold;
+
+    bool take(PyObject* tuple, size_t num_tokens, int32_t d) {
+        PyObject *numbers, *rows, *token_idx, *a_out, *runs_out, *neurons_out;
+        if (!PyArg_ParseTuple(tuple, "OOfOOOO:selector", &numbers, &rows, &threshold, &token_idx, &a_out, &runs_out,
+                              &neurons_out))
+            return false;
+        if (!take_layout(numbers, &layout) || !take_selector(selector, rows, layout) ||
+            !tokens.take(token_idx, "tokens") || !a.take(a_out, "a", true) || !runs.take(runs_out, "runs", true) ||
+            !neurons.take(neurons_out, "neurons", true))
+            return false;
+        if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
+        if (tokens.size() > kMaxTokens) return refuse("tokens", "too many") != nullptr;
+        size_t f = layout.num_rows;
+        return has_size("a", a.size(), tokens.size() * f) && has_size("runs", runs.size(), tokens.size() * f) &&
+               has_size("neurons", neurons.size(), f) && are_below("tokens", tokens, num_tokens, "one is not in x");
+    }
+    SelectorWork work() const {
+        return {&layout,  selector.rows(), threshold,        (int32_t)tokens.size(), tokens.values(),
+                a.values(), runs.values(),   neurons.values()};
+    }
+};
+
 // One expert of a call, with what it borrows.
 struct GivenExpert {
     ExpertLayout layout;
     HeldRows selector, records, extra;
     Copied<int64_t> tokens, outputs;
-    Buffer<const float> weights;
+    Buffer<const float> weights, a;
+    Buffer<const uint8_t> runs;
+    Copied<int32_t> neurons;
+    bool is_selected;
     float threshold;
 
     bool take(PyObject* tuple, size_t num_tokens, size_t num_outputs, int32_t d) {
         PyObject *layout_numbers, *selector_rows, *record_rows, *extra_row, *token_idx, *router_weights;
-        PyObject* output_idx = Py_None;
-        if (!PyArg_ParseTuple(tuple, "OOOOfOO|O:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
-                              &threshold, &token_idx, &router_weights, &output_idx))
+        PyObject *output_idx = Py_None, *a_in = Py_None, *runs_in = Py_None, *neuron_idx = Py_None;
+        if (!PyArg_ParseTuple(tuple, "OOOOfOO|OOOO:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
+                              &threshold, &token_idx, &router_weights, &output_idx, &a_in, &runs_in, &neuron_idx))
             return false;
+        is_selected = neuron_idx != Py_None;
         if (!take_layout(layout_numbers, &layout) || !take_selector(selector, selector_rows, layout) ||
             !records.take(record_rows, "records", layout.record_row_bytes) || !take_extra(extra, extra_row, layout) ||
             !tokens.take(token_idx, "tokens") || !weights.take(router_weights, "weights") ||
-            !outputs.take(output_idx == Py_None ? token_idx : output_idx, "outputs"))
+            !outputs.take(output_idx == Py_None ? token_idx : output_idx, "outputs") || !a.take(a_in, "a") ||
+            !runs.take(runs_in, "runs") || !neurons.take(neuron_idx, "neurons"))
             return false;
         if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
         if (!records.has("records", layout.num_rows) || !has_size("weights", weights.size(), tokens.size()) ||
@@ -149,18 +191,46 @@ struct GivenExpert {
             return false;
         if (tokens.size() > kMaxTokens) return refuse("tokens", "too many") != nullptr;
         return are_below("tokens", tokens, num_tokens, "one is not in x") &&
-               are_below("outputs", outputs, num_outputs, "one is not in y");
+               are_below("outputs", outputs, num_outputs, "one is not in y") && (!is_selected || fits_selection());
     }
-    static bool are_below(const char* name, const Copied<int64_t>& places, size_t limit, const char* fault) {
-        for (size_t i = 0; i < places.size(); i++)
-            if (places.values()[i] < 0 || (uint64_t)places.values()[i] >= limit) return refuse(name, fault) != nullptr;
-        return true;
+    // What a selector told before: of all its neurons, and the records that may be read.
+    bool fits_selection() const {
+        if (layout.selector == Selector::none) return refuse("neurons", "the layout has no selector") != nullptr;
+        size_t f = layout.num_rows;
+        if (neurons.size() > f) return refuse("neurons", "more than the expert has") != nullptr;
+        return has_size("a", a.size(), tokens.size() * f) && has_size("runs", runs.size(), tokens.size() * f) &&
+               all_below("neurons", neurons.values(), neurons.size(), f);
     }
     ExpertWork work() const {
-        return {&layout,         selector.rows(), records.rows(), threshold, (int32_t)tokens.size(),
-                tokens.values(), weights.values(), outputs.values(), extra.rows()};
+        ExpertWork work = {&layout,         selector.rows(), records.rows(), threshold, (int32_t)tokens.size(),
+                           tokens.values(), weights.values(), outputs.values(), extra.rows()};
+        if (!is_selected) return work;
+        static const int32_t none = 0;  // of no neurons: not null, which would ask the selector
+        work.a = a.values();
+        work.runs = runs.values();
+        work.neurons = neurons.size() ? neurons.values() : &none;
+        work.num_neurons = (int32_t)neurons.size();
+        return work;
     }
 };
+
+// The tuples of a list, taken one by one.
+template <class Given, class Take>
+bool take_each(PyObject* list, const char* name, std::vector<Given>& held, const Take& take) {
+    size_t count = PyList_Size(list);
+    if (count > kMaxExperts) return refuse(name, "too many") != nullptr;
+    held = std::vector<Given>(count);
+    for (size_t i = 0; i < count; i++) {
+        PyObject* tuple = PyList_GetItem(list, i);
+        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse(name, "expected tuples") != nullptr;
+        // Ours while it is read: numbers may be objects whose conversion changes the list.
+        Py_INCREF(tuple);
+        bool taken = take(held[i], tuple);
+        Py_DECREF(tuple);
+        if (!taken) return false;
+    }
+    return true;
+}
 
 PyObject* experts(PyObject*, PyObject* arguments) {
     PyObject *capsule, *given, *inputs, *outputs;
@@ -175,52 +245,40 @@ PyObject* experts(PyObject*, PyObject* arguments) {
     int32_t num_tokens;
     if (!count_tokens("x", x.size(), d, &num_tokens) || (!apart && !has_size("y", y.size(), x.size()))) return nullptr;
     if (y.size() % d) return refuse("y", "expected whole tokens");
-    size_t count = PyList_Size(given);
-    if (count > kMaxExperts) return refuse("experts", "too many");
-    std::vector<GivenExpert> held(count);
-    std::vector<ExpertWork> works(count);
-    for (size_t i = 0; i < count; i++) {
-        PyObject* tuple = PyList_GetItem(given, i);
-        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse("experts", "expected tuples");
-        // Ours while it is read: numbers may be objects whose conversion changes the list.
-        Py_INCREF(tuple);
-        bool taken = held[i].take(tuple, num_tokens, y.size() / d, d);
-        Py_DECREF(tuple);
-        if (!taken) return nullptr;
-        works[i] = held[i].work();
-    }
-    return unlocked([&] { return run_experts(*pool, works.data(), (int32_t)count, x.values(), y.values()); });
+    std::vector<GivenExpert> held;
+    auto take = [&](GivenExpert& one, PyObject* tuple) { return one.take(tuple, num_tokens, y.size() / d, d); };
+    if (!take_each(given, "experts", held, take)) return nullptr;
+    std::vector<ExpertWork> works;
+    for (const GivenExpert& one : held) works.push_back(one.work());
+    return unlocked([&] { return run_experts(*pool, works.data(), (int32_t)works.size(), x.values(), y.values()); });
 }
 
 PyObject* select(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *numbers, *rows, *inputs, *a_out, *runs_out, *neurons_out;
-    float threshold;
-    if (!PyArg_ParseTuple(arguments, "OOOfOOOO:select", &capsule, &numbers, &rows, &threshold, &inputs, &a_out,
-                          &runs_out, &neurons_out))
-        return nullptr;
+    PyObject *capsule, *given, *inputs;
+    int d;
+    if (!PyArg_ParseTuple(arguments, "OO!Oi:select", &capsule, &PyList_Type, &given, &inputs, &d)) return nullptr;
     Pool* pool = pool_of(capsule);
-    ExpertLayout layout;
-    HeldRows selector;
     Buffer<const float> x;
-    Buffer<float> a;
-    Buffer<uint8_t> runs;
-    Buffer<int32_t> neurons;
-    if (pool == nullptr || !take_layout(numbers, &layout) || !take_selector(selector, rows, layout) || !x.take(inputs, "x") ||
-        !a.take(a_out, "a", true) || !runs.take(runs_out, "runs", true) || !neurons.take(neurons_out, "neurons", true))
-        return nullptr;
-    size_t f = layout.num_rows;
-    int32_t tokens, count = 0;
-    if (!count_tokens("x", x.size(), layout.num_cols, &tokens) ||
-        !has_size("a", a.size(), tokens * f) ||
-        !has_size("runs", runs.size(), tokens * f) || !has_size("neurons", neurons.size(), f + 1))
-        return nullptr;
-    PyObject* done = unlocked([&] {
-        return select_neurons(*pool, layout, selector.rows(), threshold, tokens, x.values(), a.values(),
-                              runs.values(), neurons.values(), &count);
-    });
+    if (pool == nullptr || !x.take(inputs, "x")) return nullptr;
+    if (d < 1) return refuse("x", "expected whole tokens");
+    int32_t num_tokens;
+    std::vector<GivenSelector> held;
+    auto take = [&](GivenSelector& one, PyObject* tuple) { return one.take(tuple, num_tokens, d); };
+    if (!count_tokens("x", x.size(), d, &num_tokens) || !take_each(given, "selectors", held, take)) return nullptr;
+    std::vector<SelectorWork> works;
+    for (const GivenSelector& one : held) works.push_back(one.work());
+    PyObject* done = unlocked([&] { return select_neurons(*pool, works.data(), (int32_t)works.size(), x.values()); });
     if (done == nullptr) return nullptr;
     Py_DECREF(done);
-    return PyLong_FromLong(count);
+    PyObject* counts = PyList_New(works.size());
+    for (size_t i = 0; counts != nullptr && i < works.size(); i++) {
+        PyObject* count = PyLong_FromLong(works[i].num_neurons);
+        if (count == nullptr || PyList_SetItem(counts, i, count) != 0) {
+            Py_DECREF(counts);
+            return nullptr;
+        }
+    }
+    return counts;
 }
 
 // What both steps after selection are given.
@@ -456,8 +514,10 @@ PyMethodDef methods[] = {
     {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
     {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
     {"experts", caught<experts>, METH_VARARGS,
-     "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs])], x, y, d, apart=False)"},
-    {"select", caught<select>, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
+     "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs[, a, runs, neurons]])], "
+     "x, y, d, apart=False)"},
+    {"select", caught<select>, METH_VARARGS,
+     "select(pool, [(layout, selector, threshold, tokens, a, runs, neurons)], x, d) -> [int]"},
     {"neurons", caught<neurons>, METH_VARARGS,
      "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
     {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, extra, h, y)"},
@@ -487,6 +547,9 @@ PyMethodDef methods[] = {
     {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},
     {"submit_reads", caught<submit_reads>, METH_VARARGS,
      "submit_reads(reader, file, offsets, places, sizes, urgent) -> ticket"},
+    {"row_pieces", caught<row_pieces>, METH_VARARGS,
+     "row_pieces(neurons, has_block, page_places, begin, row_bytes, first_block, page_blocks, gap_blocks, offset) -> "
+     "(blocks, offsets, places, sizes), int64 each"},
     {"wait_reads", caught<wait_reads>, METH_VARARGS, "wait_reads(reader, ticket) -> None | (file, at, error)"},
     {"are_read", caught<are_read>, METH_VARARGS, "are_read(reader, ticket) -> bool"},
     {"promote_reads", caught<promote_reads>, METH_VARARGS, "promote_reads(reader, ticket)"},

@@ -119,6 +119,75 @@ PyObject* submit_reads(PyObject*, PyObject* arguments) {
     return ticket < 0 ? refuse("reader", "is closed") : PyLong_FromLongLong(ticket);
 }
 
+namespace {
+
+PyObject* bytes_of(const std::vector<int64_t>& values) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()), sizeof(int64_t) * values.size());
+}
+
+// An extent in pages of whole blocks, from block `first_block` on; what has arrived of it, by block.
+struct PagedExtent {
+    Buffer<const uint8_t> has_block;
+    Copied<int64_t> page_places;  // of memory
+    Py_ssize_t begin, row_bytes, first_block, page_blocks;  // of row 0 in the extent
+
+    bool makes_sense() const {
+        constexpr Py_ssize_t most = (Py_ssize_t)1 << 40;
+        return begin >= 0 && begin < most && row_bytes >= 1 && row_bytes < most && first_block >= 0 && page_blocks >= 1 &&
+               first_block <= (Py_ssize_t)has_block.size() &&
+               (has_block.size() - first_block + page_blocks - 1) / page_blocks <= page_places.size();
+    }
+    int64_t num_blocks() const { return (int64_t)has_block.size(); }
+};
+
+}  // namespace
+
+PyObject* row_pieces(PyObject*, PyObject* arguments) {
+    PyObject *neuron_idx, *has_block, *page_places;
+    Py_ssize_t gap_blocks;
+    long long offset;
+    PagedExtent extent;
+    if (!PyArg_ParseTuple(arguments, "OOOnnnnnL:row_pieces", &neuron_idx, &has_block, &page_places, &extent.begin,
+                          &extent.row_bytes, &extent.first_block, &extent.page_blocks, &gap_blocks, &offset))
+        return nullptr;
+    Copied<int32_t> neurons;
+    if (!neurons.take(neuron_idx, "neurons") || !extent.has_block.take(has_block, "has_block") ||
+        !extent.page_places.take(page_places, "page_places"))
+        return nullptr;
+    if (!extent.makes_sense() || gap_blocks < 0) return refuse("extent", "its pages do not hold its blocks");
+    std::vector<int64_t> blocks, offsets, places, sizes;
+    auto want = [&](int64_t block) {
+        if (extent.has_block.values()[block]) return;
+        int64_t page = (block - extent.first_block) / extent.page_blocks;
+        int64_t within = (block - extent.first_block) % extent.page_blocks;
+        if (within && !blocks.empty() && blocks.back() == block - 1) {
+            sizes.back() += kDiskBlock;
+        } else {
+            offsets.push_back(offset + block * kDiskBlock);
+            places.push_back(extent.page_places.values()[page] + within * kDiskBlock);
+            sizes.push_back(kDiskBlock);
+        }
+        blocks.push_back(block);
+    };
+    int64_t before = -1, next = 0;  // the last neuron; the first block that was not looked at
+    for (size_t i = 0; i < neurons.size(); i++) {
+        int64_t neuron = neurons.values()[i], first, last;
+        if (neuron <= before) return refuse("neurons", "expected rising numbers");
+        if (neuron >= (extent.num_blocks() * kDiskBlock - extent.begin) / extent.row_bytes)
+            return refuse("neurons", "one is not in the extent");
+        first = (extent.begin + neuron * extent.row_bytes) / kDiskBlock;
+        last = (extent.begin + (neuron + 1) * extent.row_bytes - 1) / kDiskBlock;
+        if (before < 0 || first - next > gap_blocks) next = std::max(next, first);
+        for (next = std::max<int64_t>(next, extent.first_block); next <= last; next++) want(next);
+        before = neuron;
+    }
+    PyObject* found[] = {bytes_of(blocks), bytes_of(offsets), bytes_of(places), bytes_of(sizes)};
+    PyObject* all = found[0] && found[1] && found[2] && found[3] ? PyTuple_Pack(4, found[0], found[1], found[2], found[3])
+                                                                : nullptr;
+    for (PyObject* one : found) Py_XDECREF(one);
+    return all;
+}
+
 PyObject* wait_reads(PyObject*, PyObject* arguments) {
     long long ticket;
     Reader* reader = take_ticket(arguments, "OL:wait_reads", &ticket);

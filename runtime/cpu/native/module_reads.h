@@ -8,6 +8,7 @@ namespace moe_pack {
 PyObject* open_reader(PyObject* module, PyObject* arguments);
 PyObject* add_file(PyObject* module, PyObject* arguments);
 PyObject* submit_reads(PyObject* module, PyObject* arguments);
+PyObject* row_pieces(PyObject* module, PyObject* arguments);
 PyObject* wait_reads(PyObject* module, PyObject* arguments);
 PyObject* are_read(PyObject* module, PyObject* arguments);
 PyObject* promote_reads(PyObject* module, PyObject* arguments);
