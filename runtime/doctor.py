@@ -175,10 +175,11 @@ class ReadTrial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadMeasurement:
-    """The result of a trial, in bytes a second."""
+    """The result of a trial. `rate`: bytes a second.   `cpu_s`: processor time of a read."""
 
     trial: ReadTrial
     rate: float
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +249,9 @@ def _measure_disk(
     for trial in trials:
         steps.next(f"{trial.mode} {trial.size >> 10} KiB, {_threads_text(trial.threads)}")
         if trial.mode == "map":
-            rate = _map_rate(files, trial.size, seconds)
+            measurements.append(ReadMeasurement(trial, _map_rate(files, trial.size, seconds)))
         else:
-            rate = _read_rate(files, trial, arena, seconds)
-        measurements.append(ReadMeasurement(trial, rate))
+            measurements.append(_measure_reads(files, trial, arena, seconds))
     return disk_facts(measurements, name, sum(file.num_bytes for file in files))
 
 
@@ -262,12 +262,14 @@ def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_b
     """
     best: dict[tuple[ReadMode, int], ReadMeasurement] = {}
     curves: dict[tuple[Literal["direct", "pread"], int], list[SizedRate]] = {}
+    cpu_s: dict[tuple[ReadMode, int], list[float]] = {}
     for each in measurements:
         mode, threads, size = each.trial
         if (mode, size) not in best or each.rate > best[mode, size].rate:
             best[mode, size] = each
         if mode != "map":
             curves.setdefault((mode, threads), []).append(SizedRate(size, each.rate))
+            cpu_s.setdefault((mode, threads), []).append(each.cpu_s)
     most: dict[int, float] = {}
     for each in best.values():
         if each.trial.mode != "map":
@@ -279,11 +281,17 @@ def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_b
     (best_mode, best_threads), curve = max(curves.items(), key=lambda entry: closeness(entry[1]))
     alone = tuple(curves.get((best_mode, 1), curve))
     rates = tuple(ReadRate(b.trial.mode, b.trial.size, b.trial.threads, b.rate) for b in best.values())
-    return DiskFacts(name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates)
+    sizes, taken = [point.size for point in curve], cpu_s[best_mode, best_threads]
+    byte_cpu_s = max((taken[-1] - taken[0]) / (sizes[-1] - sizes[0]), 0.0) if len(sizes) > 1 else 0.0
+    read_cpu_s = max(taken[0] - sizes[0] * byte_cpu_s, 0.0)
+    return DiskFacts(name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates, read_cpu_s, byte_cpu_s)
 
 
-def _read_rate(files: Sequence[_File], trial: ReadTrial, arena: NDArray[np.uint8], seconds: float) -> float:
-    """Returns the bytes a second of scattered reads, over the time in which at least one was in progress."""
+def _measure_reads(
+    files: Sequence[_File], trial: ReadTrial, arena: NDArray[np.uint8], seconds: float
+) -> ReadMeasurement:
+    """Measures scattered reads: their rate over the time in which at least one was in progress."""
+    cpu_s = 0.0
     with closing(open_reads(arena, trial.mode == "direct", trial.threads)) as reads:
         numbers = [reads.open(file.path) for file in files]
         end = time.perf_counter() + seconds
@@ -293,10 +301,13 @@ def _read_rate(files: Sequence[_File], trial: ReadTrial, arena: NDArray[np.uint8
                 _submit(reads, number, _scattered(file, trial.size), trial.size, len(arena))
                 for number, file in zip(numbers, files, strict=True)
             ]
+            before = time.process_time()
             _read_until(reads, [ticket for several in tickets for ticket in several], end)
+            cpu_s += time.process_time() - before
             stats = reads.stats()
             if time.perf_counter() >= end:
-                return stats.bytes_urgent / (stats.busy_ns / 1e9)
+                rate = stats.bytes_urgent / (stats.busy_ns / 1e9)
+                return ReadMeasurement(trial, rate, cpu_s / max(stats.num_reads, 1))
 
 
 def _submit(reads: Reads, file: int, offsets: NDArray[np.int64], size: int, arena_bytes: int) -> list[int]:

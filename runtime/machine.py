@@ -130,7 +130,7 @@ def _number(path: Path) -> int | None:
 
 ReadMode = Literal["direct", "pread", "map"]
 
-VERSION = 4  # of the file with the facts; a file of another version counts as missing
+VERSION = 5  # of the file with the facts; a file of another version counts as missing
 MAX_GAP_BYTES = 1 << 20
 _ROW_ALIGN = 16  # of rows within a file (docs/format.md)
 
@@ -183,7 +183,8 @@ class DiskFacts:
 
     `name`: the block device's; None if the system does not say it.   `mode`, `threads`: the way of reading that is best
     over all sizes.   `curve`: its rates, in rising order of sizes.   `alone`: the rates with one read at a time.
-    `best`: the best rate of each mode and size.
+    `best`: the best rate of each mode and size.   `read_cpu_s`, `byte_cpu_s`: the time of a processor that each read
+    takes, and each of its bytes.
     """
 
     name: str | None
@@ -193,6 +194,8 @@ class DiskFacts:
     curve: tuple[SizedRate, ...]
     alone: tuple[SizedRate, ...]
     best: tuple[ReadRate, ...]
+    read_cpu_s: float = 0.0
+    byte_cpu_s: float = 0.0
 
     @property
     def smallest_efficient_bytes(self) -> int:
@@ -214,6 +217,10 @@ class DiskFacts:
     def seconds_for_few(self, num_reads: float, size: float) -> float:
         """Estimates the same for reads that may be too few to keep the disk busy: at least as for one read alone."""
         return max(self.seconds(num_reads, size), size / _rate_at(self.alone, size) if num_reads and size else 0.0)
+
+    def cpu_seconds(self, num_reads: float, num_bytes: float) -> float:
+        """Estimates the time that reads take of one processor, which may compute meanwhile."""
+        return num_reads * self.read_cpu_s + num_bytes * self.byte_cpu_s
 
     def seconds_for_rows(self, share: float, row_bytes: int, num_rows: int) -> float:
         """Estimates the seconds of reading the running rows of `num_rows`, if each runs with probability `share`.
@@ -272,6 +279,8 @@ USUAL_DISK = DiskFacts(
     curve=_curve((4, 150), (16, 500), (64, 900), (256, 1000)),
     alone=_curve((4, 35), (16, 100), (64, 300), (256, 650), (1024, 1000)),
     best=(ReadRate("direct", 256 << 10, 8, 1e9),),
+    read_cpu_s=8e-6,
+    byte_cpu_s=8e-11,
 )
 
 
@@ -422,7 +431,7 @@ def _check(facts: MachineFacts, place: str) -> None:
     rates = [point.rate for point in (*disk.curve, *disk.alone, *(link.copies if link else ()))]
     rates += [one.rate for one in disk.best] + [one.rate for one in (*cpu.experts, *cpu.dense)]
     rates += [rate for rate in (cpu.read_one, cpu.read_all) if rate is not None]
-    seconds = [cpu.row_s or 0.0, *(() if fixed is None else astuple(fixed))]
+    seconds = [cpu.row_s or 0.0, disk.read_cpu_s, disk.byte_cpu_s, *(() if fixed is None else astuple(fixed))]
     if min(seconds) < 0:
         raise RunError(f"{place}: some seconds are negative")
     if min(rates) <= 0 or disk.threads < 1:

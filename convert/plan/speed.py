@@ -38,6 +38,7 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan, resident_selectors, selector_heat
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
+from moe_pack.runtime.offload.disk import MAX_READ_BYTES
 
 Array = NDArray[Any]
 
@@ -444,7 +445,8 @@ def _whole(expert: ExpertLayout, machine: Machine, page_bytes: int, stays: bool)
     size = min(num_bytes, page_bytes)
     table = np.zeros((4, MAX_AGE + 1))
     table[:3, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
-    table[3, 0] = machine.fixed.miss_s
+    num_reads = -(-num_bytes // MAX_READ_BYTES)
+    table[3, 0] = machine.fixed.miss_s + disk.cpu_seconds(num_reads, num_bytes) / machine.cores
     return table
 
 
@@ -457,35 +459,57 @@ def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, 
     disk, row_bytes = machine.disk, expert.records.row_bytes
     table = np.zeros((4, MAX_AGE + 1))
     if not stays:
-        table[:3, 0] = (
-            expert.selector_bytes,
-            disk.seconds(1, expert.selector_bytes),
-            disk.seconds_for_few(1, expert.selector_bytes),
-        )
-    read = _share_read(share, row_bytes, disk.gap_bytes() // DISK_BLOCK_BYTES)
+        size = float(expert.selector_bytes)
+        table[:3, 0] = size, disk.seconds(1, size), disk.seconds_for_few(1, size)
+        table[3, 0] = disk.cpu_seconds(1, size) / machine.cores
+    num_blocks, gap_blocks = expert.records_bytes / DISK_BLOCK_BYTES, disk.gap_bytes() // DISK_BLOCK_BYTES
+    read = _share_read(share, row_bytes, gap_blocks)
     select_s = expert.num_rows * sum(_row_seconds(expert.selector, machine))
     for age in range(MAX_AGE + 1):
         # Each visit reads such a share of all blocks, wherever those of the visits before are.
-        table[0, age] += expert.records_bytes * read * (1 - read) ** age
-        missing = share * (1 - read) ** age
-        table[1:3, age] += disk.seconds_for_rows(missing, row_bytes, expert.num_rows)
-        has_missing = 1 - (1 - missing) ** expert.num_rows
-        table[3, age] = has_missing * (machine.fixed.rows_s + predicted * select_s)
+        untouched = (1 - read) ** age
+        num_bytes = expert.records_bytes * read * untouched
+        num_reads = _num_reads(share * untouched, row_bytes, num_blocks, gap_blocks)
+        num_reads = max(num_reads, num_bytes / MAX_READ_BYTES)
+        size = num_bytes / num_reads if num_reads else 0.0
+        in_part = 1 - (1 - untouched) ** num_blocks
+        table[:, age] += (
+            num_bytes,
+            disk.seconds(num_reads, size),
+            disk.seconds_for_few(num_reads, size),
+            in_part * (machine.fixed.rows_s + predicted * select_s)
+            + disk.cpu_seconds(num_reads, num_bytes) / machine.cores,
+        )
     return table
+
+
+def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
+    """Returns the probability that so many blocks in a row are not needed: no row runs that lies in them in part.
+
+    Args:    share: the probability of each row to run.
+    """
+    return float((1 - share) ** ((num_blocks * DISK_BLOCK_BYTES + row_bytes) / row_bytes))
 
 
 def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
     """Returns the share of blocks that is read if each row runs with probability `share`.
 
-    Meaning: g blocks in a row are not needed with probability u(g) = (1 - share)^(rows that lie in them at least in
-             part). Gaps of exactly g blocks have a share g * (u(g) - 2 u(g + 1) + u(g + 2)) of all; those of up to G
-             blocks are read too, so that 1 - (G + 1) u(G + 1) + G u(G + 2) of all are read.
+    Meaning: g blocks in a row are not needed with probability u(g). Gaps of exactly g blocks have a share
+             g * (u(g) - 2 u(g + 1) + u(g + 2)) of all; those of up to G blocks are read too, so that
+             1 - (G + 1) u(G + 1) + G u(G + 2) of all are read.
     """
+    left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
+    return 1 - (gap_blocks + 1) * left + gap_blocks * next_left
 
-    def unneeded(num_blocks: int) -> float:
-        return float((1 - share) ** ((num_blocks * DISK_BLOCK_BYTES + row_bytes) / row_bytes))
 
-    return 1 - (gap_blocks + 1) * unneeded(gap_blocks + 1) + gap_blocks * unneeded(gap_blocks + 2)
+def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int) -> float:
+    """Returns how many reads `_share_read` takes, of so many blocks.
+
+    Meaning: a read begins at each block that is needed after more than G that are not, or with fewer before it; with
+             u(g) as there, 1 - u(G + 1) of the first G + 1 blocks, and u(G + 1) - u(G + 2) of each other one.
+    """
+    left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
+    return 1 - left + max(num_blocks - gap_blocks - 1, 0.0) * (left - next_left)
 
 
 def _token_estimate(

@@ -1,7 +1,9 @@
 """The cost model: waiting against a simulation, rows against draws, bytes against the engine's count, the rest."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from moe_pack.convert.plan.speed import (
     planned_heat,
     waited,
 )
-from moe_pack.formats import BF16, Pack, PackLayout, dense_roles, part_format
+from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
@@ -163,6 +165,28 @@ def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass
     expert = made.experts[0][0]
     assert expert_seconds(expert, 0.1, machine()) == expert_seconds(expert, 1.0, machine())
     assert expert_seconds(expert, 1.0, machine())[1] == 448 * expert.records.row_bytes
+
+
+def test_reads_of_rows_are_as_many_as_in_draws() -> None:
+    """The disk takes nothing but the processor's time of a read, half of a second, on two cores: a quarter each."""
+    spec = replace(small(num_experts=8, intermediate_size=512), hidden_size=1024)
+    plan = plan_of(spec, "up", part_format(2, 64), BF16)
+    made = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
+    expert, shape = made.experts[0][0], (len(made.experts), 8)
+    row_bytes, num_rows = expert.records.row_bytes, expert.num_rows
+    disk = replace(steady_disk(1e9), read_cpu_s=0.5)
+    generator = np.random.default_rng(0)
+    for share, gap_blocks in product((0.02, 0.1, 0.3), (0, 3)):
+        with case(share, gap_blocks):
+            counts = []
+            for _ in range(400):
+                rows = np.flatnonzero(generator.random(num_rows) < share)
+                first, last = rows * row_bytes // DISK_BLOCK_BYTES, ((rows + 1) * row_bytes - 1) // DISK_BLOCK_BYTES
+                counts.append(int((first[1:] - last[:-1] > gap_blocks + 1).sum()) + (len(rows) > 0))
+            with mock.patch.object(type(disk), "gap_bytes", lambda self, most=gap_blocks: most * DISK_BLOCK_BYTES):
+                two = replace(machine(), disk=disk, cores=2)
+                fetching = fetched_from_disk(made, np.full(shape, share), two, 1 << 20, np.ones(shape, bool))
+            assert fetching.handling[0, 0, 0] == pytest.approx(np.mean(counts) / 4, rel=0.05)
 
 
 def test_all_dense_matrices_are_read_but_one_row_of_the_embedding() -> None:

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,19 @@ def test_what_is_chosen_comes_nearest_to_the_best_over_all_sizes() -> None:
     found = disk_facts([*runs("direct", 2, [4, 100]), *pread, *runs("map", 1, [1, 5000])], None, 9)
     assert (found.mode, found.threads) == ("pread", 8)
     assert found.curve == (SizedRate(4096, 6), SizedRate(16384, 90))
+
+
+def test_a_reads_processor_time_has_a_part_for_each_read_and_one_for_its_bytes() -> None:
+    def took(mode: ReadMode, threads: int, rates: list[float], cpu_s: list[float]) -> list[ReadMeasurement]:
+        return [replace(each, cpu_s=cpu) for each, cpu in zip(runs(mode, threads, rates), cpu_s, strict=True)]
+
+    measured = [*took("direct", 8, [9, 99], [12e-6, 48e-6]), *took("direct", 1, [5, 50], [1.0, 1.0])]
+    found = disk_facts(measured, None, 9)
+    assert (found.mode, found.threads) == ("direct", 8)
+    assert found.byte_cpu_s == pytest.approx(36e-6 / 12288)
+    assert found.cpu_seconds(3, 7 * 12288) == pytest.approx(0.0 + 7 * 36e-6)  # 12 us are those of 4,096 bytes
+    noisy = disk_facts(took("direct", 8, [9, 99], [12e-6, 11e-6]), None, 9)
+    assert (noisy.read_cpu_s, noisy.byte_cpu_s) == (12e-6, 0.0)
 
 
 # The extension is as good as not built where its import finds nothing.

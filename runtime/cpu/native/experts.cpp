@@ -72,7 +72,7 @@ void list_given(Job& job, Call& call) {
         uint8_t any = 0;
         for (int32_t t = 0; t < call.num_tokens; t++) any |= call.runs[t * f + work.neurons[k]];
         call.neurons[call.num_neurons] = work.neurons[k];
-        call.num_neurons += any;
+        call.num_neurons += any != 0;
     }
 }
 

@@ -165,7 +165,7 @@ Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const
     for (int32_t i = 0; i < num_works; i++) {
         SelectorWork& work = works[i];
         Outcome found = Outcome::done;
-        if (!has_selector(*work.layout))
+        if (work.num_tokens && !has_selector(*work.layout))
             std::memset(work.runs, 1, (size_t)work.num_tokens * work.layout->num_rows);
         else if (work.num_tokens > kFewTokens)
             found = select_many_calls(pool, work, x);
