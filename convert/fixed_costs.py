@@ -37,7 +37,7 @@ from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
 
 _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 6, 2, 8
-_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 8  # experts of 0.9 MB
+_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB
 _TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
 # Records of 16 KiB, of which a tenth runs: one or two reads an expert, whose time is the disk's.
 _ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 4096, 16, 3, 0.9
