@@ -44,7 +44,7 @@ _BATCH_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The model, in the words of config.json; `arch` is llama.cpp's: `llama` (Mixtral) or `qwen3moe`."""
+    """The model, in the words of config.json; `arch` is llama.cpp's: `llama` (Mixtral), `qwen3moe` or `olmoe`."""
 
     arch: str
     num_hidden_layers: int
@@ -72,9 +72,10 @@ class Dimensions:
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield f"{layer}.attn_{name}.weight", (rows, d), True
             yield f"{layer}.attn_output.weight", (d, q), True
-            if self.arch == "qwen3moe":
-                for name in ("q", "k"):
-                    yield f"{layer}.attn_{name}_norm.weight", (self.head_dim,), False
+            if self.arch != "llama":  # Qwen3 normalizes each head, OLMoE all heads together
+                for name, rows in (("q", q), ("k", kv)):
+                    width = self.head_dim if self.arch == "qwen3moe" else rows
+                    yield f"{layer}.attn_{name}_norm.weight", (width,), False
             yield f"{layer}.ffn_norm.weight", (d,), False
             yield f"{layer}.ffn_gate_inp.weight", (E, d), False
             for name, shape in (("gate", (E, f, d)), ("up", (E, f, d)), ("down", (E, d, f))):

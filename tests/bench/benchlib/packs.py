@@ -13,6 +13,7 @@ from moe_pack.runtime.offload import divide_budget, expert_pages
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
 
 DEMO = "demo"  # the demo model's pack
+SPARSE = "-sparse"  # ends the name of a pack of which some neurons do not run
 _BOUNDLESS = 1 << 60
 
 
@@ -39,7 +40,7 @@ class SyntheticPack:
 
 def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
     """Returns packs and the same with this share of neurons that do not run, which are called `NAME-sparse`."""
-    sparse = {f"{name}-sparse": replace(pack, sparsity=sparsity) for name, pack in packs.items()}
+    sparse = {f"{name}{SPARSE}": replace(pack, sparsity=sparsity) for name, pack in packs.items()}
     return packs | sparse
 
 
