@@ -1,17 +1,17 @@
-"""What a budget smaller than the pack costs: speed, the disk's limit, hidden read time, and a long run.
+"""What a budget smaller than the pack costs: speed against the plan, the disk's limit, hidden read time, a long run.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
     python tests/bench/offloading.py disk
     python tests/bench/offloading.py overlap
     python tests/bench/offloading.py soak
 
-All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 10 GB, GGUFs as much.
+All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 28 GB, GGUFs half as much.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -34,9 +34,10 @@ from benchlib.confined import (
 )
 from benchlib.llama import llama_option, make_gguf
 from benchlib.packs import DEMO, SYNTHETIC, budget_with, make_pack
+from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler, Text, generate
+from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text, generate, measure_disk
 from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.offload import PRESETS, PolicyName
@@ -107,26 +108,45 @@ def pack_bytes(pack: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the planner predicts just before a round: bytes read for a token, and tokens a second."""
+
+    token_bytes: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaRuns:
+    """llama.cpp's runs of a GGUF in a budget, made for `pack`: they are those of its sparse variant, too."""
+
+    pack: str
+    runs: tuple[ConfinedRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """All runs of one pack with one budget."""
+    """All runs of one pack with one budget, and what was predicted of moe-run before each round."""
 
     pack: str
     share: float
     budget_bytes: int
+    predicted: tuple[Predicted, ...]
     runs: tuple[ConfinedRun, ...]
+    llama: LlamaRuns | None
 
-    def of(self, program: str) -> list[ConfinedRun]:
-        """Returns the runs of one program, in order."""
-        return [run for run in self.runs if run.program == program]
-
-    def rate(self, program: str) -> float | None:
-        """Returns the median of its tokens a second; None where no run finished."""
-        rates = [run.tokens_per_s for run in self.of(program) if run.tokens_per_s]
-        return median(rates) if rates else None
+    def by_program(self) -> dict[str, list[ConfinedRun]]:
+        """Returns the runs of each program, in order; llama.cpp says of which pack its runs are, if of another."""
+        by_program: dict[str, list[ConfinedRun]] = {}
+        for run in self.runs:
+            by_program.setdefault(run.program, []).append(run)
+        if self.llama:
+            whose = "" if self.llama.pack == self.pack else f", run of {self.llama.pack}"
+            by_program[f"{LLAMA}{whose}"] = list(self.llama.runs)
+        return by_program
 
     def faults(self) -> Iterator[str]:
         """Yields what is wrong with our runs within the budget."""
-        for run in self.of(OURS):
+        for run in self.by_program()[OURS]:
             if fault := run.fault():
                 yield f"{self.pack}, {self.share:.0%}: {fault}"
             if run.measured.peak_bytes > self.budget_bytes + SPARE_BYTES:
@@ -135,13 +155,18 @@ class Case:
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Yields a line of the table for each program."""
-        theirs = self.rate(LLAMA)
-        for program in dict.fromkeys(run.program for run in self.runs):
-            rate, runs = self.rate(program), self.of(program)
+        theirs = middle(run.tokens_per_s for run in self.llama.runs) if self.llama else None
+        for program, runs in self.by_program().items():
             rates = [run.tokens_per_s for run in runs if run.tokens_per_s]
+            rate, read = middle(rates), middle(run.token_bytes for run in runs)
+            planned = self.predicted if program == OURS else ()
+            planned_bytes, planned_rate = (
+                middle(getattr(each, name) for each in planned) for name in ("token_bytes", "tokens_per_s")
+            )
             yield (
-                self.pack, f"{self.share:.0%}", f"{self.budget_bytes / 1e6:,.0f}", program, figure(rate),
-                figure(min(rates, default=None)), figure(max(rates, default=None)),
+                self.pack, f"{self.share:.0%}", f"{self.budget_bytes / 1e6:,.0f}", program,
+                figure(read and read / 1e6, ".1f"), figure(planned_bytes and planned_bytes / 1e6, ".1f"),
+                figure(rate), figure(planned_rate), figure(min(rates, default=None)), figure(max(rates, default=None)),
                 figure(rate / theirs if rate and theirs else None),
                 f"{max(run.measured.peak_bytes for run in runs) / 1e6:,.0f}",
                 f"{(self.budget_bytes + SPARE_BYTES) / 1e6:,.0f}",
@@ -149,66 +174,72 @@ class Case:
             )  # fmt: skip
 
 
+def middle(values: Iterable[float | None]) -> float | None:
+    """Returns the median of the values that are there; None if none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def predict(name: str, pack: Path, budget_bytes: int, task: Task, machine: MachineFacts) -> Predicted:
+    """Returns what the planner predicts of the tokens that `moe-run --bench` decodes."""
+    context, seen = task.prompt_tokens + task.decode_tokens + 1, task.prompt_tokens + task.decode_tokens // 2
+    with Pack(pack) as opened:
+        found = predicted_for(opened, budget_bytes, context, machine, SYNTHETIC[name].sparsity, seen)
+    return Predicted(found.fetched_bytes, found.tokens_per_second)
+
+
 @main.command("speed")
-@run_options(16, 3, tuple(SYNTHETIC))
+@run_options(64, 3, tuple(SYNTHETIC))
 @llama_option
 @click.option(
-    "--share", "shares", multiple=True, type=click.FloatRange(0.01, 1), default=(0.25, 0.5, 0.75), show_default=True
+    "--share", "shares", multiple=True, type=click.FloatRange(0.01, 1), default=(0.25, 0.5), show_default=True
 )
 @click.option("--decode-limit", default=60.0, show_default=True, help="Seconds, after which llama.cpp begins no token.")
+@click.option("--seconds", default=0.1, show_default=True, help="Of each measurement of the machine.")
 def speed_command(
-    folder: Path,
-    llama_python: Path | None,
-    packs: tuple[str, ...],
-    shares: tuple[float, ...],
-    rounds: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    decode_limit: float,
-    threads: int,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Times decoding from packs larger than the memory given, against mapped files and llama.cpp.
+    folder: Path, llama_python: Path | None, packs: tuple[str, ...], shares: tuple[float, ...], rounds: int,
+    prompt_tokens: int, decode_tokens: int, decode_limit: float, seconds: float, threads: int, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Measures bytes read for a token and tokens a second, by default, against the plan, mapped files and llama.cpp.
 
     Budgets are a share of the pack's bytes; every run is in a memory cgroup of the budget and 400 MB, and starts from
-    an empty page cache. Interleaved: moe-run with the budget, moe-run on mapped files, llama.cpp on mapped files. Exits
-    with 1 where moe-run does not finish within a budget, or takes more anonymous memory than the budget and 400 MB.
+    an empty page cache. Interleaved: the machine is measured, as `moe-pack doctor` does with all threads, and the
+    planner predicts; then moe-run with the budget and no other option, moe-run on mapped files, llama.cpp on mapped
+    files. llama.cpp runs all neurons of a sparse pack: where the budget has as many bytes, its runs of the pack with
+    all neurons stand for both, and the table says so. Exits with 1 where moe-run does not finish within a budget, or
+    takes more anonymous memory than the budget and 400 MB.
     """
     needs_cgroup()
     task, cases = Task(prompt_tokens, decode_tokens, threads, seed, decode_limit), list[Case]()
+    fixed = measured_fixed_costs(make_pack(packs[0], folder), seconds)
+    by_gguf: dict[tuple[Path, int], LlamaRuns] = {}
     for name in packs:
         pack = make_pack(name, folder)
         gguf = make_gguf(pack, llama_python) if llama_python else None
         for share in shares:
-            budget, runs = int(share * pack_bytes(pack)), list[ConfinedRun]()
-            limit = budget + SPARE_BYTES
+            budget, place = int(share * pack_bytes(pack)), f"{name}, {share:.0%}"
+            limit, known = budget + SPARE_BYTES, by_gguf.get((gguf, budget)) if gguf else None
+            predicted, runs, theirs = list[Predicted](), list[ConfinedRun](), list[ConfinedRun]()
             for _ in range(rounds):
+                machine = measured_machine(pack, seconds, fixed)
+                predicted.append(predict(name, pack, budget, task, machine))
                 for program, options in (
                     (OURS, ["--budget", str(budget)]),
                     (MAPPED, ["--read", "map", "--policy", "lru"]),
                 ):
-                    runs.append(run_ours(program, pack, task, options, limit))
-                    tell(f"{name}, {share:.0%}", runs[-1])
-                if llama_python and gguf:
-                    runs.append(run_llama(LLAMA, llama_python, gguf, pack, task, limit))
-                    tell(f"{name}, {share:.0%}", runs[-1])
-            cases.append(Case(name, share, budget, tuple(runs)))
-    header = (
-        "pack",
-        "budget",
-        "MB",
-        "program",
-        "tokens/s",
-        "least",
-        "most",
-        "times llama.cpp",
-        "anonymous MB",
-        "allowed",
-        "failed",
-    )
+                    runs.append(run_ours(program, pack, task, options, limit, machine))
+                    tell(place, runs[-1])
+                if llama_python and gguf and not known:
+                    theirs.append(run_llama(LLAMA, llama_python, gguf, pack, task, limit))
+                    tell(place, theirs[-1])
+            if gguf and not known:
+                known = by_gguf[gguf, budget] = LlamaRuns(name, tuple(theirs))
+            cases.append(Case(name, share, budget, tuple(predicted), tuple(runs), known))
+            click.echo("\n".join(" | ".join(map(str, row)) for row in cases[-1].rows()), err=True)
+    header = ("pack", "budget", "MB", "program", "MB a token", "(plan)", "tokens/s", "(plan)", "least", "most",
+              "times llama.cpp", "anonymous MB", "allowed", "failed")  # fmt: skip
     text = table(header, [row for case in cases for row in case.rows()])
-    facts = {"task": asdict(task), "cases": [asdict(case) for case in cases]}
+    facts = {"task": asdict(task), "fixed": asdict(fixed), "cases": [asdict(case) for case in cases]}
     finish(facts, text, as_json, [fault for case in cases for fault in case.faults()])
 
 
@@ -327,9 +358,11 @@ def overlap_command(
         ways = [("lru", True), *((policy, ahead) for policy in policies for ahead in (False, True))]
         runs: dict[tuple[str, bool], list[ConfinedRun]] = {way: [] for way in ways}
         for _ in range(rounds):
+            machine = measure_disk(pack)
             for policy, ahead in ways:
                 options = ["--budget", str(budget), "--policy", policy, *([] if ahead else ["--no-prefetch"])]
-                runs[policy, ahead].append(finished(run_ours(policy, pack, task, options, budget + SPARE_BYTES)))
+                run = run_ours(policy, pack, task, options, budget + SPARE_BYTES, machine)
+                runs[policy, ahead].append(finished(run))
                 tell(f"{name}, prefetch {ahead}", runs[policy, ahead][-1])
         decode_s = {way: median(run.decode_s or 0.0 for run in done) for way, done in runs.items()}
         for (policy, ahead), done in runs.items():

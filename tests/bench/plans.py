@@ -9,7 +9,7 @@ python tests/bench/plans.py assumed-losses
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import expm1
 from pathlib import Path
 from statistics import median
@@ -27,26 +27,23 @@ from benchlib import (
     table,
 )
 from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack, make_profiled_demo, with_sparse
+from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
 from moe_pack.calib.profile.losses import assumed_figures
-from moe_pack.convert import measure_fixed_costs, skewed_popularity
 from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
-from moe_pack.convert.plan.machines import machine_of_cpu
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
-from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, planned_heat
+from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
 from moe_pack.formats.spec import num_parameters
-from moe_pack.runtime import Engine, EngineOptions, FixedCosts, FolderFiles, MachineFacts, Text, measure_disk
-from moe_pack.runtime.doctor import MeasurementSteps, measure_cpu
-from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, routing_bytes, whole_bytes
+from moe_pack.runtime import Engine, EngineOptions, FixedCosts, FolderFiles, MachineFacts, Text
+from moe_pack.runtime.offload import OffloadedWeights, Passes, routing_bytes, whole_bytes
 
 _CONTEXT = 1024
-_SKEW = 0.5
 _SYNTHETIC = with_sparse(
     {  # no path through them is likelier than another
         "mixtral-2-layers": SyntheticPack("mixtral-8x7b", 2, 8192, path_correlation=None),
@@ -129,31 +126,17 @@ def run_case(
         partly = budget_with(pack, int(share * pack.index.size.size), _CONTEXT) + predictors
         budget = whole_bytes(pack.layout, _CONTEXT, predictors) if share == 1 else partly
         passes: Passes | None = held_out_passes(Profile(folder / "demo-profile")) if name == DEMO else None
-        popularity = passes.popularity if passes else skewed_popularity(pack.spec, _SKEW, 0)
-        # A synthetic model's layers change the hidden state little: the next router predicts nearly all.
-        recall = None if passes else 0.98
-        share_off = 0.0 if name == DEMO else _SYNTHETIC[name].sparsity
-        sparsity, seen = np.full(pack.index.size.shape, share_off), num_tokens // 2
-
-        def measured() -> MachineFacts:
-            return replace(
-                measure_disk(path, NO_PROGRESS, seconds),
-                cpu=measure_cpu(MeasurementSteps(NO_PROGRESS, 0, seconds), seconds),
-                fixed=fixed,
-            )
+        sparsity, seen = 0.0 if name == DEMO else _SYNTHETIC[name].sparsity, num_tokens // 2
 
         def estimate(facts: MachineFacts) -> TokenEstimate:
-            machine = machine_of_cpu(facts)
-            heat = planned_heat(pack.layout, popularity, sparsity, machine.disk)
-            plan = divide_budget(pack.layout, budget, _CONTEXT, predictors, heat=heat)
-            return estimate_on_cpu(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
+            return predicted_for(pack, budget, _CONTEXT, facts, sparsity, seen, passes)
 
         num_ids = (2 + rounds) * num_tokens
         if name == DEMO:
             ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * num_ids])[:num_ids]
         else:
             ids = np.random.default_rng(0).integers(0, pack.spec.vocab_size, num_ids).tolist()
-        facts, done = measured(), list[Round]()
+        facts, done = measured_machine(path, seconds, fixed), list[Round]()
         options = EngineOptions(budget_bytes=budget, machine=facts, read="direct")
         with Engine(pack, options, _CONTEXT) as engine:
             decoder, weights = engine.decoder, engine.weights
@@ -165,7 +148,7 @@ def run_case(
             counts = weights.decode
             before = (counts.asked_bytes, counts.needed, counts.hits)
             for start in range(2 * num_tokens, len(ids), num_tokens):
-                now = measured()
+                now = measured_machine(path, seconds, fixed)
                 decoder.reset()  # each round from an empty context; the experts in memory stay
                 token_s = decode(engine, ids[start : start + num_tokens])
                 done.append(Round(estimate(now).seconds.total, token_s))
@@ -208,11 +191,8 @@ def predicted_command(
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs:  # before anything is measured
         make_profiled(name, folder)
-    facts = replace(
-        measure_disk(make_profiled(packs[0], folder), NO_PROGRESS, seconds),
-        cpu=measure_cpu(MeasurementSteps(NO_PROGRESS, 0, seconds), seconds),
-    )
-    fixed, cases, faults = measure_fixed_costs(facts, 5.0), list[Case](), list[str]()
+    fixed = measured_fixed_costs(make_profiled(packs[0], folder), seconds)
+    cases, faults = list[Case](), list[str]()
     click.echo(f"fixed costs: {fixed}", err=True)
     for name in packs:
         for share in _SHARES[name]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchlib.llama import llama_command
 from moe_pack.formats import Pack
-from moe_pack.runtime import available_bytes
+from moe_pack.runtime import MachineFacts, available_bytes, save_facts
 
 SPARE_BYTES = 400_000_000  # of the cgroup beyond the budget: interpreter, libraries, what is mapped of the files
 _LIMIT_SECONDS = 900.0  # for a whole run; a longer one is stopped
@@ -285,6 +285,12 @@ class ConfinedRun:
         """Of decoding; None where there was none."""
         return self.num_tokens / self.decode_s if self.decode_s else None
 
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes that were read for a decoded token; None where the program does not count them."""
+        counts = (self.facts.get("stream") or {}).get("decode")
+        return counts["asked_bytes"] / counts["tokens"] if counts and counts["tokens"] else None
+
     def fault(self) -> str | None:
         """Returns why it did not finish, or None."""
         if self.measured.is_stopped:
@@ -294,15 +300,24 @@ class ConfinedRun:
         return None
 
 
-def run_ours(program: str, pack: Path, task: Task, options: list[str], limit_bytes: int) -> ConfinedRun:
-    """Runs `moe-run --bench` with these options."""
+def run_ours(
+    program: str, pack: Path, task: Task, options: list[str], limit_bytes: int, machine: MachineFacts | None = None
+) -> ConfinedRun:
+    """Runs `moe-run --bench` with these options.
+
+    Args:    machine: what moe-run finds in its cache folder, as after `moe-pack doctor`. None: nothing, and it measures
+             the disk itself where that matters. What other runs on this machine left there is out of sight.
+    """
     command = [sys.executable, "-m", "moe_pack.runtime.cli", str(pack), "--bench", "--json", *options]
     command += ["--prompt-tokens", str(task.prompt_tokens), "--max-tokens", str(task.decode_tokens + 1)]
     command += ["--threads", str(task.threads), "--seed", str(task.seed)]
-    drop_page_cache(pack)
-    back_free_memory(limit_bytes)
-    with MemoryCgroup(limit_bytes) as cgroup:
-        measured = measure(cgroup.inside(command), tree_anonymous_bytes, limit_s=_LIMIT_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as cache, MemoryCgroup(limit_bytes) as cgroup:
+        if machine is not None:
+            save_facts(machine, Path(cache) / "moe-pack", pack)
+        drop_page_cache(pack)
+        back_free_memory(limit_bytes)
+        inside = cgroup.inside(["env", f"XDG_CACHE_HOME={cache}", *command])
+        measured = measure(inside, tree_anonymous_bytes, limit_s=_LIMIT_SECONDS)
         facts = {} if measured.exit_code else json.loads(measured.output)
         num_tokens = facts["generated_tokens"] - 1 if facts else 0  # the prompt gives the first
         times = (facts.get("prefill_s"), facts.get("decode_s") or None, num_tokens)

@@ -14,6 +14,7 @@ from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_byte
 
 DEMO = "demo"  # the demo model's pack
 SPARSE = "-sparse"  # ends the name of a pack of which some neurons do not run
+SKEW = 0.5  # of the popularity of a synthetic pack's experts
 _BOUNDLESS = 1 << 60
 
 
@@ -35,7 +36,7 @@ class SyntheticPack:
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
         sparsity = ["--sparsity", str(self.sparsity)]
-        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", "0.5", *paths, *sparsity]
+        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", str(SKEW), *paths, *sparsity]
 
 
 def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
