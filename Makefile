@@ -7,7 +7,7 @@
 # make ablate the papers' parts one after the other and every cache policy, by replay
 # make papers what the papers found about quality, routing and caching, measured again; SMALL_MODEL=folder for that too
 # make bench  what docs/benchmarks.md says, measured again; make bench-cpu  the native kernels alone;
-#             make bench-streaming  packs larger than memory, with 45 GB in BENCH_PACKS (as root: it makes memory
+#             make bench-streaming  packs larger than memory, with 60 GB in BENCH_PACKS (as root: it makes memory
 #             cgroups and empties the page cache);
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) against llama.cpp too; with
 #             SMALL_MODEL=folder (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizers and
@@ -88,6 +88,7 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py disk --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/offloading.py overlap --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
 
 bench: families bench-cpu bench-streaming ablate
 	mkdir -p $(BENCH_PACKS)

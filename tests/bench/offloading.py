@@ -1,11 +1,12 @@
-"""What a budget smaller than the pack costs: speed against the plan, the disk's limit, hidden read time, a long run.
+"""What a budget smaller than the pack costs: speed and plan, the disk's limit, hidden reads, FloE's parts, a long run.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
     python tests/bench/offloading.py disk
     python tests/bench/offloading.py overlap
+    python tests/bench/offloading.py parts
     python tests/bench/offloading.py soak
 
-All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 28 GB, GGUFs half as much.
+All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14.
 """
 
 import json
@@ -19,8 +20,9 @@ from typing import Any
 
 import click
 import numpy as np
-from benchlib import BOOK, F, figure, finish, folder_option, json_option, moe_pack_command, table
+from benchlib import BOOK, F, figure, finish, folder_option, json_option, moe_pack_command, parts_side, table
 from benchlib.confined import (
+    MOE_RUN,
     SPARE_BYTES,
     ConfinedRun,
     MemoryCgroup,
@@ -33,7 +35,8 @@ from benchlib.confined import (
     tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import DEMO, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import DEMO, FLOE, SYNTHETIC, budget_with, make_pack
+from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
@@ -378,6 +381,71 @@ def overlap_command(
             ))  # fmt: skip
     header = ("pack", "policy", "tokens/s", "hits", "hidden", "predicted", "right", "time by that without")
     finish({"runs": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json, faults)
+
+
+# --- FloE's parts
+
+# From what is common to all systems to all of FloE; the predictor of experts also without rows.
+_PARTS = {
+    "whole experts": Parts(),
+    "whole experts, predicted": Parts(experts=True),
+    "rows": Parts(rows=True),
+    "rows, selectors stay": Parts(rows=True, selectors=True),
+    "rows, selectors stay, experts predicted": Parts(rows=True, selectors=True, experts=True),
+    "rows, selectors stay, experts and neurons predicted": Parts(True, True, True, True),
+}
+_DEFAULT = "moe-run by default"
+
+
+def parts_figures(runs: list[ConfinedRun]) -> tuple[str, ...]:
+    """Returns the medians of the runs of one line of the table; moe-run does not say which rows were predicted."""
+    counts = [(run.facts["stream"]["decode"], run.decode_s) for run in runs]
+    rates, read = [run.tokens_per_s for run in runs if run.tokens_per_s], middle(run.token_bytes for run in runs)
+    shares = (
+        middle(c["hits"] / c["experts_needed"] for c, _ in counts),
+        *(middle(c["rows_right"] / c[of] for c, _ in counts if c.get(of)) for of in ("rows_predicted", "rows_run")),
+        middle(c["stall_s"] / seconds for c, seconds in counts if seconds),
+    )
+    speed = (figure(middle(rates)), figure(min(rates, default=None)), figure(max(rates, default=None)))
+    return (*speed, figure(read and read / 1e6, ".1f"), *(figure(share, ".1%") for share in shares))
+
+
+@main.command("parts")
+@run_options(64, 3, tuple(FLOE))
+@click.option("--share", default=0.25, show_default=True, type=click.FloatRange(0.01, 1), help="Of the pack's bytes.")
+def parts_command(
+    folder: Path, packs: tuple[str, ...], share: float, rounds: int, prompt_tokens: int, decode_tokens: int,
+    threads: int, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Measures FloE's parts apart and together, in its formats at 90% sparsity: 2 bits for up, 16 for gate and down.
+
+    Interleaved, in a memory cgroup of the budget and 400 MB, from an empty page cache; medians of the rounds. LRU
+    evicts in all but the last line, which is moe-run with a budget and no other option. The next layer's router
+    predicts experts: synthetic packs have no learned networks, and their layers change the hidden state little, so that
+    nearly all predictions are right. Hits: chosen experts that have their pages; where rows are read, with some rows or
+    none. Rows right: of the rows predicted for chosen experts, those that ran; rows found: of the rows that these
+    experts ran, those predicted. Stalled: the share of decode in which the computation waits for reads.
+    """
+    needs_cgroup()
+    task, rows, every = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
+    side = str(Path(parts_side.__file__))
+    for name in packs:
+        pack = make_pack(name, folder, FLOE)
+        budget, runs = int(share * pack_bytes(pack)), dict[str, list[ConfinedRun]]()
+        options, limit = ["--budget", str(budget)], budget + SPARE_BYTES
+        for _ in range(rounds):
+            machine = measure_disk(pack)
+            for way in (*_PARTS, _DEFAULT):
+                given, command = (options, MOE_RUN) if way == _DEFAULT else ([*options, *_PARTS[way].flags()], (side,))
+                run = run_ours(way, pack, task, given, limit, machine, command)
+                runs.setdefault(way, []).append(finished(run))
+                tell(name, run)
+        for way, done in runs.items():
+            rows.append((name, way, *parts_figures(done)))
+            click.echo(" | ".join(rows[-1]), err=True)
+        every += [asdict(run) for done in runs.values() for run in done]
+    header = ("pack", "parts", "tokens/s", "least", "most", "MB a token", "hits", "rows right", "rows found", "stalled")
+    finish({"task": asdict(task), "runs": every}, table(header, rows), as_json)
 
 
 # --- a long run

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from moe_pack.runtime import MachineFacts, available_bytes, save_facts
 SPARE_BYTES = 400_000_000  # of the cgroup beyond the budget: interpreter, libraries, what is mapped of the files
 _LIMIT_SECONDS = 900.0  # for a whole run; a longer one is stopped
 SAMPLE_SECONDS = 0.05
+MOE_RUN = ("-m", "moe_pack.runtime.cli", "--bench", "--json")  # what Python runs
 
 
 class NoCgroupError(Exception):
@@ -301,22 +302,27 @@ class ConfinedRun:
 
 
 def run_ours(
-    program: str, pack: Path, task: Task, options: list[str], limit_bytes: int, machine: MachineFacts | None = None
+    program: str,
+    pack: Path,
+    task: Task,
+    options: list[str],
+    limit_bytes: int,
+    machine: MachineFacts | None = None,
+    command: Sequence[str] = MOE_RUN,
 ) -> ConfinedRun:
-    """Runs `moe-run --bench` with these options.
+    """Runs `moe-run --bench` with these options, or another `command` that prints JSON with its names.
 
     Args:    machine: what moe-run finds in its cache folder, as after `moe-pack doctor`. None: nothing, and it measures
              the disk itself where that matters. What other runs on this machine left there is out of sight.
     """
-    command = [sys.executable, "-m", "moe_pack.runtime.cli", str(pack), "--bench", "--json", *options]
-    command += ["--prompt-tokens", str(task.prompt_tokens), "--max-tokens", str(task.decode_tokens + 1)]
-    command += ["--threads", str(task.threads), "--seed", str(task.seed)]
+    lengths = ["--prompt-tokens", str(task.prompt_tokens), "--max-tokens", str(task.decode_tokens + 1)]
+    given = [*options, *lengths, "--threads", str(task.threads), "--seed", str(task.seed)]
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as cache, MemoryCgroup(limit_bytes) as cgroup:
         if machine is not None:
             save_facts(machine, Path(cache) / "moe-pack", pack)
         drop_page_cache(pack)
         back_free_memory(limit_bytes)
-        inside = cgroup.inside(["env", f"XDG_CACHE_HOME={cache}", *command])
+        inside = cgroup.inside(["env", f"XDG_CACHE_HOME={cache}", sys.executable, *command, str(pack), *given])
         measured = measure(inside, tree_anonymous_bytes, limit_s=_LIMIT_SECONDS)
         facts = {} if measured.exit_code else json.loads(measured.output)
         num_tokens = facts["generated_tokens"] - 1 if facts else 0  # the prompt gives the first

@@ -7,7 +7,7 @@ with a tenth of the neurons running. One more is the demo model's.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchlib import DEMO_MODEL, PACK_BITS, moe_pack
+from benchlib import DEMO_MODEL, FLOE_BITS, PACK_BITS, moe_pack
 from moe_pack.formats import Pack
 from moe_pack.runtime.offload import divide_budget, expert_pages
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
@@ -22,7 +22,7 @@ _BOUNDLESS = 1 << 60
 class SyntheticPack:
     """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before.
 
-    `sparsity`: the share of neurons that do not run.
+    `sparsity`: the share of neurons that do not run.   `bits`: the options of `synth` that say how weights are stored.
     """
 
     model: str
@@ -30,13 +30,14 @@ class SyntheticPack:
     vocab: int | None = None
     path_correlation: float | None = 0.5
     sparsity: float = 0.0
+    bits: tuple[str, ...] = PACK_BITS
 
     def arguments(self) -> list[str]:
         """Returns the arguments of `moe-pack synth`."""
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
         sparsity = ["--sparsity", str(self.sparsity)]
-        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", str(SKEW), *paths, *sparsity]
+        return [self.model, "--layers", str(self.layers), *vocab, *self.bits, "--skew", str(SKEW), *paths, *sparsity]
 
 
 def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
@@ -52,6 +53,13 @@ SYNTHETIC = with_sparse(
         "qwen3-14-layers": SyntheticPack("qwen3-30b-a3b", 14, 32768),
     }
 )
+
+
+# As FloE stores experts: up in 2 bits, gate and down in 16 (§3.2). All selectors fit in a quarter of such a pack.
+FLOE = {
+    "mixtral-5-layers-floe": SyntheticPack("mixtral-8x7b", 5, 8192, None, 0.9, FLOE_BITS),
+    "olmoe-8-layers-floe": SyntheticPack("olmoe-1b-7b", 8, 8192, None, 0.9, FLOE_BITS),
+}
 
 
 def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYNTHETIC) -> Path:

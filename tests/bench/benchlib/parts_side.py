@@ -1,0 +1,155 @@
+"""A run of `moe-run --bench` with some of FloE's parts only; a process of its own, so that a memory cgroup can hold it.
+
+moe-run has options for some groups of parts. The others are switched off here by what the store and the weights are
+built with; all is put together as `Engine` does within a budget on the CPU. LRU evicts. A synthetic pack has no learned
+networks: the next layer's router predicts experts, as moe-run then does. One line of JSON is printed, with moe-run's
+names, and the rows that were predicted for chosen experts.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor
+
+from moe_pack.formats import Pack
+from moe_pack.formats.cli import cache_folder
+from moe_pack.runtime import EngineOptions, Sampler, context_for, load_facts, measure, random_prompt
+from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+from moe_pack.runtime.cpu import Kernels, num_cpus
+from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
+from moe_pack.runtime.offload import PRESETS, OffloadedWeights, Preset, divide_budget, expert_cache_for, routing_bytes
+from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
+from moe_pack.runtime.offload.expert_store import ExpertStore
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run has of FloE; with nothing, whole experts are read after their router has chosen them.
+
+    `rows`: only running rows are read (§3.2.1).   `selectors`: stay in memory, where rows are read.   `experts`: are
+    predicted and prefetched (§3.3.1): whole; where rows are read, a selector that is not in memory.   `neurons`: the
+    next layer's selectors predict the rows of predicted experts, which are prefetched (§3.3.2).
+    """
+
+    rows: bool = False
+    selectors: bool = False
+    experts: bool = False
+    neurons: bool = False
+
+    def preset(self) -> Preset:
+        """Returns FloE's preset with these parts."""
+        floe = PRESETS["floe"]
+        return replace(
+            floe,
+            prediction="router" if self.experts else "none",
+            rows_below=floe.rows_below if self.rows else 0.0,
+            reuse_selector=self.neurons,
+        )
+
+    def flags(self) -> list[str]:
+        """Returns the options of this program."""
+        return [f"--{name}" for name in self.__slots__ if getattr(self, name)]
+
+
+class CountingWeights(OffloadedWeights):
+    """Counts, in decode, the rows that were predicted for the experts that then ran."""
+
+    rows_predicted = 0
+
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
+        """See `OffloadedWeights`."""
+        y = super().run_experts(layer_idx, x, experts, router_weights, partial_state)
+        if len(x) == 1:
+            self.rows_predicted += sum(len(neurons) for neurons in self.predicted.values())
+        return y
+
+
+@contextmanager
+def open_parts(
+    pack: Pack, parts: Parts, options: EngineOptions, context_tokens: int
+) -> Iterator[tuple[Decoder, CountingWeights]]:
+    """Yields a decoder with these parts within `options.budget_bytes`; closes all at the end.
+
+    Args:    options: of which budget, threads, reads and the measured machine count.
+    """
+    assert not parts.neurons or (parts.rows and parts.experts), "rows are predicted of predicted experts"
+    assert parts.rows or not parts.selectors, "whole experts come with their selectors"
+    assert options.budget_bytes is not None, "experts are offloaded within a budget"
+    preset, choices = parts.preset(), OffloadChoices(pack, options, lambda what: click.echo(what, err=True))
+    heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0) if parts.selectors else None
+    plan = divide_budget(pack.layout, options.budget_bytes, context_tokens, routing_bytes(pack.folder), heat=heat)
+    has_selector = resident_selectors(pack.layout, heat, plan.num_selectors)
+    with ExitStack() as stack:
+        operations = NativeOperations(stack.enter_context(closing(Kernels(options.threads or num_cpus()))))
+        torch.set_num_threads(1)
+        store = ExpertStore(
+            pack,
+            operations,
+            plan,
+            choices.open_reads,
+            verify=True,
+            rows_below=preset.rows_below,
+            gap_bytes=choices.gap_bytes(),
+            has_selector=has_selector,
+        )
+        stack.enter_context(closing(store))
+        cache = expert_cache_for(preset, cache_facts(pack, plan, choices.routing, has_selector))
+        weights = CountingWeights(pack, operations, store, cache, reuses_selector=preset.reuse_selector)
+        weights.prefetcher = choices.prefetcher(preset, weights)
+        yield Decoder(weights, context_tokens, torch.device("cpu"), plan.chunk_tokens), weights
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--budget", type=int, required=True)
+@click.option("--prompt-tokens", type=int, required=True)
+@click.option("--max-tokens", type=int, required=True)
+@click.option("--threads", type=int, required=True)
+@click.option("--seed", type=int, required=True)
+@click.option("--rows", is_flag=True)
+@click.option("--selectors", is_flag=True)
+@click.option("--experts", is_flag=True)
+@click.option("--neurons", is_flag=True)
+def main(
+    folder: Path, budget: int, prompt_tokens: int, max_tokens: int, threads: int, seed: int, **parts: bool
+) -> None:
+    """Measures a run with the parts of the flags, on the tokens of `moe-run --bench`."""
+    options = EngineOptions(budget_bytes=budget, threads=threads, machine=load_facts(cache_folder(), folder))
+    with Pack(folder) as pack:
+        spec = pack.spec
+        context = context_for(prompt_tokens, max_tokens, spec.max_position_embeddings)
+        prompt = random_prompt(prompt_tokens, spec.vocab_size, spec.max_position_embeddings, seed)
+        with open_parts(pack, Parts(**parts), options, context) as (decoder, weights):
+            times = measure(decoder, prompt, Sampler(0.8, 0.95, seed), max_tokens)
+            counts = weights.decode
+    decode = {
+        "tokens": counts.tokens,
+        "experts_needed": counts.needed,
+        "hits": counts.hits,
+        "prefetched": counts.prefetched,
+        "prefetched_chosen": counts.prefetched_chosen,
+        "stall_s": counts.stall_ns / 1e9,
+        "asked_bytes": counts.asked_bytes,
+        "rows_run": counts.running,
+        "rows_predicted": weights.rows_predicted,
+        "rows_right": counts.running_predicted,
+    }
+    seconds = {"prefill_s": times.prefill_s, "decode_s": times.decode_s}
+    json.dump({"generated_tokens": times.num_tokens, "stream": {"decode": decode}} | seconds, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
