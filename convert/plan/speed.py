@@ -564,8 +564,8 @@ def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple
 def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: float, between_s: float) -> float:
     """Returns the seconds that all tokens together wait for fetched bytes.
 
-    Meaning: a layer's m reads take R seconds together; the i-th ends after i R / m. Resident experts are computed
-             meanwhile, then each missing one when it arrives:
+    Meaning: a layer's m reads take R seconds together, which is the sum of their times and the latency of the first;
+             the i-th ends after i R / m. Resident experts are computed meanwhile, then missing ones as they arrive:
                  end = max(H + M, R + M / m, R / m + M),   wait = end - H - M,
              where H and M are the seconds to compute the resident and the missing experts. Predicted experts are read
              during the whole layer before: the wait is the part of R that does not fit into it.
@@ -584,9 +584,9 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: f
     seconds = fetching.seconds.reshape(ages, -1)[cells]
     is_late = seconds > 0
     num_late, read = summed(is_late), summed(seconds)
-    alone = np.zeros(num_steps)
-    np.maximum.at(alone, visited.steps, fetching.alone.reshape(ages, -1)[cells])
-    read = np.maximum(read, alone)
+    latency = np.zeros(num_steps)
+    np.maximum.at(latency, visited.steps, fetching.alone.reshape(ages, -1)[cells] - seconds)
+    read = read + latency
     compute = computing.ravel()[visited.keys] + fetching.handling.reshape(ages, -1)[cells]
     compute_all, late = summed(compute), summed(compute * is_late)
     m = np.maximum(num_late, 1)

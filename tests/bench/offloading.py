@@ -112,7 +112,7 @@ def pack_bytes(pack: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the planner predicts just before a round: bytes read for a token, and tokens a second."""
+    """What the planner predicts just before moe-run's run, or after it: bytes read for a token, tokens a second."""
 
     token_bytes: float
     tokens_per_s: float
@@ -128,7 +128,7 @@ class LlamaRuns:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All runs of one pack with one budget, and what was predicted of moe-run before each round."""
+    """All runs of one pack with one budget, and what was predicted of moe-run around each round."""
 
     pack: str
     share: float
@@ -206,9 +206,9 @@ def speed_command(
     """Measures bytes read for a token and tokens a second, by default, against the plan, mapped files and llama.cpp.
 
     Budgets are a share of the pack's bytes; every run is in a memory cgroup of the budget and 400 MB, and starts from
-    an empty page cache. Interleaved: the machine is measured, as `moe-pack doctor` does with all threads, and the
-    planner predicts; then moe-run with the budget and no other option, moe-run on mapped files, llama.cpp on mapped
-    files. llama.cpp runs all neurons of a sparse pack: where the budget has as many bytes, its runs of the pack with
+    an empty page cache. Interleaved: moe-run with the budget and no other option, moe-run on mapped files, llama.cpp on
+    mapped files. Before moe-run's run and after it the machine is measured, as `moe-pack doctor` does, and the planner
+    predicts. llama.cpp runs all neurons of a sparse pack: where the budget has as many bytes, its runs of the pack with
     all neurons stand for both, and the table says so. Exits with 1 where moe-run does not finish within a budget, or
     takes more anonymous memory than the budget and 400 MB.
     """
@@ -232,6 +232,9 @@ def speed_command(
                 ):
                     runs.append(run_ours(program, pack, task, options, limit, machine))
                     tell(place, runs[-1])
+                    if program == OURS:  # rates change by the second
+                        after = measured_machine(pack, seconds, fixed)
+                        predicted.append(predict(name, pack, budget, task, after))
                 if llama_python and gguf and not known:
                     theirs.append(run_llama(LLAMA, llama_python, gguf, pack, task, limit))
                     tell(place, theirs[-1])

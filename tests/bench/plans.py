@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import expm1
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import click
 import numpy as np
@@ -64,7 +64,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of a token, as estimated from what was measured of the machine just before, and as they were."""
+    """Seconds of a token: as they were, and the mean of estimates by the machine's rates just before and just after."""
 
     estimated_s: float
     measured_s: float
@@ -151,7 +151,8 @@ def run_case(
                 now = measured_machine(path, seconds, fixed)
                 decoder.reset()  # each round from an empty context; the experts in memory stay
                 token_s = decode(engine, ids[start : start + num_tokens])
-                done.append(Round(estimate(now).seconds.total, token_s))
+                around = (now, measured_machine(path, seconds, fixed))
+                done.append(Round(mean(estimate(each).seconds.total for each in around), token_s))
             after = (counts.asked_bytes, counts.needed, counts.hits)
         asked, needed, hits = (now - then for now, then in zip(after, before, strict=True))
         return Case(name, share, budget, estimate(facts), asked / (num_tokens * rounds), hits / needed, tuple(done))
@@ -183,10 +184,10 @@ def predicted_command(
     """Compares the cost model's prediction with what the runtime does on this machine's CPU.
 
     The demo model's pack with a profile of its own, on text that the profile has not seen; and synthetic packs at 4
-    bit, few large experts and many small ones, with all neurons running and with a tenth of them. Before each round the
-    machine is measured as `moe-pack doctor` does, and a figure is the median of the rounds. Tokens are given one by
-    one; the first fill the cache and are not counted. Exits with 1 where a figure is off by more than allowed. Needs 8
-    GB in the folder.
+    bit, few large experts and many small ones, with all neurons running and with a tenth of them. Before each round and
+    after it the machine is measured as `moe-pack doctor` does; a figure is the median of the rounds. Tokens are given
+    one by one; the first fill the cache and are not counted. Exits with 1 where a figure is off by more than allowed.
+    Needs 8 GB in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs:  # before anything is measured

@@ -103,6 +103,13 @@ def test_one_read_takes_no_less_than_it_takes_alone() -> None:
     assert waited(found, np.zeros((1, 1)), fetching, 0.0, 0.0) == 4.0
 
 
+def test_of_several_reads_only_the_first_has_to_be_waited_for_longer() -> None:
+    shape = (MAX_AGE + 1, 1, 3)
+    found = Visits(1, np.zeros(3, np.int64), np.arange(3), np.zeros(3, np.int64))
+    fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0), np.zeros(shape))
+    assert waited(found, np.zeros((1, 3)), fetching, 0.0, 0.0) == 3 * 1.0 + (4.0 - 1.0)
+
+
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_and_the_third(share: float) -> None:
     """Independent neurons; blocks that are there already are not read again, and none is read over."""
