@@ -80,8 +80,6 @@ _MEMORY_BYTES = 256 << 20  # more than caches have
 _WEIGHT_BYTES = 160 << 20  # of experts or of a dense matrix: more than caches have
 _EXPERT_ROWS, _EXPERT_COLS = 2048, 4096
 _SHORT_COLS = 128
-_SCATTERED_ROWS, _SCATTERED_COLS, _SCATTERED_SHARE = 1024, 2048, 0.1
-_AT_ONCE = 8  # experts of a layer
 _BF16_BYTES = np.array([0x24, 0x3C], np.uint8)  # 0.01
 _PAUSE_S = 0.05  # between measurements: to open files and to drop them from the system's cache
 
@@ -129,7 +127,7 @@ def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float 
 
 
 def _num_cpu_steps() -> int:
-    return 4 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
+    return 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
 
 
 class MeasurementSteps:
@@ -415,18 +413,8 @@ def measure_cpu(steps: MeasurementSteps, seconds: float) -> CpuFacts:
         short = _expert_speed(every, _stored(4), _SHORT_COLS, seconds)
         (usual_rate,) = (each.rate for each in experts if each.width == 4)
         row_s = max(short.row_bytes / short.rate - short.row_bytes / usual_rate, 0.0)
-        steps.next("experts of which a tenth runs")
-        scattered_row_s = _scattered_row_s(every, seconds)
         return CpuFacts(
-            cores,
-            every.instruction_set,
-            read_one,
-            read_all,
-            tuple(experts),
-            tuple(dense),
-            row_s,
-            tuple(trellises),
-            scattered_row_s,
+            cores, every.instruction_set, read_one, read_all, tuple(experts), tuple(dense), row_s, tuple(trellises)
         )
 
 
@@ -449,38 +437,6 @@ def _expert_speed(kernels: Kernels, stored: PartFormat, num_cols: int, seconds: 
     x = torch.ones(1, num_cols)
     rate = _repeated(lambda: kernels.experts(x, works), num_experts * rows.nbytes, seconds)
     return _ExpertSpeed(rate, rows.shape[1] / len(MATRICES))
-
-
-def _scattered_row_s(kernels: Kernels, seconds: float) -> float:
-    """Returns the seconds that a row takes in addition if the row before it does not run.
-
-    Experts of 4 bit with a selector, small ones, as many at once as a layer has. Of the time with all neurons running,
-    a tenth of them should take the share of the bytes that are read.
-    """
-    stored, spec = _stored(4), ExpertSpec("silu", _SCATTERED_ROWS, MATRICES, (), 0)
-    layout = expert_layout(ExpertFormat(stored, stored, stored), "up", spec, _SCATTERED_COLS)
-    assert layout.selector is not None, "up is the selector"
-    selector, records = (_random_rows(rows, _SCATTERED_ROWS) for rows in (layout.selector, layout.records))
-    numbers = expert_numbers(layout, "up", spec.function)
-    token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
-    x = torch.ones(1, _SCATTERED_COLS)
-    a = kernels.select(x, ExpertRows(numbers, selector, records, 0.0)).a.abs().numpy()
-    copies = [(selector.copy(), records.copy()) for _ in range(_WEIGHT_BYTES // (selector.nbytes + records.nbytes))]
-
-    def expert_s(threshold: float) -> float:
-        works = [(ExpertRows(numbers, *copy, threshold), token, weight) for copy in copies]
-        layers = [works[start : start + _AT_ONCE] for start in range(0, len(works), _AT_ONCE)]
-
-        def run() -> None:
-            for layer in layers:
-                kernels.experts(x, layer)
-
-        return 1 / _repeated(run, len(works), seconds)
-
-    threshold = float(np.quantile(a, 1 - _SCATTERED_SHARE))
-    num_running = int((a >= threshold).sum())
-    share = (selector.nbytes + num_running * layout.records.row_bytes) / (selector.nbytes + records.nbytes)
-    return max((expert_s(threshold) - share * expert_s(0.0)) / (num_running * (1 - _SCATTERED_SHARE)), 0.0)
 
 
 def _dense_rate(kernels: Kernels, width: int, seconds: float) -> float:

@@ -297,8 +297,7 @@ class CpuFacts:
     `read_one`, `read_all`: rates at which one thread, and all threads, read memory.   `experts`, `dense`: rates of
     experts and of dense matrices, computed for one token by all threads, in rising order of widths.   `row_s`: seconds
     that a row of an expert takes in addition to its bytes, which matter if rows are short.   `trellises`: rates of
-    experts stored as trellises.   `scattered_row_s`: seconds that a row takes in addition if the row before it does not
-    run.
+    experts stored as trellises.
     """
 
     cores: int
@@ -309,7 +308,6 @@ class CpuFacts:
     dense: tuple[WidthRate, ...]
     row_s: float | None
     trellises: tuple[WidthRate, ...] = ()
-    scattered_row_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,13 +431,7 @@ def _check(facts: MachineFacts, place: str) -> None:
     rates = [point.rate for point in (*disk.curve, *disk.alone, *(link.copies if link else ()))]
     rates += [one.rate for one in disk.best] + [one.rate for one in (*cpu.experts, *cpu.dense)]
     rates += [rate for rate in (cpu.read_one, cpu.read_all) if rate is not None]
-    seconds = [
-        cpu.row_s or 0.0,
-        cpu.scattered_row_s or 0.0,
-        disk.read_cpu_s,
-        disk.byte_cpu_s,
-        *(() if fixed is None else astuple(fixed)),
-    ]
+    seconds = [cpu.row_s or 0.0, disk.read_cpu_s, disk.byte_cpu_s, *(() if fixed is None else astuple(fixed))]
     if min(seconds) < 0:
         raise RunError(f"{place}: some seconds are negative")
     if min(rates) <= 0 or disk.threads < 1:

@@ -28,9 +28,9 @@ class Machine:
 
     `expert_rates`, `dense_rates`: of matrices multiplied for one token, by width.   `trellis_rates`: the same for
     experts' trellises, by the width of two weights; empty if none was measured.   `row_s`: additional seconds for each
-    row of an expert; `scattered_row_s`: and if the row before it does not run.   `memory_rate`: reads of fast memory.
-    `link_rate`: from host memory to the GPU; None on the CPU, which fetches from the disk.   `ram_bytes`: host memory
-    for a pack; the rest of the pack stays on disk.   `cores`: of the CPU; they compute, and they read from the disk.
+    row of an expert.   `memory_rate`: reads of fast memory.   `link_rate`: from host memory to the GPU; None on the
+    CPU, which fetches from the disk.   `ram_bytes`: host memory for a pack; the rest of the pack stays on disk.
+    `cores`: of the CPU; they compute, and they read from the disk.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -45,7 +45,6 @@ class Machine:
     ram_bytes: int | None = None
     trellis_rates: tuple[WidthRate, ...] = ()
     cores: int = 1
-    scattered_row_s: float = 0.0
 
     def expert_rate(self, part: PartFormat) -> float:
         """Returns the rate of an expert's matrix in a format, bytes a second.
@@ -81,7 +80,6 @@ def machine_of_cpu(facts: MachineFacts) -> Machine:
         facts.drive,
         trellis_rates=cpu.trellises,
         cores=cpu.cores,
-        scattered_row_s=cpu.scattered_row_s or 0.0,
     )
 
 
@@ -92,9 +90,7 @@ def assumed_cpu() -> Machine:
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
     fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5, rows_s=1e-4)
-    return Machine(
-        "cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK, cores=2, scattered_row_s=2e-7
-    )
+    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK, cores=2)
 
 
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:

@@ -369,7 +369,7 @@ def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tu
             continue
         num_rows = share * expert.num_rows
         num_bytes += num_rows * rows.row_bytes
-        seconds += num_rows * (sum(_row_seconds(rows, machine)) + (1 - share) * machine.scattered_row_s)
+        seconds += num_rows * sum(_row_seconds(rows, machine))
     return seconds, num_bytes
 
 
