@@ -1,10 +1,9 @@
 """Measures the time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
 
 `doctor` decodes with synthetic packs in a temporary folder, within a budget, so that their experts are offloaded. What
-the weights take at the measured rates is subtracted. The packs of tokens, layers and experts have so many weights that
-they leave nothing else in the processor's caches, as a real model does: with tiny weights a layer takes a third of the
-time. A family with more operations in a layer (shared experts, latent attention) takes a little more than these figures
-say.
+the weights take at the measured rates is subtracted. The packs of tokens, layers and experts have more weights than the
+processor's caches hold, as a real model has: with tiny weights a layer takes a third of the time. A family with more
+operations in a layer (shared experts, latent attention) takes a little more than these figures say.
 """
 
 import tempfile
@@ -36,8 +35,8 @@ from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
 from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
 
-_FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 6, 2, 8
-_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB
+_FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 4, 2, 8
+_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB: 58 MB and more a pack
 _TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
 # Records of 16 KiB, of which a tenth runs: one or two reads an expert, whose time is the disk's.
 _ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 4096, 16, 3, 0.9

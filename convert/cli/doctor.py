@@ -87,6 +87,7 @@ def _disk_lines(disk: DiskFacts, path: Path, from_pack: bool) -> list[str]:
         *lines,
         f"best over all sizes: {disk.mode}, {disk.threads} thread{'s' if disk.threads > 1 else ''}",
         f"smallest efficient read: {_round_size(disk.smallest_efficient_bytes)}",
+        f"processor time: {1e6 * disk.read_cpu_s:.1f} us a read, and {1e6 * disk.byte_cpu_s * (1 << 20):.0f} us a MiB",
         f"reading only the running rows of an expert is faster than reading all of it if at most {share:.0%} run "
         f"({_ROWS:,} rows of {_ROW_BYTES:,} bytes)",
     ]
