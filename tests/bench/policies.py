@@ -58,7 +58,7 @@ from moe_pack.runtime.offload import (
     replay,
     routing_bytes,
 )
-from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, NoEviction, placed_by_popularity
+from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
 from moe_pack.runtime.offload.replay import optimum
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
@@ -234,7 +234,7 @@ def edgemoe(subject: Subject) -> Iterator[Part]:
     yield Part(name, f"+Q: by importance within {EDGEMOE_LOSS:.0%} ({widths})", alone, sizes, "2.01")
     predicted = play(routes, Play(_in_passing(facts)), ahead)
     yield Part(name, "+P: up to 3 experts predicted from paths", predicted, sizes, "2.59")
-    cached = play(routes, Play(ExpertCache(facts, EdgeMoE(facts))), ahead)
+    cached = play(routes, Play(expert_cache_for(PRESETS["edgemoe"], facts)), ahead)
     yield Part(name, "+C: experts kept, by frequency over distance", cached, sizes, "3.22")
 
 
@@ -383,8 +383,7 @@ def hit_rates(routes: ModelRoutes, facts: CacheFacts) -> Iterator[tuple[str, flo
     variants |= {f"hot set {share:.0%}, lru": Preset("lru", "lru", placed_share=share) for share in _HOT}
     variants |= {"lfu": Preset("lru", "lfu")}
     for name, preset in variants.items():
-        silent = Preset(preset.name, preset.eviction, preset.placed_share, preset.keeps)
-        yield name, replay(routes.passes, facts, facts.pages, silent).decode.hit_rate
+        yield name, replay(routes.passes, facts, facts.pages, preset.without_prediction()).decode.hit_rate
     yield "fifo", play(routes, Play(ExpertCache(facts, FIFO(facts)))).hit_rate
     yield "random", play(routes, Play(ExpertCache(facts, Random(facts)))).hit_rate
     yield "optimum", optimum(routes.passes, facts, facts.pages).decode.hit_rate
