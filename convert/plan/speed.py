@@ -227,7 +227,9 @@ def estimate_on_cpu(
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
-    predicted = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
+    recall = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
+    predicted = np.full(len(layout.experts), recall)
+    predicted[list(first_moe_layers(layout.spec))] = 0.0
     has_all = int(facts.pages.sum()) <= facts.num_pages and not has_selector.any()
     fetching = fetched_from_disk(
         layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
@@ -286,7 +288,15 @@ def estimate_on_gpu(
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     fetching = fetched_over_link(layout, plan, heat, machine)
     return _token_estimate(
-        layout, machine, heat.mean(axis=2), popularity, visited, fetching, 0.0, preset.name, seen_tokens
+        layout,
+        machine,
+        heat.mean(axis=2),
+        popularity,
+        visited,
+        fetching,
+        np.zeros(len(layout.experts)),
+        preset.name,
+        seen_tokens,
     )
 
 
@@ -403,27 +413,28 @@ def fetched_from_disk(
     machine: Machine,
     page_bytes: int,
     has_selector: NDArray[np.bool_],
-    predicted: float = 0.0,
+    predicted: Array | None = None,
 ) -> FetchCosts:
     """Returns what the engine reads of experts: all bytes, or selectors and running rows if that is faster.
 
     Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.   has_selector: bool
-             [L, E], the experts whose selectors stay in memory.   predicted: the share of experts that are predicted;
-             where single rows are read, their selectors are computed twice.
+             [L, E], the experts whose selectors stay in memory.   predicted: [L], the share of experts that are
+             predicted; where single rows are read, their selectors are computed twice.
     """
     cutover = disk_cutover(layout, machine.disk)
     shape = (MAX_AGE + 1, *running.shape)
     fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
     # Experts with one layout are one object, which is found quickly.
-    known: dict[tuple[int, float, bool, bool], Array] = {}
+    known: dict[tuple[int, float, bool, bool, float], Array] = {}
     for l, layer in enumerate(layout.experts):
         by_rows = bool(running[l].mean() < cutover)
         for e, expert in enumerate(layer):
             share, stays = float(running[l, e]), bool(has_selector[l, e])
-            key = (id(expert), share, by_rows and share < 1 and expert.selector is not None, stays)
+            read_by_rows = by_rows and share < 1 and expert.selector is not None
+            key = (id(expert), share, read_by_rows, stays, 0.0 if predicted is None else float(predicted[l]))
             if key not in known:
                 if key[2]:
-                    known[key] = _by_rows(expert, share, machine, stays, predicted)
+                    known[key] = _by_rows(expert, share, machine, stays, key[4])
                 else:
                     known[key] = _whole(expert, machine, page_bytes, stays)
             for table, values in zip(_tables(fetching), known[key], strict=True):
@@ -519,7 +530,7 @@ def _token_estimate(
     popularity: Array,
     visited: Visits,
     fetching: FetchCosts,
-    predicted: float,
+    predicted: Array,
     policy: PolicyName,
     seen_tokens: int,
 ) -> TokenEstimate:
@@ -531,13 +542,14 @@ def _token_estimate(
     fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
     between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
     waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
-    fetched = float(fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens
+    # For each expert that was not predicted, a wrongly predicted one is read too.
+    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
+    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys]
     return TokenEstimate(
         policy=policy,
         hit_rate=visited.hit_rate,
         misses=expected_misses(visited, popularity * (k / popularity.sum(axis=1, keepdims=True))),
-        # For each expert that was not predicted, a wrongly predicted one is read too.
-        fetched_bytes=fetched * (1 + (1 - predicted) * (predicted > 0)),
+        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
         read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
         seconds=TokenSeconds(
             fixed_s + float(fetching.handling.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens,
@@ -561,7 +573,7 @@ def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple
     return computing, reading
 
 
-def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: float, between_s: float) -> float:
+def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: Array, between_s: float) -> float:
     """Returns the seconds that all tokens together wait for fetched bytes.
 
     Meaning: a layer's m reads take R seconds together, which is the sum of their times and the latency of the first;
@@ -569,8 +581,8 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: f
                  end = max(H + M, R + M / m, R / m + M),   wait = end - H - M,
              where H and M are the seconds to compute the resident and the missing experts. Predicted experts are read
              during the whole layer before: the wait is the part of R that does not fit into it.
-    Args:    computing: float64 [L, E], seconds of each expert without its handling.   predicted: the share of experts
-             that are predicted.   between_s: seconds of a layer without its experts.
+    Args:    computing: float64 [L, E], seconds of each expert without its handling.   predicted: [L], the share of
+             experts that are predicted.   between_s: seconds of a layer without its experts.
     """
     if not len(visited.steps):
         return 0.0
@@ -592,5 +604,6 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: f
     m = np.maximum(num_late, 1)
     end = np.maximum(compute_all, np.maximum(read + late / m, read / m + late))
     at_once = np.where(num_late > 0, end - compute_all, 0.0)
-    prefetched = np.maximum(predicted * read - (compute_all + between_s), 0.0)
-    return float((prefetched + (1 - predicted) * at_once).sum())
+    share = predicted[np.arange(num_steps) % len(predicted)]
+    prefetched = np.maximum(share * read - (compute_all + between_s), 0.0)
+    return float((prefetched + (1 - share) * at_once).sum())

@@ -84,7 +84,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
             found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
             table = np.full((1, max(m + h, 1)), compute)
             end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
-            assert waited(found, table, fetching, 0.0, 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
+            assert waited(found, table, fetching, np.zeros(1), 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
 
 
 def test_what_is_all_predicted_waits_for_what_a_layer_does_not_hide() -> None:
@@ -92,22 +92,31 @@ def test_what_is_all_predicted_waits_for_what_a_layer_does_not_hide() -> None:
     seconds[0] = 5.0
     fetching = FetchCosts(seconds, seconds, seconds, np.zeros_like(seconds))
     found = Visits(1, np.zeros(2, np.int64), np.arange(2), np.zeros(2, np.int64))
-    assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 2.0) == pytest.approx(10 - (3 + 2))
-    assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 20.0) == 0
+    assert waited(found, np.full((1, 2), 1.5), fetching, np.ones(1), 2.0) == pytest.approx(10 - (3 + 2))
+    assert waited(found, np.full((1, 2), 1.5), fetching, np.ones(1), 20.0) == 0
+
+
+def test_each_layer_waits_by_its_own_share_of_predicted_experts() -> None:
+    """Two tokens through two layers, the first of which is never predicted: it waits for each read."""
+    seconds = np.zeros((MAX_AGE + 1, 2, 1))
+    seconds[0] = 5.0
+    fetching = FetchCosts(seconds, seconds, seconds, np.zeros_like(seconds))
+    found = Visits(2, np.arange(4), np.array([0, 1, 0, 1]), np.zeros(4, np.int64))
+    assert waited(found, np.full((2, 1), 1.5), fetching, np.array([0.0, 1.0]), 2.0) == pytest.approx(2 * (5 + 1.5))
 
 
 def test_one_read_takes_no_less_than_it_takes_alone() -> None:
     shape = (MAX_AGE + 1, 1, 1)
     found = Visits(1, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
     fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0), np.zeros(shape))
-    assert waited(found, np.zeros((1, 1)), fetching, 0.0, 0.0) == 4.0
+    assert waited(found, np.zeros((1, 1)), fetching, np.zeros(1), 0.0) == 4.0
 
 
 def test_of_several_reads_only_the_first_has_to_be_waited_for_longer() -> None:
     shape = (MAX_AGE + 1, 1, 3)
     found = Visits(1, np.zeros(3, np.int64), np.arange(3), np.zeros(3, np.int64))
     fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0), np.zeros(shape))
-    assert waited(found, np.zeros((1, 3)), fetching, 0.0, 0.0) == 3 * 1.0 + (4.0 - 1.0)
+    assert waited(found, np.zeros((1, 3)), fetching, np.zeros(1), 0.0) == 3 * 1.0 + (4.0 - 1.0)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1])

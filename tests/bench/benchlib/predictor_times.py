@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from predictors import random_predictor
 from routings import random_routes
@@ -111,8 +112,10 @@ class _Timed(MappedPackWeights):
 
     def _gates(self, l: int, observed: PredictionInput) -> None:
         """Predicts experts by the next router, and their neurons by their gate (CORM §4.2)."""
-        for number in ranked(self._router.scores(l, observed), self._k)[0].tolist():
-            self.operations.kernels.select(observed.x, self._mapped_expert(l, number).rows)
+        experts = ranked(self._router.scores(l, observed), self._k)[0].tolist()
+        token = np.zeros(1, np.int64)
+        works = [(self._mapped_expert(l, number).rows, token) for number in experts]
+        self.operations.kernels.select_each(observed.x, works)  # in one call, as the engine does
 
     def _on_partial(self, l: int, partial: Callable[[], Tensor]) -> None:
         layer = self.spec.moe_layers[l]
