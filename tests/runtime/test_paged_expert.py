@@ -16,7 +16,7 @@ from random_experts import RandomExpert, Shape, random_expert, random_tokens, th
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels
-from moe_pack.runtime.offload.disk import PageArena, Pieces
+from moe_pack.runtime.offload.disk import PageArena, Pieces, pieces_of_rows
 from moe_pack.runtime.offload.expert_store import PagedExpert
 
 SHAPE = Shape(num_rows=67, num_cols=256)
@@ -196,6 +196,22 @@ def test_the_pieces_of_records_hold_what_is_missing_of_them_and_of_short_gaps(
     held.close()
     assert len(set(arena.take(20).tolist())) == 20, "all pages have been given back"
     arena.close()
+
+
+def test_rows_and_pages_that_are_not_of_the_extent_are_refused(arena: PageArena) -> None:
+    held = PagedExpert(arena, SHAPE.layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
+    assert len(held.pieces_of_rows(np.array([0, 66], np.int32), 0).blocks)
+    for neurons in ([-1], [1 << 30], [3, 3], [5, 2]):
+        with case(neurons), pytest.raises(ValueError, match="^neurons: "):
+            held.pieces_of_rows(np.array(neurons, np.int32), 0)
+    one, has_block = np.zeros(1, np.int32), np.zeros(4, bool)
+    legal = {"page_places": np.array([0, 9000]), "begin": 0, "row_bytes": 100, "first_block": 0, "page_blocks": 2}
+    last = {"gap_blocks": 0, "offset": 0}
+    assert len(pieces_of_rows(one, has_block, **legal, **last).blocks) == 1
+    wrong = {"page_places": np.array([0]), "begin": -1, "row_bytes": 0, "first_block": 5, "page_blocks": 0}
+    for name, value in {**wrong, "gap_blocks": -1}.items():
+        with case(name), pytest.raises(ValueError, match="^extent: its pages do not hold its blocks"):
+            pieces_of_rows(one, has_block, **(legal | last | {name: value}))
 
 
 def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageArena) -> None:
