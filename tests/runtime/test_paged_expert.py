@@ -202,7 +202,7 @@ def test_rows_and_pages_that_are_not_of_the_extent_are_refused(arena: PageArena)
     held = PagedExpert(arena, SHAPE.layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
     assert len(held.pieces_of_rows(np.array([0, 66], np.int32), 0).blocks)
     for neurons in ([-1], [1 << 30], [3, 3], [5, 2]):
-        with case(neurons), pytest.raises(ValueError, match="^neurons: "):
+        with case(neurons), pytest.raises(ValueError, match=r"^neurons: "):
             held.pieces_of_rows(np.array(neurons, np.int32), 0)
     one, has_block = np.zeros(1, np.int32), np.zeros(4, bool)
     legal = {"page_places": np.array([0, 9000]), "begin": 0, "row_bytes": 100, "first_block": 0, "page_blocks": 2}
@@ -210,7 +210,7 @@ def test_rows_and_pages_that_are_not_of_the_extent_are_refused(arena: PageArena)
     assert len(pieces_of_rows(one, has_block, **legal, **last).blocks) == 1
     wrong = {"page_places": np.array([0]), "begin": -1, "row_bytes": 0, "first_block": 5, "page_blocks": 0}
     for name, value in {**wrong, "gap_blocks": -1}.items():
-        with case(name), pytest.raises(ValueError, match="^extent: its pages do not hold its blocks"):
+        with case(name), pytest.raises(ValueError, match=r"^extent: its pages do not hold its blocks"):
             pieces_of_rows(one, has_block, **(legal | last | {name: value}))
 
 
