@@ -81,6 +81,7 @@ ablate: $(INSTALLED)
 
 papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_quality.py all
+	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/paper_quality.py all --model $(SMALL_MODEL))
 	$(BIN)/python $(BENCH)/paper_routing.py all --folder $(BENCH_PACKS) $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
 
 bench-streaming: $(INSTALLED)
