@@ -495,7 +495,7 @@ def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, 
 
 
 def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
-    """Returns the probability that so many blocks in a row are not needed: no row runs that lies in them in part.
+    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs.
 
     Args:    share: the probability of each row to run.
     """
@@ -505,7 +505,7 @@ def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
 def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
     """Returns the share of blocks that is read if each row runs with probability `share`.
 
-    Meaning: g blocks in a row are not needed with probability u(g). Gaps of exactly g blocks have a share
+    Meaning: none of g consecutive blocks is needed with probability u(g). Gaps of exactly g blocks have a share
              g * (u(g) - 2 u(g + 1) + u(g + 2)) of all; those of up to G blocks are read too, so that
              1 - (G + 1) u(G + 1) + G u(G + 2) of all are read.
     """
@@ -516,8 +516,9 @@ def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
 def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int) -> float:
     """Returns how many reads `_share_read` takes, of so many blocks.
 
-    Meaning: a read begins at each block that is needed after more than G that are not, or with fewer before it; with
-             u(g) as there, 1 - u(G + 1) of the first G + 1 blocks, and u(G + 1) - u(G + 2) of each other one.
+    Meaning: a read begins at a needed block if none of the G + 1 blocks before it is needed. With u(g) as there, that
+             happens at each block with probability u(G + 1) - u(G + 2). The first G + 1 blocks have fewer before them:
+             there one read begins with probability 1 - u(G + 1).
     """
     left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
     return 1 - left + max(num_blocks - gap_blocks - 1, 0.0) * (left - next_left)

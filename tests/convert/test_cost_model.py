@@ -184,7 +184,7 @@ def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass
 
 
 def test_reads_of_rows_are_as_many_as_in_draws() -> None:
-    """The disk takes nothing but the processor's time of a read, half of a second, on two cores: a quarter each."""
+    """A read takes half of a second of a processor, on two cores a quarter. 400 draws: at most 2% of standard error."""
     spec = replace(small(num_experts=8, intermediate_size=512), hidden_size=1024)
     plan = plan_of(spec, "up", part_format(2, 64), BF16)
     made = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))

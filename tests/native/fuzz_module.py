@@ -208,6 +208,15 @@ class Cases:
         rows = self.bytes(num_rows, row_bytes) if self.chance(50) else self.pages(num_rows, row_bytes)
         return [rows, wanted, row_bytes, self.number(0, row_bytes - 4)]
 
+    def row_pieces_arguments(self) -> Arguments:
+        begin, row_bytes, page_blocks = self.number(0, 9000), self.number(1, 9000), self.number(1, 5)
+        first_block, num_rows = self.number(0, begin // 4096), self.number(1, 40)
+        num_blocks = -(-(begin + num_rows * row_bytes) // 4096)
+        has_block, pages = self.bytes(num_blocks) & 1, -(-(num_blocks - first_block) // page_blocks)
+        neurons = np.sort(self.random.permutation(num_rows)[: self.number(0, num_rows)]).astype(np.int32)
+        places = 4096 * self.random.permutation(pages).astype(np.int64)
+        return [neurons, has_block, places, begin, row_bytes, first_block, page_blocks, self.number(0, 3), 8192]
+
     def attend_arguments(self) -> Arguments:
         kv_heads, head_dim = self.number(1, 3), self.number(1, 40)
         heads, tokens, angles = kv_heads * self.number(1, 4), self.number(0, 9), self.number(0, head_dim // 2)
@@ -387,7 +396,7 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()
-    if name not in ("open_pool", "stitch", "search_trellis"):
+    if name not in ("open_pool", "stitch", "search_trellis", "row_pieces"):
         arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
     for _ in range(cases.number(0, 2)):
         arguments = cases.tampered(arguments)

@@ -12,8 +12,7 @@ namespace moe_pack {
 struct Near {
     double value = 0, slack = 0;
 
-    // Tampered layouts may overlap codes and scales: what is no number must stay none.
-    bool holds(float found) const { return std::isnan(value) ? std::isnan(found) : std::fabs(found - value) <= slack; }
+    bool holds(float found) const { return std::fabs(found - value) <= slack; }
 };
 
 // A row in float32, as the codec says, and each weight's magnitude before zeros are taken off.

@@ -20,14 +20,16 @@ void check_decoded(const RowsLayout& layout, const Exact<uint8_t>& rows, int32_t
     }
 }
 
-void check_products(const RowsLayout& layout, const Exact<uint8_t>& rows, int32_t num_rows, const Exact<float>& x,
-                    int32_t num_tokens, const Exact<float>& out) {
+void check_products(const RowsLayout& layout, bool is_tampered, const Exact<uint8_t>& rows, int32_t num_rows,
+                    const Exact<float>& x, int32_t num_tokens, const Exact<float>& out) {
     size_t d = layout.part.part.num_cols;
     for (int32_t r = 0; r < num_rows; r++) {
         PlainRow row = plain_row(layout.part, rows.get() + (size_t)r * layout.row_bytes);
         for (int32_t t = 0; t < num_tokens; t++) {
             Near expected = plain_dot(row, x.get() + t * d);
             float found = out[(size_t)t * num_rows + r];
+            // Where parts of a tampered layout overlap, what is no number must stay none.
+            if (std::isnan(expected.value) && is_tampered && std::isnan(found)) continue;
             if (!expected.holds(found))
                 fail("product [%d, %d] is %.9g, expected %.9g within %.3g", t, r, found, expected.value, expected.slack);
         }
@@ -91,7 +93,7 @@ void rows_case(Random& random, Pools& pools, Counts& counts) {
     check_decoded(layout, rows, num_rows, weights);
     if (!sane) return;
     counts.compared++;
-    check_products(layout, rows, num_rows, x, num_tokens, out);
+    check_products(layout, numbers.tampered, rows, num_rows, x, num_tokens, out);
 }
 
 void bytes_case(Random& random, Pools& pools, Counts& counts) {

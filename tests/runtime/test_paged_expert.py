@@ -212,6 +212,9 @@ def test_rows_and_pages_that_are_not_of_the_extent_are_refused(arena: PageArena)
     for name, value in {**wrong, "gap_blocks": -1}.items():
         with case(name), pytest.raises(ValueError, match=r"^extent: its pages do not hold its blocks"):
             pieces_of_rows(one, has_block, **(legal | last | {name: value}))
+    for name, value in {"offset": -1, "page_places": np.array([0, -4096])}.items():
+        with case(name), pytest.raises(ValueError, match=r"^offset: a place is out of range"):
+            pieces_of_rows(one, has_block, **(legal | last | {name: value}))
 
 
 def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageArena) -> None:

@@ -125,6 +125,8 @@ PyObject* bytes_of(const std::vector<int64_t>& values) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()), sizeof(int64_t) * values.size());
 }
 
+constexpr int64_t kMostPlace = (int64_t)1 << 60;  // of bytes in a file or in memory: sums stay below 2^63
+
 // An extent in pages of whole blocks, from block `first_block` on; what has arrived of it, by block.
 struct PagedExtent {
     Buffer<const uint8_t> has_block;
@@ -136,6 +138,11 @@ struct PagedExtent {
         return begin >= 0 && begin < most && row_bytes >= 1 && row_bytes < most && first_block >= 0 && page_blocks >= 1 &&
                first_block <= (Py_ssize_t)has_block.size() &&
                (has_block.size() - first_block + page_blocks - 1) / page_blocks <= page_places.size();
+    }
+    bool has_places() const {
+        for (size_t i = 0; i < page_places.size(); i++)
+            if (page_places.values()[i] < 0 || page_places.values()[i] > kMostPlace) return false;
+        return true;
     }
     int64_t num_blocks() const { return (int64_t)has_block.size(); }
 };
@@ -155,6 +162,7 @@ PyObject* row_pieces(PyObject*, PyObject* arguments) {
         !extent.page_places.take(page_places, "page_places"))
         return nullptr;
     if (!extent.makes_sense() || gap_blocks < 0) return refuse("extent", "its pages do not hold its blocks");
+    if (offset < 0 || offset > kMostPlace || !extent.has_places()) return refuse("offset", "a place is out of range");
     std::vector<int64_t> blocks, offsets, places, sizes;
     auto want = [&](int64_t block) {
         if (extent.has_block.values()[block]) return;

@@ -313,7 +313,7 @@ def run_ours(
     """Runs `moe-run --bench` with these options, or another `command` that prints JSON with its names.
 
     Args:    machine: what moe-run finds in its cache folder, as after `moe-pack doctor`. None: nothing, and it measures
-             the disk itself where that matters. What other runs on this machine left there is out of sight.
+             the disk itself where that matters. It does not see the facts that other runs have left on this machine.
     """
     lengths = ["--prompt-tokens", str(task.prompt_tokens), "--max-tokens", str(task.decode_tokens + 1)]
     given = [*options, *lengths, "--threads", str(task.threads), "--seed", str(task.seed)]

@@ -70,7 +70,6 @@ class CountingWeights(OffloadedWeights):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
-        """See `OffloadedWeights`."""
         y = super().run_experts(layer_idx, x, experts, router_weights, partial_state)
         if len(x) == 1:
             self.rows_predicted += sum(len(neurons) for neurons in self.predicted.values())
