@@ -54,12 +54,12 @@ class Planner:
         self._tier = tier
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
         self._formats: dict[Selector, CostedFormats] = {}
-        self._settled: dict[Selector, EstimatedPlan] = {}  # the next plan, for another loss, begins with their prices
         self._refused: list[PackLayout] = []  # layouts of plans within the loss that do not fit the budget
 
     def plan(self, max_loss: float) -> EstimatedPlan:
         """Returns the fastest plan that is estimated to lose at most `max_loss` nats of KL divergence a token.
 
+        Plans made before do not matter: a command that was killed between two of them makes the same ones.
         Raises:  RunError if no plan within the loss fits the budget; it says the smallest budget that does. PlanError
                  if no plan is within the loss.
         """
@@ -94,9 +94,7 @@ class Planner:
     def _by_knapsack(self, max_loss: float) -> Iterator[EstimatedPlan]:
         best: EstimatedPlan | None = None
         for selector in self._selectors:
-            settled = self._settled.get(selector)
-            for planned in self._turns(selector, max_loss, settled, _FIRST_TURNS if settled is None else 1):
-                self._settled[selector] = planned
+            for planned in self._turns(selector, max_loss, None, _FIRST_TURNS):
                 yield planned
                 best = planned if best is None else _fastest([best, planned])
         if best is not None:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
 from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
 from moe_pack.convert.plan.machines import assumed_cpu
+from moe_pack.convert.plan.plan_file import plan_bytes
 from moe_pack.convert.plan.planner import SEARCHES, SearchName
 from moe_pack.convert.plan.search import costed_formats, price
 from moe_pack.convert.plan.tiers import CpuTier, MemoryTier, RoutingFacts, expert_choices
@@ -171,6 +172,17 @@ def least_bytes(max_loss: float) -> int:
                     dense = sizes[:at_4, 2].sum() + sizes[at_4:at_8, 1].sum() + sizes[at_8:, 0].sum()
                     found.append(fixed + int(dense) + largest)
     return header + min(found)
+
+
+def test_plans_made_before_do_not_matter() -> None:
+    """A conversion that was killed between two of its plans makes the same ones."""
+    budget = BUDGETS[2]
+    planner = Planner(MODEL, tier_of(budget))
+    for first, max_loss in permutations(LIMITS, 2):
+        with case(first, max_loss):
+            planner.plan(first)
+            found, expected = planner.plan(max_loss), planned(budget, max_loss)
+            assert expected is not None and plan_bytes(found.decision, SPEC) == plan_bytes(expected.decision, SPEC)
 
 
 @pytest.mark.parametrize("max_loss", LIMITS)
