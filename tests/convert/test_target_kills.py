@@ -1,4 +1,4 @@
-"""`moe-pack convert --target-vram` killed at random moments and between two plans, and begun again until it ends."""
+"""`moe-pack convert --target-vram` killed at random moments and after a plan, and begun again until it ends."""
 
 import os
 import random
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from killing import different_files
 from models import BOOK, TinyMixtral
 from profiles import folder_bytes
 
@@ -34,9 +35,9 @@ def begin(source: Path, folder: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen([*command, *goal, *text], stdout=log, stderr=log, env=environment)
 
 
-def await_text(text: str, log: Path, process: "subprocess.Popen[bytes]") -> None:
-    """Waits until a process has written a text, or has ended."""
-    while process.poll() is None and text not in log.read_text():
+def await_attempt(log: Path, num_seen: int, process: "subprocess.Popen[bytes]") -> None:
+    """Waits until a process has made a plan, which it tells after the first `num_seen` characters, or has ended."""
+    while process.poll() is None and "attempt " not in log.read_text()[num_seen:]:
         time.sleep(0.02)
 
 
@@ -47,25 +48,28 @@ def test_killed_at_random_moments_it_ends_in_the_pack_of_a_whole_run(source: Pat
     assert begin(source, folders[0]).wait() == 0, (tmp_path / "whole.log").read_text()
     generator, kills = random.Random(SEED), 0
     print(f"MOE_PACK_SEED={SEED} MOE_PACK_KILLS={NUM_KILLS}")  # noqa: T201  # pytest shows it with a failure
-    while kills < NUM_KILLS + 1:
-        process = begin(source, folders[1])
-        if kills == NUM_KILLS:  # the last time after the first plan: what follows must not depend on it
-            await_text("attempt 1:", tmp_path / "killed.log", process)
+    log = tmp_path / "killed.log"
+    for number in range(NUM_KILLS + 1):
+        num_seen = len(log.read_text()) if log.exists() else 0
+        process, seconds = begin(source, folders[1]), generator.uniform(3, 12)
+        if number == NUM_KILLS:  # the last time after a plan: what follows must not depend on it
+            await_attempt(log, num_seen, process)
+            seconds = 0.1
         try:
-            assert process.wait(generator.uniform(3, 12) if kills < NUM_KILLS else 0.1) == 0
+            assert process.wait(seconds) == 0, log.read_text()
             break
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
             kills += 1
     assert kills > 0
-    assert begin(source, folders[1]).wait() == 0, (tmp_path / "killed.log").read_text()
+    assert begin(source, folders[1]).wait() == 0, log.read_text()
     whole, killed = (folder_bytes(folder) for folder in folders)
-    different = sorted(name for name in whole | killed if whole.get(name) != killed.get(name))
+    different = different_files(killed, whole)
     for name in different:  # which numbers, and after which stages it was killed, tells why
         old, new = (np.frombuffer(files.get(name, b""), np.uint8) for files in (whole, killed))
         places = np.flatnonzero(old != new) if len(old) == len(new) else []
         print(name, len(old), len(new), len(places), places[:20])  # noqa: T201  # pytest shows it with a failure
         if name.endswith(".json"):
             print(whole.get(name, b"").decode(), killed.get(name, b"").decode())  # noqa: T201  # likewise
-    assert different == [], (tmp_path / "killed.log").read_text()
+    assert different == [], log.read_text()
