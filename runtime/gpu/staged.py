@@ -20,10 +20,11 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.layout import DenseLayout
 from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels
 from moe_pack.runtime.gpu.device import Device, StreamMark
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection
+from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, ExpertKind, LayerTables
 from moe_pack.runtime.gpu.staged_store import GpuExpert, GpuExpertStore
 from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import Matrix, Operations

@@ -27,7 +27,7 @@ from torch import Tensor
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, Pack, PackError, PackLayout
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.runtime.gpu.device import ChunkRing, Device, HostArena, RowRange, StreamMark
-from moe_pack.runtime.gpu.kernels.cache import ExpertKind, LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import ExpertKind, LayerTables, kind_of
 from moe_pack.runtime.gpu.weights import down_biases
 from moe_pack.runtime.offload import ExpertKey, Reads, best_page_bytes
 from moe_pack.runtime.offload.expert_store import RunningShares

@@ -20,19 +20,16 @@ from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena
 from moe_pack.runtime.gpu.kernels.cache import (
     NUM_PROGRAMS,
     CacheState,
-    ExpertKind,
-    HostRows,
-    LayerTables,
     Selection,
     gather_records_from_host,
     gather_selectors_from_host,
-    kind_of,
     lru_update,
 )
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import ExpertKind, HostRows, LayerTables, kind_of
 from moe_pack.runtime.gpu.placement import GpuPlacement
 from moe_pack.runtime.model import (
     ExpertRunner,

@@ -7,7 +7,8 @@ import torch
 
 from moe_pack.formats import ExpertLayout, part_format
 from moe_pack.formats.layout import row_layout
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, CacheState, HostRows, LayerTables, Selection, kind_of
+from moe_pack.runtime.gpu.kernels.cache import CacheState, Selection
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, HostRows, LayerTables, kind_of
 
 CPU = torch.device("cpu")
 

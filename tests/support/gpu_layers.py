@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from random_experts import RandomExpert, Shape, random_expert
 
-from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
 
 
 @dataclass(frozen=True, slots=True)

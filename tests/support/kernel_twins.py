@@ -4,17 +4,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.gpu.kernels.cache import (
-    BYTES,
-    HITS,
-    NEEDED,
-    ROWS,
-    SELECT_BLOCK,
-    CacheState,
-    HostRows,
-    LayerTables,
-    Selection,
-)
+from moe_pack.runtime.gpu.kernels.cache import BYTES, HITS, NEEDED, ROWS, CacheState, Selection
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, HostRows, LayerTables
 from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
 

@@ -8,10 +8,10 @@ from named_formats import Name, gpt_oss_layout, label, named_expert, named_forma
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

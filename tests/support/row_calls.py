@@ -8,11 +8,12 @@ from named_formats import Name, gpt_oss_layout, label, named_expert, named_forma
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.runtime.gpu.kernels.cache import LayerTables, Selection, kind_of
+from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
 
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 

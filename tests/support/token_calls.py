@@ -20,12 +20,9 @@ from moe_pack.runtime.gpu.kernels.attention import (
 )
 from moe_pack.runtime.gpu.kernels.cache import (
     CacheState,
-    HostRows,
-    LayerTables,
     Selection,
     gather_records_from_host,
     gather_selectors_from_host,
-    kind_of,
     lru_update,
 )
 from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
@@ -33,6 +30,7 @@ from moe_pack.runtime.gpu.kernels.experts import route
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, kind_of
 from moe_pack.runtime.model.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import DenseLayout
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection, StoredPart
+from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.rows import RowPart
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, ExpertKind, LayerTables, StoredPart
 from moe_pack.runtime.gpu.staged import TritonOps
 from moe_pack.runtime.model import NEURONS, TORCH, Matrix, running
 from moe_pack.runtime.model.pack_weights import stored_matrix

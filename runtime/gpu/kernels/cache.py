@@ -14,91 +14,19 @@ in the tables, so that a row crosses the link once while its expert keeps its pa
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, part_of
-
-SELECT_BLOCK = 64  # neurons that are selected and listed together
-# Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
-# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
-PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
-
-
-class StoredPart(NamedTuple):
-    """A matrix of an expert: whether it is in selector rows or in records, its part of the row, and its format."""
-
-    in_selector: bool
-    part: RowPart
-    format: PartFormat
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertKind:
-    """One way in which experts are stored and run; a layer of mixed widths has several.
-
-    `function`: of the neurons.   `gate`: None if the family has none.   `selector_units`, `record_units`: the bytes of
-    a row, divided by 16.
-    """
-
-    selector: Selector
-    function: NeuronFunction
-    gate: StoredPart | None
-    up: StoredPart
-    down: StoredPart
-    num_rows: int
-    num_cols: int
-    selector_units: int
-    record_units: int
-
-
-def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> ExpertKind:
-    """Returns the kind of an expert with this layout."""
-
-    def stored(matrix: Matrix) -> StoredPart | None:
-        place = layout.find(matrix)
-        if place is None:
-            return None
-        rows, part, _ = place
-        return StoredPart(rows is layout.selector, part_of(rows, matrix), part.format)
-
-    up, down = stored("up"), stored("down")
-    assert up is not None and down is not None, "every expert has up and down"
-    return ExpertKind(
-        selector=selector,
-        function=function,
-        gate=stored("gate"),
-        up=up,
-        down=down,
-        num_rows=layout.num_rows,
-        num_cols=layout.records.num_cols,
-        selector_units=layout.selector.row_bytes // 16 if layout.selector else 0,
-        record_units=layout.records.row_bytes // 16,
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerTables:
-    """Where the rows of a layer's experts lie; all tensors are on one device.
-
-    `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
-    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored.
-    `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
-    `down_bias`: float32 [E, d], contiguous, if experts have one.
-    """
-
-    arena: Tensor
-    selector_at: Tensor | None
-    record_at: Tensor
-    kind: Tensor
-    thresholds: Tensor
-    kinds: tuple[ExpertKind, ...]
-    down_bias: Tensor | None = None
+from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
+from moe_pack.runtime.gpu.kernels.tables import (
+    PER_LAYER,
+    SELECT_BLOCK,
+    HostRows,
+    LayerTables,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -389,18 +317,6 @@ def _lru_update_kernel(
 # Four for each multiprocessor of the largest GPU today; the link is slower than all of them.
 NUM_PROGRAMS = 4 if INTERPRETED else 528
 _TILE_WORDS = 2048  # that a program loads at once: 16 a thread
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostRows:
-    """A layer's experts in host memory.
-
-    `rows`: u8, all their extents, on the host, page-locked if the tables are on a GPU; the first byte is at a multiple
-    of 128.   `extent_at`: int64 [E], on the tables' device, where each extent begins, in units of 16 bytes.
-    """
-
-    rows: Tensor
-    extent_at: Tensor
 
 
 def gather_selectors_from_host(

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.gpu.kernels.cache import PER_LAYER, SELECT_BLOCK, ExpertKind, LayerTables, Selection, StoredPart
+from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
 from moe_pack.runtime.gpu.kernels.matmul import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.gpu.kernels.products import (
@@ -50,6 +50,7 @@ from moe_pack.runtime.gpu.kernels.rows import (
     lookup_for,
     sum_tile,
 )
+from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, SELECT_BLOCK, ExpertKind, LayerTables, StoredPart
 from moe_pack.runtime.model.router import least_sum
 
 _SOFTMAX_TOPK, _TOPK_SOFTMAX, _SIGMOID_TOPK, _SPARSEMIXER = (tl.constexpr(kind) for kind in range(4))

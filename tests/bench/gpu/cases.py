@@ -52,8 +52,6 @@ from moe_pack.runtime.gpu.kernels.attention import (
     leave_latent,
 )
 from moe_pack.runtime.gpu.kernels.cache import (
-    SELECT_BLOCK,
-    LayerTables,
     Selection,
     gather_records_from_host,
     gather_selectors_from_host,
@@ -65,6 +63,7 @@ from moe_pack.runtime.gpu.kernels.experts import route as route_kernel
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, LayerTables
 from moe_pack.runtime.model import (
     NEURONS,
     TORCH,

@@ -39,18 +39,9 @@ from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.layout import row_layout as layout_of_rows
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, CudaDevice, Device, RowRange
-from moe_pack.runtime.gpu.kernels.cache import (
-    NUM_PROGRAMS,
-    SELECT_BLOCK,
-    CacheState,
-    HostRows,
-    LayerTables,
-    Selection,
-    gather_records_from_host,
-    kind_of,
-    lru_update,
-)
+from moe_pack.runtime.gpu.kernels.cache import NUM_PROGRAMS, CacheState, Selection, gather_records_from_host, lru_update
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, HostRows, LayerTables, kind_of
 
 _GROUP = 64
 Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, NeuronFunction, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, Selection
+from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
+from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK
 from moe_pack.runtime.model import Activations, activations, run_expert
 
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t4", "t5", "t8")

@@ -11,8 +11,8 @@ from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_form
 from moe_pack.formats.plan import FP8
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.gpu.kernels import experts as under_test
-from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
 from moe_pack.runtime.model import activations, run_expert
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart.

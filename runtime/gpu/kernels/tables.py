@@ -1,0 +1,174 @@
+"""How experts lie in a GPU's memory, and which of a token's neurons run: what the kernels for experts share.
+
+`LayerTables` say where each row of a layer's experts lies in an arena. The host alone writes them, between tokens.
+`RunningNeurons` are the lists that `neurons.select` and `neurons.compact` write for one token: of the running neurons,
+those whose records are in the arena, those that are pulled from host memory, and those that the CPU computes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
+
+SELECT_BLOCK = 64  # neurons that are selected and listed together
+# Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
+# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
+PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
+
+
+class StoredPart(NamedTuple):
+    """A matrix of an expert: whether it is in selector rows or in records, its part of the row, and its format."""
+
+    in_selector: bool
+    part: RowPart
+    format: PartFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """One way in which experts are stored and run; a layer of mixed widths has several.
+
+    `function`: of the neurons.   `gate`: None if the family has none.   `selector_units`, `record_units`: the bytes of
+    a row, divided by 16.
+    """
+
+    selector: Selector
+    function: NeuronFunction
+    gate: StoredPart | None
+    up: StoredPart
+    down: StoredPart
+    num_rows: int
+    num_cols: int
+    selector_units: int
+    record_units: int
+
+
+def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> ExpertKind:
+    """Returns the kind of an expert with this layout."""
+
+    def stored(matrix: Matrix) -> StoredPart | None:
+        place = layout.find(matrix)
+        if place is None:
+            return None
+        rows, part, _ = place
+        return StoredPart(rows is layout.selector, part_of(rows, matrix), part.format)
+
+    up, down = stored("up"), stored("down")
+    assert up is not None and down is not None, "every expert has up and down"
+    return ExpertKind(
+        selector=selector,
+        function=function,
+        gate=stored("gate"),
+        up=up,
+        down=down,
+        num_rows=layout.num_rows,
+        num_cols=layout.records.num_cols,
+        selector_units=layout.selector.row_bytes // 16 if layout.selector else 0,
+        record_units=layout.records.row_bytes // 16,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTables:
+    """Where the rows of a layer's experts lie; all tensors are on one device.
+
+    `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
+    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored.
+    `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
+    `down_bias`: float32 [E, d], contiguous, if experts have one.
+    """
+
+    arena: Tensor
+    selector_at: Tensor | None
+    record_at: Tensor
+    kind: Tensor
+    thresholds: Tensor
+    kinds: tuple[ExpertKind, ...]
+    down_bias: Tensor | None = None
+
+
+HERE, PULLED, LEFT = range(3)  # places in `RunningNeurons.totals`
+WHOLE = -1  # in `LeftToCpu.counts`: the CPU selects and computes the whole expert
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningNeurons:
+    """Which neurons of a token's k experts run, and where their records are; allocated once, on the device.
+
+    `a`: float32 [k, f], the selector's activations.   `blocks`: int32 [k, f]; the running neurons of each block of
+    `SELECT_BLOCK` stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
+    and how many of these have no record in the arena.   `neurons`, `units`: int32 [k, f], the neurons that the GPU
+    computes, and the offset of each one's record in units of 16 bytes: `totals[:, HERE]` of them, then
+    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 3]; the last, LEFT, is left to the CPU.
+    """
+
+    a: Tensor
+    blocks: Tensor
+    counts: Tensor
+    neurons: Tensor
+    units: Tensor
+    totals: Tensor
+
+    @classmethod
+    def allocate(cls, k: int, num_rows: int, device: torch.device) -> "RunningNeurons":
+        """Allocates for k experts with so many neurons."""
+        num_blocks = -(-num_rows // SELECT_BLOCK)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(
+            a=torch.zeros((k, num_rows), device=device),
+            blocks=numbers(k, num_rows),
+            counts=numbers(2, k, num_blocks),
+            neurons=numbers(k, num_rows),
+            units=numbers(k, num_rows),
+            totals=numbers(k, 3),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """Where a layer's pulled records go, in units of 16 bytes from the beginning of the arena.
+
+    The first records of the token's p-th expert go to `slots[p]`, int32 [k, S] on the device, and stay there until the
+    host says otherwise. The others go to the scratch memory, which the next layer overwrites: record `j` of them all
+    to `scratch_at + (p * f + j) * slot_units`. `scratch_at` is -1 if there is none.
+    """
+
+    slots: Tensor
+    scratch_at: int
+    slot_units: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeftToCpu:
+    """What a GPU leaves to the CPU of a token's k experts of one layer, in page-locked memory that both see.
+
+    `counts`: int32 [k], neurons that the CPU computes, or WHOLE.   `neurons`: int32 [k, f], these neurons, rising.
+    `a`: float32 [k, f], the selector's activations of these neurons, in the same order; not written if no selector is
+    stored.   `pulled_counts`: int32 [k], how many records were pulled into the landing's slots.   `pulled`: int32
+    [k, S], the neuron whose record is in each slot.
+    """
+
+    counts: Tensor
+    neurons: Tensor
+    a: Tensor
+    pulled_counts: Tensor
+    pulled: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostRows:
+    """A layer's experts in host memory.
+
+    `rows`: u8, all their extents, on the host, page-locked if the tables are on a GPU; the first byte is at a multiple
+    of 128.   `extent_at`: int64 [E], on the tables' device, where each extent begins, in units of 16 bytes.
+    """
+
+    rows: Tensor
+    extent_at: Tensor
