@@ -13,12 +13,14 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "runtime/cpu/native"
 SOURCES = (
     "module",
+    "module_host",
     "module_layers",
     "module_reads",
     "module_search",
     "experts",
     "steps",
     "job",
+    "host_share",
     "tiles",
     "rows",
     "attention",

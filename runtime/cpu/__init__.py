@@ -1,5 +1,6 @@
 """The native CPU kernels."""
 
+from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers, HostShareCounts
 from moe_pack.runtime.cpu.kernels import (
     MAX_ODD_FACTOR,
     ExpertRows,
@@ -25,6 +26,9 @@ __all__ = [
     "MAX_ODD_FACTOR",
     "ExpertRows",
     "ExpertWork",
+    "HostShare",
+    "HostShareBuffers",
+    "HostShareCounts",
     "Kernels",
     "MapCutError",
     "PagedRows",

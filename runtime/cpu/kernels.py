@@ -362,6 +362,12 @@ class Kernels:
         self._call("gather", rows, rows.shape[1], places, gathered)
         return gathered
 
+    def open_share(self, layers: Sequence[Sequence[ExpertRows]], buffers: Sequence[NDArray[Any]]) -> object:
+        """Opens the native side of `HostShare` for the experts of each layer and the arrays of its buffers."""
+        experts = [(rows.layout, rows.selector, rows.records, rows.threshold) for layer in layers for rows in layer]
+        num_experts = np.array([len(layer) for layer in layers], np.int32)
+        return self._call("open_share", experts, num_experts, *buffers)
+
     def _call(self, name: str, *arguments: object) -> Any:
         assert _native is not None and self._pool is not None, "kernels are open"
         try:

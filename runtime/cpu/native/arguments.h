@@ -16,6 +16,7 @@
 namespace moe_pack {
 
 constexpr size_t kMaxTokens = 1 << 30;  // and places: what counts them is of 32 bits
+constexpr size_t kMaxExperts = 1 << 20;
 constexpr const char* kPoolName = "moe_pack.runtime.cpu._native.Pool";
 
 extern PyObject* cut_error;  // MapCutError
@@ -86,6 +87,31 @@ inline bool count_tokens(const char* name, size_t num_values, size_t d, int32_t*
     if (num_values / d > kMaxTokens) return refuse(name, "too many tokens") != nullptr;
     *num_tokens = (int32_t)(num_values / d);
     return has_size(name, num_values, *num_tokens * d);
+}
+
+inline bool take_layout(PyObject* from, ExpertLayout* layout) {
+    Copied<int32_t> numbers;
+    if (!numbers.take(from, "layout")) return false;
+    const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
+    return fault == nullptr || refuse("layout", fault) != nullptr;
+}
+
+// The tuples of a list, taken one by one.
+template <class Given, class Take>
+bool take_each(PyObject* list, const char* name, std::vector<Given>& held, const Take& take) {
+    size_t count = PyList_Size(list);
+    if (count > kMaxExperts) return refuse(name, "too many") != nullptr;
+    held = std::vector<Given>(count);
+    for (size_t i = 0; i < count; i++) {
+        PyObject* tuple = PyList_GetItem(list, i);
+        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse(name, "expected tuples") != nullptr;
+        // Ours while it is read: numbers may be objects whose conversion changes the list.
+        Py_INCREF(tuple);
+        bool taken = take(held[i], tuple);
+        Py_DECREF(tuple);
+        if (!taken) return false;
+    }
+    return true;
 }
 
 inline Pool* pool_of(PyObject* capsule) { return static_cast<Pool*>(PyCapsule_GetPointer(capsule, kPoolName)); }

@@ -39,6 +39,8 @@ void run_many(Job& job, int number, int next_item, int worker) {
 }
 
 bool run_records(Job& job) {
+    for (int32_t c = 0; c < job.num_calls; c++)
+        if (int32_t* num_read = job.calls[c].work->num_read) *num_read += job.calls[c].num_neurons;
     share_records(job);
     if (job.no_memory) return true;
     return job.many ? job.run<run_many>(job.num_items) : job.run<run_few>(job.num_items);
@@ -54,8 +56,10 @@ Call call_of(const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     if (work.neurons != nullptr) {
         size_t first = (size_t)first_token * work.layout->num_rows;
         call.is_selected = true;
-        call.a = const_cast<float*>(work.a) + first;
-        call.runs = const_cast<uint8_t*>(work.runs) + first;
+        if (has_selector(*work.layout)) {
+            call.a = const_cast<float*>(work.a) + first;
+            call.runs = const_cast<uint8_t*>(work.runs) + first;
+        }
         call.neurons = const_cast<int32_t*>(work.neurons);
         call.num_neurons = work.num_neurons;
     }
@@ -69,8 +73,8 @@ void list_given(Job& job, Call& call) {
     call.neurons = job.take<int32_t>(work.num_neurons);
     call.num_neurons = 0;
     for (int32_t k = 0; !job.no_memory && k < work.num_neurons; k++) {
-        uint8_t any = 0;
-        for (int32_t t = 0; t < call.num_tokens; t++) any |= call.runs[t * f + work.neurons[k]];
+        uint8_t any = call.runs == nullptr;
+        for (int32_t t = 0; t < call.num_tokens && call.runs; t++) any |= call.runs[t * f + work.neurons[k]];
         call.neurons[call.num_neurons] = work.neurons[k];
         call.num_neurons += any != 0;
     }

@@ -23,12 +23,13 @@ struct ExpertWork {
     const float* weights;
     const int64_t* outputs = nullptr;
     Rows extra = {};  // one row: what is added to each token's output; where the layout has it
-    // What the selector told of these tokens, [tokens, f], and the neurons that run for any of them, rising, at most:
-    // no other record is read. Null: the selector is asked.
+    // What the selector told of these tokens, [tokens, f] (null without a selector), and the neurons that run for any of
+    // them, rising, at most: no other record is read. `neurons` is null: the selector is asked.
     const float* a = nullptr;
     const uint8_t* runs = nullptr;
     const int32_t* neurons = nullptr;
     int32_t num_neurons = 0;
+    int32_t* num_read = nullptr;  // if given, the number of records that are read is added to it
 };
 
 // y[output] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].

@@ -1,10 +1,12 @@
 // The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, the
-// reading of files in module_reads.cpp, and the search for codes in module_search.cpp.
+// host's share of a GPU's experts in module_host.cpp, the reading of files in module_reads.cpp, and the search for codes
+// in module_search.cpp.
 #include <cstring>
 
 #include "arguments.h"
 #include "extent.h"
 #include "guard.h"
+#include "module_host.h"
 #include "module_layers.h"
 #include "module_reads.h"
 #include "module_search.h"
@@ -21,14 +23,6 @@ namespace {
 using namespace moe_pack;
 
 constexpr int kMaxThreads = 1024;
-constexpr size_t kMaxExperts = 1 << 20;
-
-bool take_layout(PyObject* from, ExpertLayout* layout) {
-    Copied<int32_t> numbers;
-    if (!numbers.take(from, "layout")) return false;
-    const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
-    return fault == nullptr || refuse("layout", fault) != nullptr;
-}
 
 // ---- pool ---------------------------------------------------------------------------------------------------------
 
@@ -213,24 +207,6 @@ struct GivenExpert {
         return work;
     }
 };
-
-// The tuples of a list, taken one by one.
-template <class Given, class Take>
-bool take_each(PyObject* list, const char* name, std::vector<Given>& held, const Take& take) {
-    size_t count = PyList_Size(list);
-    if (count > kMaxExperts) return refuse(name, "too many") != nullptr;
-    held = std::vector<Given>(count);
-    for (size_t i = 0; i < count; i++) {
-        PyObject* tuple = PyList_GetItem(list, i);
-        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse(name, "expected tuples") != nullptr;
-        // Ours while it is read: numbers may be objects whose conversion changes the list.
-        Py_INCREF(tuple);
-        bool taken = take(held[i], tuple);
-        Py_DECREF(tuple);
-        if (!taken) return false;
-    }
-    return true;
-}
 
 PyObject* experts(PyObject*, PyObject* arguments) {
     PyObject *capsule, *given, *inputs, *outputs;
@@ -557,6 +533,16 @@ PyMethodDef methods[] = {
     {"read_stats", caught<read_stats>, METH_VARARGS,
      "read_stats(reader) -> (bytes_urgent, bytes_ahead, num_reads, busy_ns)"},
     {"close_reader", caught<close_reader>, METH_VARARGS, "close_reader(reader)"},
+    {"open_share", caught<open_share>, METH_VARARGS,
+     "open_share(pool, [(layout, selector, records, threshold)], num_experts, x, weights, experts, counts, neurons, a, "
+     "y) -> capsule"},
+    {"run_share", caught<run_share>, METH_VARARGS, "run_share(share, layer)"},
+    {"share_function", caught<share_function>, METH_VARARGS,
+     "share_function(share, layer) -> (function address, argument address)"},
+    {"share_counts", caught<share_counts>, METH_O,
+     "share_counts(share) -> (experts, neurons, record_bytes, busy_ns)"},
+    {"take_share_fault", caught<take_share_fault>, METH_O,
+     "take_share_fault(share) -> None | (fault, layer, place)"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -3,16 +3,12 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <exception>
 
 #include "guard.h"
 
 namespace moe_pack {
 namespace {
-
-// Longer than what lies between two jobs of a layer, shorter than anybody notices.
-constexpr auto kSpin = std::chrono::microseconds(100);
 
 constexpr int kSpinsBeforeYield = 4000;
 
@@ -106,7 +102,7 @@ void Pool::take_items(int worker) {
 void Pool::serve(int worker) {
     uint32_t done = 0;
     while (true) {
-        auto until = std::chrono::steady_clock::now() + kSpin;
+        auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
         while (job_ == done && std::chrono::steady_clock::now() < until) pause();
         if (job_ == done) {
             std::unique_lock<std::mutex> lock(threads_.sleep);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -32,6 +33,11 @@ class Pool {
     // The same by this thread alone: as `run` does in a forked child.
     bool run_alone(int count, Work work, void* context);
 
+    // After an operation the threads wait spinning for so long before they sleep. `kSpin` is longer than what lies
+    // between two operations of a layer, and shorter than anybody notices.
+    static constexpr std::chrono::microseconds kSpin{100};
+    void spin_for(std::chrono::microseconds time) { spin_us_ = time.count(); }
+
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const { return kernels_; }
 
@@ -59,6 +65,7 @@ class Pool {
     Arena arena_;
     std::atomic<uint32_t> job_{0};
     std::atomic<int> asleep_{0}, next_item_{0}, at_work_{0};
+    std::atomic<int64_t> spin_us_{kSpin.count()};
     std::atomic<bool> open_{false}, stop_{false}, cut_{false};
     int count_ = 0;
     Work work_ = nullptr;

@@ -1,0 +1,127 @@
+"""The host's share of a GPU's experts: what the GPU leaves to the CPU of a token, computed by native code.
+
+For every MoE layer of a token the GPU writes to page-locked memory which experts and neurons the CPU computes
+(`runtime/gpu/kernels/tables.py`, `LeftToCpu`). `HostShare` gives CUDA a function to call there
+(`cudaLaunchHostFunc`): it computes these neurons with the threads of the CPU kernels and writes their weighted sum,
+without Python. Nothing that the GPU writes is trusted; a fault makes the layer's output zero, and `check` raises it.
+Its twin in plain torch is `runtime/model/expert.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import RunError
+from moe_pack.runtime.cpu.kernels import ExpertRows, Kernels, MapCutError
+
+try:
+    import moe_pack.runtime.cpu._native as _native
+except ImportError:  # then there are no kernels either
+    _native = None  # type: ignore[assignment]  # a module or nothing
+
+_CUT = 4  # of ShareFault in host_share.h
+_FAULTS = {
+    1: "the GPU asked the CPU for an expert that does not exist",
+    2: "the GPU asked the CPU for more neurons than the expert has",
+    3: "the GPU gave the CPU neurons that are not in rising order, or not the expert's",
+    5: "there is no memory for the CPU's part of the experts; free some memory",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostShareBuffers:
+    """The memory through which a GPU and the CPU exchange a token's experts, on the host, page-locked with a GPU.
+
+    For d columns, k experts of a token, L MoE layers and lists of f neurons; all contiguous.
+
+    Shared by all layers, `x`: float32 [d], the experts' input.   `weights`: float32 [k], the router's.   `experts`:
+    int32 [k].   `a`: float32 [k, f], the selector's activations of the listed neurons, in the order of the list; not
+    read for experts without a selector.   `y`: float32 [d], written: the sum over the experts of weight * output of
+    their listed neurons.
+    Of each layer, `counts`: int32 [L, k], how many neurons the list has, or `tables.WHOLE`.   `neurons`: int32
+    [L, k, f], the list, rising.
+    """
+
+    x: Tensor
+    weights: Tensor
+    experts: Tensor
+    counts: Tensor
+    neurons: Tensor
+    a: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        num_layers, k, f = self.neurons.shape
+        shapes = {
+            "x": (torch.float32, self.y.shape),
+            "weights": (torch.float32, (k,)),
+            "experts": (torch.int32, (k,)),
+            "counts": (torch.int32, (num_layers, k)),
+            "neurons": (torch.int32, (num_layers, k, f)),
+            "a": (torch.float32, (k, f)),
+            "y": (torch.float32, (self.y.numel(),)),
+        }
+        for name, (dtype, shape) in shapes.items():
+            tensor: Tensor = getattr(self, name)
+            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.is_cuda:
+                expected = f"expected contiguous {dtype} {list(shape)} on the host"
+                raise ValueError(f"{name}: found {tensor.dtype} {list(tensor.shape)} on {tensor.device}, {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class HostShareCounts:
+    """What a share has computed since it was opened; `busy_ns`: nanoseconds of layers in which the CPU had work."""
+
+    num_experts: int
+    num_neurons: int
+    record_bytes: int
+    busy_ns: int
+
+
+class HostShare:
+    """The experts of all MoE layers, and what a GPU leaves to the CPU of them.
+
+    Keeps references to the rows, the buffers and the threads. No CUDA graph may call its functions after `close`.
+    Args:    kernels: whose threads compute.   layers: for each MoE layer the rows of its experts, each in one piece.
+             The row of extra values (the bias of down) is not added: the GPU adds it.
+    """
+
+    def __init__(self, kernels: Kernels, layers: Sequence[Sequence[ExpertRows]], buffers: HostShareBuffers) -> None:
+        of = buffers
+        tensors = (of.x, of.weights, of.experts, of.counts, of.neurons, of.a, of.y)
+        self._share: object = kernels.open_share(layers, [each.numpy() for each in tensors])
+
+    def run(self, layer_idx: int) -> None:
+        """Computes a layer's share now, in this thread and those of the kernels."""
+        _native.run_share(self._opened(), layer_idx)
+
+    def function(self, layer_idx: int) -> tuple[int, int]:
+        """Returns the addresses of a C function `void (void*)` that computes a layer's share, and of its argument."""
+        return _native.share_function(self._opened(), layer_idx)
+
+    def counts(self) -> HostShareCounts:
+        """Returns what was computed since the share was opened."""
+        return HostShareCounts(*_native.share_counts(self._opened()))
+
+    def check(self) -> None:
+        """Raises the first fault since the last check, if there was one.
+
+        Raises:  MapCutError if rows are mapped from a file that was cut; RunError for what a GPU asked wrongly.
+        """
+        found = _native.take_share_fault(self._opened())
+        if found is None:
+            return
+        fault, layer_idx, place_idx = found
+        if fault == _CUT:
+            raise MapCutError("a file was cut while its map was read")
+        raise RunError(f"MoE layer {layer_idx}, expert {place_idx} of the token: {_FAULTS[fault]}")
+
+    def close(self) -> None:
+        """Ends the share and gives back the references."""
+        self._share = None
+
+    def _opened(self) -> object:
+        assert self._share is not None, "the share is open"
+        return self._share

@@ -1,0 +1,156 @@
+#include "module_host.h"
+
+#include <memory>
+
+#include "host_share.h"
+
+namespace moe_pack {
+namespace {
+
+constexpr const char* kShareName = "moe_pack.runtime.cpu._native.HostShare";
+constexpr size_t kMaxLayers = 1 << 16;
+
+// An expert of a layer, with the rows it borrows.
+struct GivenShareExpert {
+    ShareExpert expert;
+    Buffer<const uint8_t> selector, records;
+
+    bool take(PyObject* tuple, int32_t d, size_t f) {
+        PyObject *numbers, *selector_rows, *record_rows;
+        ExpertLayout& layout = expert.layout;
+        if (!PyArg_ParseTuple(tuple, "OOOf:expert", &numbers, &selector_rows, &record_rows, &expert.threshold))
+            return false;
+        if (!take_layout(numbers, &layout) || !selector.take(selector_rows, "selector") ||
+            !records.take(record_rows, "records"))
+            return false;
+        if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x") != nullptr;
+        if ((size_t)layout.num_rows > f) return refuse("layout", "more neurons than a list has space for") != nullptr;
+        const size_t selector_bytes = layout.selector == Selector::none ? 0 : layout.selector_bytes();
+        layout.extra_row_bytes = 0;  // the GPU adds the row
+        expert.selector = Rows(selector.values());
+        expert.records = Rows(records.values());
+        return has_size("selector", selector.size(), selector_bytes) &&
+               has_size("records", records.size(), layout.records_bytes());
+    }
+};
+
+// A share and all that it borrows. The share goes first.
+struct GivenShare {
+    PyObject* pool = nullptr;
+    std::vector<GivenShareExpert> experts;
+    Buffer<const float> x, weights, a;
+    Buffer<const int32_t> chosen, counts, neurons;
+    Buffer<float> y;
+    std::unique_ptr<HostShare> share;
+
+    ~GivenShare() {
+        share.reset();
+        Py_XDECREF(pool);
+    }
+    bool take(PyObject* const* from) {
+        return x.take(from[0], "x") && weights.take(from[1], "weights") && chosen.take(from[2], "experts") &&
+               counts.take(from[3], "counts") && neurons.take(from[4], "neurons") && a.take(from[5], "a") &&
+               y.take(from[6], "y", true);
+    }
+    // Whether all sizes fit `num_layers`; those that follow from them are set.
+    bool fit(size_t num_layers, ShareSizes* sizes) const {
+        const size_t d = x.size(), k = weights.size();
+        if (d < 1 || d > (size_t)kMaxCols) return refuse("x", "sizes out of range") != nullptr;
+        if (k < 1 || k > (size_t)kMaxShareExperts) return refuse("weights", "expected 1 to 256") != nullptr;
+        const size_t f = a.size() / k;
+        if (f < 1 || f > (size_t)kMaxRows) return refuse("a", "sizes out of range") != nullptr;
+        *sizes = {(int32_t)d, (int32_t)k, (int32_t)f, (int32_t)num_layers};
+        return has_size("y", y.size(), d) && has_size("experts", chosen.size(), k) && has_size("a", a.size(), k * f) &&
+               has_size("counts", counts.size(), num_layers * k) &&
+               has_size("neurons", neurons.size(), num_layers * k * f);
+    }
+    ShareBuffers buffers() const {
+        return {x.values(),       weights.values(), chosen.values(), counts.values(),
+                neurons.values(), a.values(),       y.values()};
+    }
+};
+
+void free_share(PyObject* capsule) { delete static_cast<GivenShare*>(PyCapsule_GetPointer(capsule, kShareName)); }
+
+HostShare* share_of(PyObject* capsule) {
+    auto* given = static_cast<GivenShare*>(PyCapsule_GetPointer(capsule, kShareName));
+    return given == nullptr ? nullptr : given->share.get();
+}
+
+// The share and the layer of a call.
+HostShare* take_layer(PyObject* arguments, const char* format, int* layer_idx) {
+    PyObject* capsule;
+    if (!PyArg_ParseTuple(arguments, format, &capsule, layer_idx)) return nullptr;
+    HostShare* share = share_of(capsule);
+    if (share == nullptr || (*layer_idx >= 0 && *layer_idx < share->num_layers())) return share;
+    refuse("layer", "there is none of this number");
+    return nullptr;
+}
+
+}  // namespace
+
+PyObject* open_share(PyObject*, PyObject* arguments) {
+    PyObject *pool_capsule, *list, *numbers, *from[7];
+    if (!PyArg_ParseTuple(arguments, "OO!OOOOOOOO:open_share", &pool_capsule, &PyList_Type, &list, &numbers, from,
+                          from + 1, from + 2, from + 3, from + 4, from + 5, from + 6))
+        return nullptr;
+    Pool* pool = pool_of(pool_capsule);
+    Copied<int32_t> num_experts;
+    ShareSizes sizes;
+    auto given = std::make_unique<GivenShare>();
+    if (pool == nullptr || !num_experts.take(numbers, "num_experts") || !given->take(from)) return nullptr;
+    if (num_experts.size() > kMaxLayers) return refuse("num_experts", "too many layers");
+    if (!given->fit(num_experts.size(), &sizes)) return nullptr;
+    auto take = [&](GivenShareExpert& one, PyObject* tuple) { return one.take(tuple, sizes.d, sizes.f); };
+    if (!take_each(list, "experts", given->experts, take)) return nullptr;
+    std::vector<std::vector<ShareExpert>> layers(num_experts.size());
+    size_t next = 0;
+    for (size_t layer_idx = 0; layer_idx < layers.size(); layer_idx++)
+        for (int32_t i = 0; i < num_experts.values()[layer_idx] && next < given->experts.size(); i++)
+            layers[layer_idx].push_back(given->experts[next++].expert);
+    size_t wanted = 0;
+    for (size_t i = 0; i < num_experts.size(); i++) wanted += std::max(num_experts.values()[i], 0);
+    if (!has_size("experts", given->experts.size(), wanted)) return nullptr;
+    given->share = std::make_unique<HostShare>(*pool, sizes, std::move(layers), given->buffers());
+    Py_INCREF(pool_capsule);
+    given->pool = pool_capsule;
+    PyObject* capsule = PyCapsule_New(given.get(), kShareName, free_share);
+    if (capsule != nullptr) given.release();
+    return capsule;
+}
+
+PyObject* run_share(PyObject*, PyObject* arguments) {
+    int layer_idx;
+    HostShare* share = take_layer(arguments, "Oi:run_share", &layer_idx);
+    if (share == nullptr) return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    share->compute(layer_idx);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyObject* share_function(PyObject*, PyObject* arguments) {
+    int layer_idx;
+    HostShare* share = take_layer(arguments, "Oi:share_function", &layer_idx);
+    if (share == nullptr) return nullptr;
+    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)&moe_pack_host_share,
+                         (unsigned long long)(uintptr_t)share->argument(layer_idx));
+}
+
+PyObject* share_counts(PyObject*, PyObject* capsule) {
+    HostShare* share = share_of(capsule);
+    if (share == nullptr) return nullptr;
+    const ShareCounts counts = share->counts();
+    return Py_BuildValue("LLLL", (long long)counts.experts, (long long)counts.neurons, (long long)counts.record_bytes,
+                         (long long)counts.busy_ns);
+}
+
+PyObject* take_share_fault(PyObject*, PyObject* capsule) {
+    HostShare* share = share_of(capsule);
+    if (share == nullptr) return nullptr;
+    const HostShare::Fault found = share->take_fault();
+    if (found.fault == ShareFault::none) Py_RETURN_NONE;
+    return Py_BuildValue("iii", (int)found.fault, (int)found.layer_idx, (int)found.place_idx);
+}
+
+}  // namespace moe_pack
