@@ -58,6 +58,9 @@ void cut_case(Random& random, Pools& pools, Counts& counts);
 // Pools opened, used by several threads, closed; used in a forked child.
 void pool_case(Random& random, Pools& pools, Counts& counts);
 
+// The host's share of a GPU's experts, with right and wrong requests.
+void share_case(Random& random, Pools& pools, Counts& counts);
+
 // Files read by several threads, cancelled, cut, closed while they are.
 void reader_case(Random& random, Pools& pools, Counts& counts);
 

@@ -378,6 +378,34 @@ def call_reader(module: ModuleType, cases: Cases) -> bool:
     return ticket is not None
 
 
+def call_share(module: ModuleType, cases: Cases) -> bool:
+    """Opens a share of the host and runs its layers, with any numbers in what a GPU writes."""
+    k, num_layers, f = cases.number(1, 3), cases.number(1, 3), cases.number(1, 60)
+    num_experts, given = cases.random.integers(1, 4, num_layers).astype(np.int32), list[Any]()
+    for _ in range(num_experts.sum()):
+        cases.f = cases.number(1, f)
+        layout, selector, records, _ = cases.expert()
+        while isinstance(selector, tuple) or isinstance(records, tuple):  # in pages
+            layout, selector, records, _ = cases.expert()
+        one = [layout, selector, records, float(cases.random.normal())]
+        given.append(tuple(cases.tampered(one) if cases.chance(3) else one))
+    asked = [cases.random.integers(-2, 5, shape).astype(np.int32) for shape in (k, (num_layers, k))]
+    lists = np.sort(cases.random.integers(0, 2 * f, (num_layers, k, f)).astype(np.int32), axis=-1)
+    buffers = [cases.floats(cases.d), cases.floats(k), *asked, lists, cases.floats(k, f), cases.floats(cases.d)]
+    arguments = [cases.pools[0], given, num_experts, *buffers]
+    if cases.chance(40):
+        arguments = cases.tampered(arguments)
+    found: list[Any] = []
+    if not attempt(lambda: found.append(module.open_share(*arguments))):
+        return False
+    for name in ("run_share", "share_function", "share_counts", "take_share_fault", "run_share"):
+        layer = [cases.number(0, num_layers - 1)] if name in ("run_share", "share_function") else []
+        right = [*found, *layer]
+        call = right if cases.chance(70) else cases.tampered(right)
+        attempt(lambda name=name, call=call: getattr(module, name)(*call))  # type: ignore[misc]  # bound at once
+    return True
+
+
 def attempt(call: Callable[[], object]) -> bool:
     try:
         call()
@@ -393,6 +421,8 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
         call_while_scribbled(module, cases)
     if cases.chance(10):
         return call_reader(module, cases)
+    if cases.chance(8):
+        return call_share(module, cases)
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()

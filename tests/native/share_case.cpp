@@ -1,0 +1,174 @@
+// The host's share of a GPU's experts: right requests against `run_experts`, and any numbers in what a GPU writes.
+#include <climits>
+#include <thread>
+
+#include "cases.h"
+#include "host_share.h"
+#include "layouts.h"
+
+namespace moe_pack {
+namespace {
+
+// Experts of all layers, with their bytes, and the buffers of a share.
+struct Given {
+    ShareSizes sizes;
+    std::vector<std::vector<ShareExpert>> layers;
+    std::vector<Exact<uint8_t>> rows;
+    Exact<float> x, weights, a, y;
+    Exact<int32_t> experts, counts, neurons;
+
+    Given(Random& random, const ShareSizes& s)
+        : sizes(s),
+          x(random, s.d),
+          weights(random, s.k),
+          a(random, (size_t)s.k * s.f),
+          y(random, s.d),
+          experts(random, s.k),
+          counts(random, (size_t)s.num_layers * s.k),
+          neurons(random, (size_t)s.num_layers * s.k * s.f) {}
+
+    void add_expert(Random& random, const ExpertLayout& layout, size_t layer_idx) {
+        const size_t selector_bytes = layout.selector == Selector::none ? 0 : layout.selector_bytes();
+        rows.emplace_back(random, selector_bytes);
+        const Rows selector(rows.back().get());
+        rows.emplace_back(random, layout.records_bytes());
+        layers[layer_idx].push_back({layout, selector, rows.back().get(), random.pick({0.0f, 0.5f, NAN, INFINITY})});
+    }
+    ShareBuffers buffers() {
+        return {x.get(), weights.get(), experts.get(), counts.get(), neurons.get(), a.get(), y.get()};
+    }
+    int32_t* list(int32_t layer_idx, int32_t p) {
+        return neurons.get() + ((size_t)layer_idx * sizes.k + p) * sizes.f;
+    }
+};
+
+// What a GPU asks for when it is right.
+void ask(Random& random, Given& given, int32_t layer_idx) {
+    const auto& layer = given.layers[layer_idx];
+    for (int32_t p = 0; p < given.sizes.k; p++) {
+        given.experts[p] = (int32_t)random.between(0, (int64_t)layer.size() - 1);
+        const int32_t num_rows = layer[given.experts[p]].layout.num_rows;
+        int32_t* list = given.list(layer_idx, p);
+        int32_t count = 0;
+        const int percent = random.pick({0, 10, 50, 100});
+        for (int32_t i = 0; i < num_rows; i++)
+            if (random.chance(percent)) list[count++] = i;
+        given.counts[(size_t)layer_idx * given.sizes.k + p] = random.chance(30) ? kWholeExpert : count;
+    }
+}
+
+// The same through `run_experts`.
+void run_plainly(Random& random, Pool& pool, Given& given, int32_t layer_idx, Exact<float>& y) {
+    const ShareSizes& sizes = given.sizes;
+    std::vector<ExpertWork> works;
+    std::vector<Exact<float>> a;
+    const std::vector<uint8_t> runs(sizes.f, 1);
+    const int64_t token = 0;
+    for (int32_t p = 0; p < sizes.k; p++) {
+        const int32_t count = given.counts[(size_t)layer_idx * sizes.k + p];
+        if (count == 0) continue;
+        const ShareExpert& expert = given.layers[layer_idx][given.experts[p]];
+        ExpertWork work = {&expert.layout, expert.selector, expert.records,      expert.threshold,
+                           1,              &token,          given.weights.get() + p};
+        if (count != kWholeExpert) {
+            work.neurons = given.list(layer_idx, p);
+            work.num_neurons = count;
+            a.emplace_back(random, sizes.f);
+            for (int32_t i = 0; i < count; i++) a.back()[work.neurons[i]] = given.a[(size_t)p * sizes.f + i];
+            work.a = expert.layout.selector == Selector::none ? nullptr : a.back().get();
+            work.runs = expert.layout.selector == Selector::none ? nullptr : runs.data();
+        }
+        works.push_back(work);
+    }
+    y.fill(0.0f);
+    require(run_experts(pool, works.data(), (int32_t)works.size(), given.x.get(), y.get()) == Outcome::done,
+            "experts of lists are done");
+}
+
+bool is_zero(const Exact<float>& y) {
+    for (size_t i = 0; i < y.size(); i++)
+        if (y[i] != 0.0f) return false;
+    return true;
+}
+
+// Anything in a number that a GPU writes.
+void tamper(Random& random, Given& given, int32_t layer_idx) {
+    const ShareSizes& sizes = given.sizes;
+    const int32_t p = (int32_t)random.between(0, sizes.k - 1);
+    int32_t* places[] = {given.experts.get() + p, given.counts.get() + (size_t)layer_idx * sizes.k + p,
+                         given.list(layer_idx, p) + random.between(0, sizes.f - 1)};
+    int32_t& value = *places[random.between(0, 2)];
+    value = random.chance(50) ? (int32_t)random.next()
+                              : random.pick({INT_MIN, INT_MAX, -2, -1, 0, 1, sizes.f - 1, sizes.f, sizes.f + 1, value ^ 1});
+}
+
+bool is_right(Given& given, int32_t layer_idx) {
+    const auto& layer = given.layers[layer_idx];
+    for (int32_t p = 0; p < given.sizes.k; p++) {
+        const int32_t count = given.counts[(size_t)layer_idx * given.sizes.k + p], expert_idx = given.experts[p];
+        if (count == 0) continue;
+        if (expert_idx < 0 || expert_idx >= (int32_t)layer.size()) return false;
+        const int32_t num_rows = layer[expert_idx].layout.num_rows, *list = given.list(layer_idx, p);
+        if (count == kWholeExpert) continue;
+        if (count < 0 || count > num_rows) return false;
+        for (int32_t i = 0; i < count; i++)
+            if (list[i] < 0 || list[i] >= num_rows || (i && list[i] <= list[i - 1])) return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+void share_case(Random& random, Pools& pools, Counts& counts) {
+    Sizes sizes = random_sizes(random);
+    sizes.num_tokens = 1;
+    const size_t set_idx = pools.any_set(random);
+    Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
+    const auto num_layers = (int32_t)random.between(1, 3);
+    const ShareSizes share_sizes = {sizes.num_cols, (int32_t)random.between(1, 4),
+                                    sizes.num_rows + (int32_t)random.between(0, 3), num_layers};
+    Given given(random, share_sizes);
+    given.layers.resize(num_layers);
+    given.rows.reserve(64);
+    for (int32_t layer_idx = 0; layer_idx < num_layers; layer_idx++)
+        for (int64_t left = random.between(1, 3); left > 0; left--) {
+            Sizes of = sizes;
+            if (left > 1) of.num_rows = (int32_t)random.between(1, sizes.num_rows);
+            Numbers numbers = random_expert(random, of);
+            while (numbers.tampered) numbers = random_expert(random, of);
+            ExpertLayout layout;
+            require(read_expert_layout(numbers.values.data(), numbers.values.size(), &layout) == nullptr, "a layout");
+            layout.extra_row_bytes = 0;
+            given.add_expert(random, layout, layer_idx);
+        }
+    random.chance(50) ? fill_inputs(random, given.x.get(), given.x.size()) : fill_wild(random, given.x.get(), given.x.size());
+    fill_inputs(random, given.weights.get(), given.weights.size());
+    fill_inputs(random, given.a.get(), given.a.size());
+    HostShare share(several, share_sizes, given.layers, given.buffers());
+    Exact<float> expected(random, share_sizes.d);
+    for (int round = 0; round < 4; round++) {
+        const auto layer_idx = (int32_t)random.between(0, num_layers - 1);
+        ask(random, given, layer_idx);
+        for (int64_t times = random.chance(50) ? random.between(1, 3) : 0; times > 0; times--) tamper(random, given, layer_idx);
+        if (random.chance(50))
+            share.compute(layer_idx);
+        else
+            std::thread(moe_pack_host_share, share.argument(layer_idx)).join();
+        const HostShare::Fault fault = share.take_fault();
+        const bool right = is_right(given, layer_idx);
+        right ? counts.accepted++ : counts.refused++;
+        require(right == (fault.fault == ShareFault::none), "what is wrong is a fault, and nothing else");
+        require(right || (fault.layer_idx == layer_idx && fault.place_idx < share_sizes.k), "the place of a fault");
+        if (right)
+            run_plainly(random, alone, given, layer_idx, expected);
+        else
+            require(is_zero(given.y), "the output of a fault is zero");
+        if (right) require(given.y.same_bits(expected), "a share has the bits of its experts");
+        require(share.take_fault().fault == ShareFault::none, "a fault is told once");
+    }
+    const ShareCounts computed = share.counts();
+    require(computed.experts >= 0 && computed.neurons >= 0 && computed.record_bytes >= 0 && computed.busy_ns >= 0,
+            "what is counted is not negative");
+}
+
+}  // namespace moe_pack
