@@ -1,5 +1,6 @@
 // The host's share of a GPU's experts: right requests against `run_experts`, and any numbers in what a GPU writes.
 #include <climits>
+#include <deque>
 #include <thread>
 
 #include "cases.h"
@@ -61,8 +62,8 @@ void ask(Random& random, Given& given, int32_t layer_idx) {
 void run_plainly(Random& random, Pool& pool, Given& given, int32_t layer_idx, Exact<float>& y) {
     const ShareSizes& sizes = given.sizes;
     std::vector<ExpertWork> works;
-    std::vector<Exact<float>> a;
-    const std::vector<uint8_t> runs(sizes.f, 1);
+    std::deque<Exact<float>> a;
+    std::deque<Exact<uint8_t>> runs;
     const int64_t token = 0;
     for (int32_t p = 0; p < sizes.k; p++) {
         const int32_t count = given.counts[(size_t)layer_idx * sizes.k + p];
@@ -73,10 +74,14 @@ void run_plainly(Random& random, Pool& pool, Given& given, int32_t layer_idx, Ex
         if (count != kWholeExpert) {
             work.neurons = given.list(layer_idx, p);
             work.num_neurons = count;
-            a.emplace_back(random, sizes.f);
-            for (int32_t i = 0; i < count; i++) a.back()[work.neurons[i]] = given.a[(size_t)p * sizes.f + i];
-            work.a = expert.layout.selector == Selector::none ? nullptr : a.back().get();
-            work.runs = expert.layout.selector == Selector::none ? nullptr : runs.data();
+            if (expert.layout.selector != Selector::none) {
+                work.a = a.emplace_back(random, expert.layout.num_rows).get();
+                work.runs = runs.emplace_back(random, expert.layout.num_rows).get();
+            }
+            for (int32_t i = 0; work.a && i < count; i++) {
+                a.back()[work.neurons[i]] = given.a[(size_t)p * sizes.f + i];
+                runs.back()[work.neurons[i]] = 1;
+            }
         }
         works.push_back(work);
     }

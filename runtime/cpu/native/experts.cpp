@@ -56,7 +56,8 @@ Call call_of(const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     if (work.neurons != nullptr) {
         size_t first = (size_t)first_token * work.layout->num_rows;
         call.is_selected = true;
-        if (has_selector(*work.layout)) {
+        call.listed_a = work.listed_a;
+        if (work.runs != nullptr) {
             call.a = const_cast<float*>(work.a) + first;
             call.runs = const_cast<uint8_t*>(work.runs) + first;
         }
@@ -73,8 +74,8 @@ void list_given(Job& job, Call& call) {
     call.neurons = job.take<int32_t>(work.num_neurons);
     call.num_neurons = 0;
     for (int32_t k = 0; !job.no_memory && k < work.num_neurons; k++) {
-        uint8_t any = call.runs == nullptr;
-        for (int32_t t = 0; t < call.num_tokens && call.runs; t++) any |= call.runs[t * f + work.neurons[k]];
+        uint8_t any = 0;
+        for (int32_t t = 0; t < call.num_tokens; t++) any |= call.runs[t * f + work.neurons[k]];
         call.neurons[call.num_neurons] = work.neurons[k];
         call.num_neurons += any != 0;
     }

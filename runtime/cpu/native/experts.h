@@ -23,12 +23,15 @@ struct ExpertWork {
     const float* weights;
     const int64_t* outputs = nullptr;
     Rows extra = {};  // one row: what is added to each token's output; where the layout has it
-    // What the selector told of these tokens, [tokens, f] (null without a selector), and the neurons that run for any of
-    // them, rising, at most: no other record is read. `neurons` is null: the selector is asked.
+    // What the selector told of these tokens, [tokens, f], and the neurons that run for any of them, rising, at most:
+    // no other record is read. `neurons` is null: the selector is asked.
     const float* a = nullptr;
     const uint8_t* runs = nullptr;
     const int32_t* neurons = nullptr;
     int32_t num_neurons = 0;
+    // Instead of `a` and `runs`, for one token: [num_neurons], of `neurons` alone, which all run. Without a selector
+    // all three are null.
+    const float* listed_a = nullptr;
     int32_t* num_read = nullptr;  // if given, the number of records that are read is added to it
 };
 

@@ -23,8 +23,6 @@ HostShare::HostShare(Pool& pool, const ShareSizes& sizes, std::vector<std::vecto
       buffers_(buffers),
       counts_(sizes.k),
       neurons_((size_t)sizes.k * sizes.f),
-      a_((size_t)sizes.k * sizes.f),
-      runs_(sizes.f, 1),
       weights_(sizes.k),
       num_read_(sizes.k),
       works_(sizes.k) {
@@ -82,15 +80,12 @@ ShareFault HostShare::take_neurons(ExpertWork& work, int32_t layer_idx, int32_t 
     int32_t* neurons = &neurons_[first];
     const int32_t* given = buffers_.neurons + (size_t)layer_idx * sizes_.k * sizes_.f + first;
     std::memcpy(neurons, given, sizeof(int32_t) * count);
-    for (int32_t i = 0, before = -1; i < count; before = neurons[i++])
-        if (neurons[i] <= before || neurons[i] >= num_rows) return ShareFault::neurons;
+    bool fits = count == 0 || (neurons[0] >= 0 && neurons[count - 1] < num_rows);
+    for (int32_t i = 1; i < count; i++) fits &= neurons[i - 1] < neurons[i];
     work.neurons = neurons;
     work.num_neurons = count;
-    if (work.layout->selector == Selector::none) return ShareFault::none;
-    for (int32_t i = 0; i < count; i++) a_[first + neurons[i]] = buffers_.a[first + i];
-    work.a = &a_[first];
-    work.runs = runs_.data();
-    return ShareFault::none;
+    work.listed_a = work.layout->selector == Selector::none ? nullptr : buffers_.a + first;
+    return fits ? ShareFault::none : ShareFault::neurons;
 }
 
 ShareFault HostShare::run() {

@@ -95,8 +95,6 @@ class HostShare {
     // Of the layer at work, copied from the buffers and checked.
     std::vector<int32_t> counts_;        // [k]
     std::vector<int32_t> neurons_;       // [k, f]
-    std::vector<float> a_;               // [k, f], by neuron
-    std::vector<uint8_t> runs_;          // [f], ones: all neurons of a list run
     std::vector<float> weights_;         // [k]
     std::vector<int32_t> num_read_;      // [k], records
     std::vector<ExpertWork> works_;      // [k]

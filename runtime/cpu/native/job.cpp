@@ -5,7 +5,8 @@ namespace {
 
 constexpr int32_t kFewItems = 32;      // a sum of few tokens: the expert in so many shares, at most
 constexpr int32_t kManyItems = 16;     // of many
-constexpr int32_t kFinishCols = 512;   // columns of y a thread adds to at once
+constexpr int32_t kFinishCols = 512;   // columns of y, or floats of sums, that a thread adds up at once
+constexpr size_t kAloneValues = 1 << 14;  // one thread adds up, or lists, so many before another has begun
 
 size_t floats_of(const Job& job, const PlacedPart& part) {
     return part.place == Place::none ? 0 : job.kernels.work_floats(part.part);
@@ -28,6 +29,7 @@ void take_scratch(Job& job, const ExpertLayout* const* layouts, int32_t count) {
         scratch.h = job.take<float>(values);
         scratch.decoded = job.many ? job.take<float>(kManyRows * kManyCols) : nullptr;
         scratch.fetched = nullptr;
+        scratch.num_fetched = 0;
     }
 }
 
@@ -175,6 +177,14 @@ void list_running(Call& call) {
     call.num_neurons = count;
 }
 
+namespace {
+
+void list_call(Job& job, int number, int, int) {
+    if (!job.calls[number].is_selected) list_running(job.calls[number]);
+}
+
+}  // namespace
+
 bool select(Job& job) {
     for (int32_t c = 0; c < job.num_calls; c++) {
         Call& call = job.calls[c];
@@ -192,9 +202,10 @@ bool select(Job& job) {
     });
     if (job.no_memory) return true;
     if (!(job.many ? job.run<select_many>(job.num_items) : job.run<select_few>(job.num_items))) return false;
+    size_t num_listed = 0;
     for (int32_t c = 0; c < job.num_calls; c++)
-        if (!job.calls[c].is_selected) list_running(job.calls[c]);
-    return true;
+        if (!job.calls[c].is_selected) num_listed += job.calls[c].layout().num_rows;
+    return job.run<list_call>(job.num_calls, num_listed <= kAloneValues);
 }
 
 const float* gather_inputs(Job& job, const Call& call) {
@@ -219,15 +230,20 @@ int32_t num_parts(const ExpertLayout& layout) {
     return 1 + (layout.up.place == Place::record) + (layout.gate.place == Place::record);
 }
 
-// What the `number`-th operation on `count` records fetches: of every `parts` rows, one of the next records. Nobody has
-// fetched those that a thread begins with: their products do, a little ahead, and the sum of rows all of the next.
+// What the `number`-th operation on `count` records fetches: of every `parts` rows, one of the next records. Where the
+// tile before was shorter, or there was none, nobody has fetched all records of this one: their first products fetch
+// the rest of them, a little ahead, and the sum of rows all of the next.
 Ahead share_of_next(const Records& records, const ExpertLayout& layout, int32_t count, int32_t number,
                     const uint8_t** ahead) {
     constexpr int32_t distance = 4;
     int32_t parts = num_parts(layout), row_bytes = layout.record_row_bytes, piece = (row_bytes + parts - 1) / parts;
-    if (!records.are_fetched) {
+    if (records.num_fetched < count) {
         if (number == parts - 1) return {records.next, row_bytes};
-        for (int32_t r = 0; r < count; r++) ahead[r] = records.rows[std::min(r + distance, count - 1)];
+        const int32_t left = count - records.num_fetched, steps = std::max(count - distance, 1);
+        for (int32_t r = 0; r < count; r++) {
+            const int32_t k = records.num_fetched ? records.num_fetched + r * left / steps : r + distance;
+            ahead[r] = records.rows[std::min(k, count - 1)];
+        }
         return {ahead, number == 0 ? row_bytes : 0};
     }
     int32_t k = count * number / parts, begin = 0;
@@ -257,8 +273,10 @@ Records::Records(const Job& job, const Call& call, const Item& item, int32_t fir
         rows[r] = record_of(call, first + r);
         next[r] = left > 0 ? record_of(*then, from + std::min(r, left - 1)) : rows[r];
     }
-    are_fetched = job.scratch[worker].fetched == rows[0];
-    job.scratch[worker].fetched = next[0];
+    Scratch& scratch = job.scratch[worker];
+    num_fetched = scratch.fetched == rows[0] ? scratch.num_fetched : 0;
+    scratch.fetched = next[0];
+    scratch.num_fetched = std::min(count, left);
 }
 
 void neurons_few(const FewTokens& few, const Call& call, const Records& records, int32_t first, int32_t count,
@@ -266,16 +284,17 @@ void neurons_few(const FewTokens& few, const Call& call, const Records& records,
     const ExpertLayout& layout = call.layout();
     float a[kMaxTile];
     uint8_t runs[kMaxTile];
-    for (int32_t r = 0; call.runs && r < count; r++) {
+    const bool is_listed = call.listed_a != nullptr, has_a = is_listed || call.runs != nullptr;
+    for (int32_t r = 0; has_a && r < count; r++) {
         size_t place = (size_t)t * layout.num_rows + call.neurons[first + r];
-        a[r] = call.a[place];
-        runs[r] = call.runs[place];
+        a[r] = is_listed ? call.listed_a[first + r] : call.a[place];
+        runs[r] = is_listed || call.runs[place];
     }
     const uint8_t* ahead[2][kMaxTile];
     Ahead fetched[2] = {};
     for (int32_t i = 0; t == 0 && i + 1 < num_parts(layout); i++)
         fetched[i] = share_of_next(records, layout, count, i, ahead[i]);
-    few.neurons(records.rows, count, call.inputs[t], call.runs ? a : nullptr, call.runs ? runs : nullptr,
+    few.neurons(records.rows, count, call.inputs[t], has_a ? a : nullptr, has_a ? runs : nullptr,
                 call.work->threshold, fetched, h);
 }
 
@@ -298,42 +317,50 @@ float* sums_of(const Call& call, const Item& item, size_t floats) {
 
 namespace {
 
-// One token of one call: its shares added up, in their order, and brought into the order of columns; to them come the
-// expert's extra values.
-void join_shares(Job& job, int number, int, int) {
-    int32_t c = 0;
-    while (c + 1 < job.num_calls && job.places[c + 1] <= number) c++;
-    const Call& call = job.calls[c];
+// Floats of a sum of a call's token.
+size_t size_of_sum(const Job& job, const Call& call) {
     const Part& down = call.layout().down.part;
-    size_t d = down.num_cols, t = number - job.places[c], size = job.many ? d : job.kernels.sum_floats(down);
-    float* out = job.finished + (size_t)number * d;
-    const size_t extra_bytes = call.layout().extra_row_bytes;
-    if (extra_bytes)
-        std::memcpy(out, call.work->extra.at(0, extra_bytes), sizeof(float) * d);
-    else
-        std::memset(out, 0, sizeof(float) * d);
-    if (call.num_items == 0) return;
-    float* sum = call.partial + t * size;
-    for (int32_t item = 1; item < call.num_items; item++) {
-        const float* other = call.partial + ((size_t)item * call.num_tokens + t) * size;
-        for (size_t i = 0; i < size; i++) sum[i] += other[i];
-    }
-    if (job.many)
-        for (size_t i = 0; i < d; i++) out[i] += sum[i];
-    else
-        job.kernels.finish_sum(down, sum, 1.0f, 0, (int32_t)d, out);
+    return job.many ? (size_t)down.num_cols : job.kernels.sum_floats(down);
 }
 
-// Some columns of y: every call's tokens, call after call.
-void add_outputs(Job& job, int number, int, int) {
-    size_t d = job.calls[0].layout().num_cols, start = (size_t)number * kFinishCols;
-    size_t stop = std::min(d, start + kFinishCols);
+// Some floats of every token's shares, added up in their order to the first share.
+void join_shares(Job& job, int number, int, int) {
     for (int32_t c = 0; c < job.num_calls; c++) {
         const Call& call = job.calls[c];
+        const size_t size = size_of_sum(job, call), start = (size_t)number * kFinishCols;
+        const size_t stop = std::min(size, start + kFinishCols), stride = call.num_tokens * size;
         for (int32_t t = 0; t < call.num_tokens; t++) {
-            const float* from = job.finished + (job.places[c] + t) * d;
+            float* sum = call.partial + t * size;
+            for (int32_t item = 1; item < call.num_items; item++) {
+                const float* other = sum + item * stride;
+                for (size_t i = start; i < stop; i++) sum[i] += other[i];
+            }
+        }
+    }
+}
+
+// Some columns of y: every call's tokens, call after call, each with the expert's extra values and its sum, which is
+// brought into the order of columns.
+void add_outputs(Job& job, int number, int, int worker) {
+    const int32_t d = job.calls[0].layout().num_cols, start = number * kFinishCols;
+    const int32_t stop = std::min(d, start + kFinishCols);
+    float* out = job.finished + (size_t)worker * d;
+    for (int32_t c = 0; c < job.num_calls; c++) {
+        const Call& call = job.calls[c];
+        const size_t extra_bytes = call.layout().extra_row_bytes, size = size_of_sum(job, call);
+        for (int32_t t = 0; t < call.num_tokens; t++) {
+            if (extra_bytes)
+                std::memcpy(out + start, call.work->extra.at(0, extra_bytes) + sizeof(float) * start,
+                            sizeof(float) * (stop - start));
+            else
+                std::memset(out + start, 0, sizeof(float) * (stop - start));
+            const float* sum = call.partial + t * size;
+            if (call.num_items && job.many)
+                for (int32_t i = start; i < stop; i++) out[i] += sum[i];
+            else if (call.num_items)
+                job.kernels.finish_sum(call.layout().down.part, sum, 1.0f, start, stop, out);
             float* to = job.y + call.outputs[t] * d;
-            for (size_t i = start; i < stop; i++) to[i] += call.weights[t] * from[i];
+            for (int32_t i = start; i < stop; i++) to[i] += call.weights[t] * out[i];
         }
     }
 }
@@ -341,17 +368,17 @@ void add_outputs(Job& job, int number, int, int) {
 }  // namespace
 
 bool finish(Job& job) {
-    int64_t tokens = 0;
-    job.places = job.take<int64_t>(job.num_calls);
-    for (int32_t c = 0; !job.no_memory && c < job.num_calls; c++) {
-        job.places[c] = tokens;
-        tokens += job.calls[c].num_tokens;
+    const int32_t d = job.calls[0].layout().num_cols;
+    size_t largest = 0, num_values = 0;  // of a sum whose shares are to be added up; of all tokens
+    for (int32_t c = 0; c < job.num_calls; c++) {
+        const Call& call = job.calls[c];
+        if (call.num_items > 1) largest = std::max(largest, size_of_sum(job, call));
+        num_values += (size_t)call.num_tokens * d;
     }
-    size_t d = job.calls[0].layout().num_cols;
-    job.finished = job.take<float>(tokens * d);
+    job.finished = job.take<float>((size_t)job.pool.threads() * d);
     if (job.no_memory) return true;
-    if (!job.run<join_shares>((int)tokens)) return false;
-    return job.run<add_outputs>((int)((d + kFinishCols - 1) / kFinishCols));
+    if (!job.run<join_shares>((int)((largest + kFinishCols - 1) / kFinishCols))) return false;
+    return job.run<add_outputs>((d + kFinishCols - 1) / kFinishCols, num_values <= kAloneValues);
 }
 
 }  // namespace moe_pack

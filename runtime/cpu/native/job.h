@@ -21,7 +21,8 @@ struct Call {
     uint8_t* runs;      // [tokens, f]
     int32_t* neurons;   // [f]: those that run for any token
     int32_t num_neurons;
-    bool is_selected;       // the three are given
+    bool is_selected;       // the neurons are given, and the two or the next
+    const float* listed_a;  // [neurons], of one token for which all these run
     const int32_t* places;  // rows of the records of `neurons`; null: where they lie in the pack
     float* partial;         // [items, tokens, sum]
     int32_t num_items, item_neurons;
@@ -46,8 +47,7 @@ struct Job {
     int32_t num_calls;
     Item* items;
     int32_t num_items;
-    float* finished;  // [call, token, d]
-    int64_t* places;  // where a call's first token lies in `finished`
+    float* finished;  // [thread, d]: a token's output, of which a thread has some columns at a time
     const bool many;  // tokens share decoded rows, however few a pass has left: sums are in the order of columns
     bool no_memory = false;
 
@@ -62,10 +62,11 @@ struct Job {
     }
 
     template <void (*phase)(Job&, int, int, int)>
-    bool run(int count) {
-        return pool.run(count, [](void* job, int item, int next, int worker) {
+    bool run(int count, bool alone = false) {
+        const Pool::Work work = [](void* job, int item, int next, int worker) {
             phase(*static_cast<Job*>(job), item, next, worker);
-        }, this);
+        };
+        return alone ? pool.run_alone(count, work, this) : pool.run(count, work, this);
     }
 };
 
@@ -94,7 +95,7 @@ void share_records(Job& job);
 // Some records' rows, and those of the records that come after them.
 struct Records {
     const uint8_t *rows[kManyRows], *next[kManyRows];
-    bool are_fetched;  // all but the first this thread has
+    int32_t num_fetched;  // the first of them, by this thread with the tile before
 
     Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item,
             int worker);

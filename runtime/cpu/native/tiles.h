@@ -75,6 +75,7 @@ struct Scratch {
     float* h;         // the same
     float* decoded;   // [kManyRows, kManyCols], for many tokens
     const uint8_t* fetched;  // the row that begins the tile whose bytes were fetched last
+    int32_t num_fetched;     // rows of that tile
 };
 
 // One token and up to kMaxTile neurons whose records (or selector rows) are `rows`.
