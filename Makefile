@@ -72,6 +72,7 @@ fuzz: $(INSTALLED)
 
 bench-cpu: $(INSTALLED)
 	$(BIN)/python $(BENCH)/kernels.py experts
+	$(BIN)/python $(BENCH)/host_share.py
 	$(BIN)/python $(BENCH)/kernels.py decode --folder $(BENCH_PACKS) $(LLAMA)
 
 ablate: $(INSTALLED)

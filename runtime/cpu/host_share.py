@@ -21,12 +21,11 @@ try:
 except ImportError:  # then there are no kernels either
     _native = None  # type: ignore[assignment]  # a module or nothing
 
-_CUT = 4  # of ShareFault in host_share.h
-_FAULTS = {
+_CUT, _NO_MEMORY = 4, 5  # of ShareFault in host_share.h, and so are the next
+_WRONG_REQUESTS = {
     1: "the GPU asked the CPU for an expert that does not exist",
-    2: "the GPU asked the CPU for more neurons than the expert has",
+    2: "the GPU asked the CPU for a number of neurons that the expert does not have",
     3: "the GPU gave the CPU neurons that are not in rising order, or not the expert's",
-    5: "there is no memory for the CPU's part of the experts; free some memory",
 }
 
 
@@ -108,7 +107,8 @@ class HostShare:
     def check(self) -> None:
         """Raises the first fault since the last check, if there was one.
 
-        Raises:  MapCutError if rows are mapped from a file that was cut; RunError for what a GPU asked wrongly.
+        Raises:  MapCutError if rows are mapped from a file that was cut; RunError for a wrong request of the GPU, and
+                 if there is no memory.
         """
         found = _native.take_share_fault(self._opened())
         if found is None:
@@ -116,7 +116,9 @@ class HostShare:
         fault, layer_idx, place_idx = found
         if fault == _CUT:
             raise MapCutError("a file was cut while its map was read")
-        raise RunError(f"MoE layer {layer_idx}, expert {place_idx} of the token: {_FAULTS[fault]}")
+        if fault == _NO_MEMORY:
+            raise RunError("there is no memory for the CPU's part of the experts; free some memory")
+        raise RunError(f"MoE layer {layer_idx}, expert {place_idx} of the token: {_WRONG_REQUESTS[fault]}")
 
     def close(self) -> None:
         """Ends the share and gives back the references."""

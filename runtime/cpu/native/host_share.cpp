@@ -11,7 +11,7 @@ namespace {
 // layer of small experts takes.
 constexpr auto kBetweenLayers = std::chrono::milliseconds(1);
 
-constexpr int64_t kTheToken = 0;  // the one row of x, and of y
+constexpr int64_t kToken = 0;  // the one row of x, and of y
 
 }  // namespace
 
@@ -34,13 +34,13 @@ void HostShare::compute(int32_t layer_idx) noexcept {
     int32_t place_idx = 0;
     try {
         std::lock_guard<std::mutex> lock(one_layer_);
+        pool_.spin_for(layer_idx + 1 < sizes_.num_layers ? kBetweenLayers : Pool::kSpin);
         std::memset(buffers_.y, 0, sizeof(float) * sizes_.d);
         std::memcpy(counts_.data(), buffers_.counts + (size_t)layer_idx * sizes_.k, sizeof(int32_t) * sizes_.k);
         bool any = false;
         for (int32_t count : counts_) any |= count != 0;
         if (!any) return;
         const auto start = std::chrono::steady_clock::now();
-        pool_.spin_for(layer_idx + 1 < sizes_.num_layers ? kBetweenLayers : Pool::kSpin);
         fault = take_works(layer_idx, &place_idx);
         if (fault == ShareFault::none) fault = run();
         if (fault != ShareFault::none) std::memset(buffers_.y, 0, sizeof(float) * sizes_.d);
@@ -62,7 +62,7 @@ ShareFault HostShare::take_works(int32_t layer_idx, int32_t* place_idx) {
         if (expert_idx < 0 || (size_t)expert_idx >= experts.size()) return ShareFault::expert;
         const ShareExpert& expert = experts[expert_idx];
         ExpertWork& work = works_[num_works_];
-        work = {&expert.layout, expert.selector, expert.records, expert.threshold, 1, &kTheToken, &weights_[p]};
+        work = {&expert.layout, expert.selector, expert.records, expert.threshold, 1, &kToken, &weights_[p]};
         work.num_read = &num_read_[num_works_];
         weights_[p] = buffers_.weights[p];
         num_read_[num_works_++] = 0;
