@@ -1,8 +1,6 @@
 """The choices of a run that offloads experts: policy, expert cache, prefetcher, reads and recording.
 
-Two engines need them, the offloaded engine on the CPU and the staged engine on a GPU: there the host decides, layer by
-layer, which experts to bring. If a choice needs something that is missing, there is another choice, and the engine
-lists it as a fallback.
+If a choice needs something that is missing, there is another choice, and the engine lists it as a fallback.
 """
 
 from collections.abc import Callable
@@ -145,13 +143,6 @@ class OffloadChoices:
         if self._machine is None and self._measure_disk is not None:
             self._machine = self._measure_disk()
         return disk_cutover(self._pack.layout, self._disk)
-
-    def link_cutover(self, preset: Preset) -> float:
-        """Returns the share of running neurons below which single rows come over the link to the GPU.
-
-        What doctor measured is the disk's and says nothing about a link.
-        """
-        return preset.rows_below if self._options.cutover is None else self._options.cutover
 
     def gap_bytes(self) -> int:
         """Returns the most bytes between two rows that one read covers."""

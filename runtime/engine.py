@@ -1,11 +1,11 @@
 """The engine: it builds everything that runs a pack, as the options say, and owns it.
 
-There are four ways to run a pack, and `Engine` has a method that builds each:
+There are three ways to run a pack, and `Engine` has a method that builds each:
 
     mapped      CPU: kernels use experts in their mapped files; the system decides what stays in memory
     offloaded   CPU: experts are read from the disk into pages within a budget, by a policy
-    graph       GPU: a token is one CUDA graph, which copies missing rows from host memory
-    staged      GPU: layer by layer, the host brings experts to pages on the GPU, by a policy
+    GPU         a token is one CUDA graph: the GPU computes the rows that are in its memory, the CPU the others, from
+                host memory, or as above from the disk
 
 If something that the options ask for is not possible, the engine does something else and lists it as a fallback.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_sha
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
-from moe_pack.runtime.gpu.placement import least_placement
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
 from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
@@ -39,9 +39,10 @@ from moe_pack.runtime.model import (
     open_weights,
 )
 from moe_pack.runtime.offload import (
+    PRESETS,
     BudgetPlan,
-    CacheFacts,
     OffloadedWeights,
+    Routing,
     divide_budget,
     expert_pages,
     routing_bytes,
@@ -49,7 +50,12 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
+from moe_pack.runtime.offload.presets import eviction_of
+from moe_pack.runtime.offload.split import balanced, fastest
 from moe_pack.runtime.options import EngineOptions
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.gpu.gpu_engine import GpuInputs
 
 LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
@@ -57,7 +63,7 @@ _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
 
 @dataclass(frozen=True, slots=True)
 class _GpuRun:
-    """What both GPU engines are built for. `ram_bytes`: host memory for experts."""
+    """What a GPU's engine is built for. `ram_bytes`: host memory for experts."""
 
     memory: GpuMemory
     request: GpuRequest
@@ -67,9 +73,9 @@ class _GpuRun:
 class Engine:
     """A pack that is ready to run. It owns everything except the pack: `close` it, or use it in a `with`.
 
-    `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how the budget is divided; None unless
-    experts are offloaded on the CPU.   `choices`: policy, cache and reads; None with the mapped and the graph engine.
-    `engine`: which engine runs on a GPU.   `gpu_memory`, `gpu_use`: a GPU's memory and its use; None on the CPU.
+    `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how a budget of host memory is divided,
+    `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
+    `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`: a GPU's memory and its use; None on the CPU.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
@@ -91,7 +97,8 @@ class Engine:
         self.fallbacks: list[str] = []
         self.plan: BudgetPlan | None = None
         self.choices: OffloadChoices | None = None
-        self.engine: Literal["graph", "staged"] = "staged"
+        self.offloaded: OffloadedWeights | None = None
+        self.misses: Misses | None = None
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
         self.weights: PackWeights
@@ -198,6 +205,12 @@ class Engine:
         self.decoder = self._cpu_decoder(PREFILL_TOKENS)
 
     def _build_offloaded(self, budget_bytes: int) -> None:
+        self.weights = self._offloaded_weights(budget_bytes, self.operations)
+        assert self.plan is not None, "it is made with the weights"
+        self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
+
+    def _offloaded_weights(self, budget_bytes: int, operations: Operations) -> OffloadedWeights:
+        """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
         pack, options = self._pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
@@ -205,7 +218,7 @@ class Engine:
         # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
         # computed together.
         has_all = int(expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
-        if isinstance(self.operations, NativeOperations) and (not has_all or options.cutover is not None):
+        if isinstance(operations, NativeOperations) and (not has_all or options.cutover is not None):
             rows_below = choices.cutover()
         if rows_below > 0:
             heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
@@ -217,7 +230,7 @@ class Engine:
         cache = choices.open_cache(preset, facts, budget_bytes, self._context_tokens)
         store = ExpertStore(
             pack,
-            self.operations,
+            operations,
             self.plan,
             choices.open_reads,
             verify=options.verify == "lazy",
@@ -228,7 +241,7 @@ class Engine:
         )
         weights = OffloadedWeights(
             pack,
-            self.operations,
+            operations,
             self._stack.enter_context(closing(store)),
             cache,
             scores_matter=choices.needs_scores(preset),
@@ -238,8 +251,8 @@ class Engine:
             trace=trace,
         )
         weights.prefetcher = choices.prefetcher(preset, weights)
-        self.weights = weights
-        self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
+        self.offloaded = weights
+        return weights
 
     def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
         """Returns the decoder of the model, whose passes have at most `most_tokens`."""
@@ -247,24 +260,27 @@ class Engine:
         decoder = Decoder if self._pack.spec.encoder is None else EncoderDecoder
         return decoder(self.weights, self._context_tokens, self.device, chunk_tokens)
 
-    # ---- the engines on a GPU ---------------------------------------------------------------------------------------
+    # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
         self.options.check_gpu(has_encoder=self._pack.spec.encoder is not None)
         run = self._open_gpu()
-        takes_graph = self._takes_graph(run.ram_bytes)
-        if self.host is None and host_bytes(self._pack) <= run.ram_bytes:
+        needed = host_bytes(self._pack)
+        if self.host is None and needed <= run.ram_bytes:
             arena = HostArena(self._pack, self.device, self._progress, verify=self.options.verify == "lazy")
             self.host = self._stack.enter_context(arena)
         if self.host is not None and not self.host.is_locked:
-            locked, needed = size_text(self.host.locked_bytes), size_text(self.host.num_bytes)
+            locked = size_text(self.host.locked_bytes)
             self._fall_back(
-                f"only {locked} of {needed} of host memory are page-locked: copies from the rest are slower, and the "
-                "graph engine cannot read it"
+                f"only {locked} of {size_text(self.host.num_bytes)} of host memory are page-locked: the CPU computes "
+                "what it has in the rest"
             )
-            takes_graph = takes_graph and self.options.engine == "graph"
-        self.engine = "graph" if takes_graph else "staged"
-        built, self.gpu_use = self._build_graph(run) if takes_graph else self._build_staged(run)
+        if self.host is None and self.options.misses == "pull":
+            raise RunError(
+                f"--misses pull needs {size_text(needed)} of host memory for experts, --ram is "
+                f"{size_text(run.ram_bytes)}; give more, or use --misses cpu, which reads experts from the disk"
+            )
+        built, self.gpu_use = self._build_gpu(run)
         self._stack.enter_context(closing(built))
         self.decoder, self.weights = built.decoder, built.weights
 
@@ -283,86 +299,77 @@ class Engine:
         request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 
-    def _takes_graph(self, ram_bytes: int) -> bool:
-        """Whether to build the graph engine: if asked for, or for `auto` where it can follow all options.
-
-        Raises:  RunError if `--engine graph` cannot follow them, or `--ram` is too small for it.
-        """
-        if self.options.engine == "staged":
-            return False
-        staged_only, needed = self.options.staged_only(), host_bytes(self._pack)
-        fits_ram = self.host is not None or needed <= ram_bytes
-        if not staged_only and fits_ram:
-            return True
-        if self.options.engine == "auto":
-            return False
-        if staged_only:
-            raise RunError(f"{staged_only[0]} does not work with --engine graph; use --engine staged")
-        raise RunError(
-            f"--engine graph needs {size_text(needed)} of host memory for experts, --ram is {size_text(ram_bytes)}; "
-            "give more, or use --engine staged, which reads experts from the disk"
-        )
-
-    def _build_graph(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
+    def _build_gpu(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
         # Imported here, because they need triton, which comes with torch for GPUs only.
-        from moe_pack.runtime.gpu.graph_engine import GraphEngine
+        from moe_pack.runtime.gpu.gpu_engine import GpuEngine
         from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
-        pack, host, device, request = self._pack, self.host, self.device, run.request
-        assert host is not None, "the graph engine is taken only if experts are in host memory"
+        pack, device, request = self._pack, self.device, run.request
+        inputs = self._gpu_inputs(run.ram_bytes)
+        self.misses = inputs.misses
 
-        def build(expert_bytes: int, chunk_tokens: int) -> GraphEngine:
-            return GraphEngine(
-                pack, host, device, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype
-            )
+        def build(expert_bytes: int, chunk_tokens: int) -> GpuEngine:
+            return GpuEngine(inputs, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype)
 
         def compile_kernels(launch_all: Callable[[], None]) -> None:
             with collected_launches() as jobs:
                 launch_all()
             compile_ahead(list(jobs.values()), num_cpus(), self._progress)
 
-        least_bytes = least_placement(pack.layout).num_bytes
+        least_bytes = least_placement(pack.layout, inputs.misses).num_bytes
         return fit_to_gpu(pack, device, run.memory, request, least_bytes, build, compile_kernels)
 
-    def _build_staged(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Imported here, because they need triton, which comes with torch for GPUs only.
-        from moe_pack.runtime.gpu.device import CudaDevice
-        from moe_pack.runtime.gpu.staged import TritonOps
-        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
+    def _gpu_inputs(self, ram_bytes: int) -> "GpuInputs":
+        """Decides who has what is missing on the GPU, and by which policy records come and go there."""
+        from moe_pack.runtime.gpu.cpu_share import Rates, Split, link_rate
+        from moe_pack.runtime.gpu.gpu_engine import GpuInputs
 
-        pack, options, request = self._pack, self.options, run.request
-        choices = self.choices = OffloadChoices(pack, options, self._fall_back)
-
-        def decide(facts: CacheFacts) -> CachePolicy:
-            preset = choices.choose_preset(facts, rows_below=0.0)
-            cache = choices.open_cache(preset, facts, request.budget_bytes or 0, request.context_tokens)
-            return CachePolicy(preset, cache, choices.recorder, choices.link_cutover(preset))
-
-        inputs = StagedInputs(
+        pack, options, host = self._pack, self.options, self.host
+        kernels = None if options.misses == "pull" else self._helping_kernels()
+        preset = PRESETS["lru" if options.policy == "auto" else options.policy]
+        tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
+        misses: Misses = "pull" if kernels is None else "split"
+        if host is None:
+            tier, misses = self._cpu_tier(ram_bytes, kernels), "disk"
+        elif kernels is None:
+            if not host.is_locked:
+                raise RunError("--misses pull needs all host memory page-locked; raise the limit (ulimit -l)")
+            rate = link_rate(host, self.device)
+        elif host.is_layer_locked(0):
+            rates = Rates.measure(pack, host, kernels, self.device)
+            rate, rule = rates.link, balanced if preset.name == "importance" else fastest
+            if options.misses == "auto":
+                share, split = rates.pulled_share, rates.split(pack.layout.experts[0][0].num_bytes, rule)
+        return GpuInputs(
             pack=pack,
-            device=CudaDevice(self.device.index or 0),
-            ops=TritonOps(),
-            host=self.host,
-            ram_bytes=run.ram_bytes,
-            open_reads=choices.open_reads,
-            decide=decide,
-            prefetcher_for=choices.prefetcher,
-            kernels=self._helping_kernels(),
-            approximations=options.approximations,
-            verify=options.verify == "lazy",
-            shares=popularity_shares(pack, choices.routing),
-            num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
+            device=self.device,
+            misses=misses,
+            host=host,
+            tier=tier,
+            kernels=kernels,
+            split=split,
+            pulled_share=share,
+            link_rate=rate,
+            popularity=popularity_shares(pack, Routing.open(pack)),
+            eviction=lambda facts: eviction_of(preset, facts),
+            dynamic_share=DYNAMIC_SHARE if preset.keeps else 0.0,
         )
 
-        def build(expert_bytes: int, chunk_tokens: int) -> StagedEngine:
-            return StagedEngine(inputs, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype)
-
-        least_bytes = least_staged_bytes(inputs, request.chunk_tokens or PREFILL_TOKENS)
-        return fit_to_gpu(pack, self.device, run.memory, request, least_bytes, build)
-
     def _helping_kernels(self) -> Kernels | None:
-        """Opens kernels with which the CPU computes some missing experts; None where there are none."""
-        return None if self.options.kernels == "torch" else self._open_kernels(self.options.threads or num_cpus())
+        """Opens kernels with which the CPU computes what the GPU lacks; None where there are none."""
+        if self.options.kernels == "torch":
+            if self.options.misses == "cpu":
+                raise RunError("--misses cpu needs native kernels; remove --kernels torch")
+            return None
+        kernels = self._open_kernels(self.options.threads or num_cpus())
+        if kernels is None:
+            self._fall_back(f"missing rows are pulled over the link: native kernels {why_unavailable()}")
+        return kernels
+
+    def _cpu_tier(self, ram_bytes: int, kernels: Kernels | None) -> OffloadedWeights:
+        """Builds the CPU's own engine for experts that are not in GPU memory, within so much host memory."""
+        operations = TORCH if kernels is None else NativeOperations(kernels)
+        return self._offloaded_weights(ram_bytes, operations)
 
 
 def _device(name: Literal["cpu", "cuda"]) -> torch.device:

@@ -17,7 +17,7 @@ from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 ReadOption = Literal["auto", "direct", "pread", "map"]
 VerifyOption = Literal["lazy", "full", "off"]
 KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
-EngineOption = Literal["auto", "graph", "staged"]
+MissesOption = Literal["auto", "cpu", "pull"]
 KvDtype = Literal["f32", "bf16"]
 
 _GPU, _OFFLOAD = "gpu", "offload"  # marks: where an option has a meaning
@@ -44,13 +44,14 @@ class EngineOptions:
             "memory]",
         ),
     )
-    engine: EngineOption = field(
+    misses: MissesOption = field(
         default="auto",
         metadata=option(
-            "--engine",
-            help="With --device cuda: graph runs a token as one CUDA graph, which copies missing rows from host "
-            "memory; with staged the host brings experts layer by layer, by any policy, from the disk too; auto takes "
-            "graph where it can do what you ask for.",
+            "--misses",
+            mark=_GPU,
+            help="With --device cuda: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
+            "them on the CPU; pull copies them over the link, and gives the same bits whatever is in GPU memory; auto "
+            "shares them between both by measured rates.",
         ),
     )
     ram_bytes: int | None = field(
@@ -161,13 +162,6 @@ class EngineOptions:
         """Lists the given options that have a meaning for offloaded experts only."""
         return given(self, mark=_OFFLOAD)
 
-    def staged_only(self) -> list[str]:
-        """Lists the given options that, on a GPU, only the staged engine can follow."""
-        names = self.offload_only()
-        if self.policy not in ("auto", "lru"):
-            names.append(f"--policy {self.policy}")
-        return names
-
     def check_cpu(self, has_encoder: bool) -> None:
         """Refuses options that have no effect on the CPU, or that a model with an encoder cannot follow.
 
@@ -176,8 +170,6 @@ class EngineOptions:
         if has_encoder and self.record is not None:
             raise RunError("--record does not support models with an encoder; remove it")
         names = given(self, mark=_GPU)
-        if self.engine == "graph":
-            names.append("--engine graph")
         if self.kv_dtype == "bf16":
             names.append("--kv-dtype bf16")
         if names:
@@ -194,5 +186,5 @@ class EngineOptions:
             raise RunError("--device cuda does not support models with an encoder; use --device cpu")
         if self.read == "map":
             raise RunError("--read map needs --device cpu; remove one of them")
-        if self.trace is not None:
-            raise RunError("--trace needs --device cpu; remove one of them")
+        if names := self.offload_only():
+            raise RunError(f"{names[0]} needs --device cpu; remove one of them")

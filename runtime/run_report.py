@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from moe_pack.formats import size_text
 from moe_pack.runtime.cpu import is_available, num_cpus, why_unavailable
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.gpu.fit import CountsCache, GpuCacheCounts, GpuMemoryUse
+from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts, GpuMemoryUse
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.model import NativeOperations
-from moe_pack.runtime.offload import BudgetPlan, OffloadedWeights, PhaseCounts
+from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 from moe_pack.runtime.offload.disk import ReadStats
 
 
@@ -40,7 +40,7 @@ class PhaseReport:
 class OffloadReport:
     """Offload by the host's decisions.
 
-    `plan`: how the budget is divided; None on a GPU.   `read_needed`, `read_ahead`: bytes that were read after a router
+    `plan`: how the budget of host memory is divided.   `read_needed`, `read_ahead`: bytes that were read after a router
     chose them, and before.   `read_s`: seconds in which at least one read was in progress.   `peak_pages`: the most
     pages that experts had at once.
     """
@@ -48,7 +48,7 @@ class OffloadReport:
     policy: str
     prediction: str
     direct: bool
-    plan: BudgetPlan | None
+    plan: BudgetPlan
     prefill: PhaseReport
     decode: PhaseReport
     read_needed: int
@@ -62,15 +62,16 @@ class OffloadReport:
 class GpuReport:
     """A run on a GPU.
 
-    `used_bytes`: GPU memory that the driver counts at the end.   `locked_bytes`: page-locked host memory for experts.
-    `pulled`: what the graph engine needed and copied from host memory; None with the staged engine.
+    `misses`: who has what is not in GPU memory: `pull`, `split` or `disk`.   `used_bytes`: GPU memory that the driver
+    counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that ran
+    alone.
     """
 
-    engine: str
+    misses: str
     use: GpuMemoryUse
     used_bytes: int
     locked_bytes: int
-    pulled: GpuCacheCounts | None
+    counts: GpuCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,10 @@ def _computed_by(engine: Engine) -> str:
 
 
 def _offload(engine: Engine) -> OffloadReport | None:
-    weights, choices = engine.weights, engine.choices
-    if choices is None:
+    weights, choices = engine.offloaded, engine.choices
+    if choices is None or weights is None:
         return None
-    assert isinstance(weights, OffloadedWeights) and choices.preset is not None, "as every engine that offloads has"
+    assert choices.preset is not None and engine.plan is not None, "as every engine that offloads has"
     stats = ReadStats() if choices.reads is None else choices.reads.stats()
     return OffloadReport(
         policy=choices.preset.name,
@@ -158,11 +159,11 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
 
 
 def _gpu(engine: Engine) -> GpuReport | None:
-    if engine.gpu_memory is None or engine.gpu_use is None:
+    if engine.gpu_memory is None or engine.gpu_use is None or engine.misses is None:
         return None
-    pulled = engine.decoder.counts() if isinstance(engine.decoder, CountsCache) else None
-    locked_bytes = 0 if engine.host is None else engine.host.locked_bytes
-    return GpuReport(engine.engine, engine.gpu_use, engine.gpu_memory.used_bytes(), locked_bytes, pulled)
+    assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
+    locked_bytes, counts = 0 if engine.host is None else engine.host.locked_bytes, engine.decoder.counts()
+    return GpuReport(engine.misses, engine.gpu_use, engine.gpu_memory.used_bytes(), locked_bytes, counts)
 
 
 def report_lines(facts: RunReport) -> list[tuple[str, str]]:
@@ -181,18 +182,34 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     return lines + [("fallback", what) for what in facts.fallbacks]
 
 
+_MISSES = {
+    "pull": "pulled over the link",
+    "split": "shared between the CPU and the link",
+    "disk": "computed by the CPU, which reads experts from the disk",
+}
+
+
 def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
-    use, pulled = gpu.use, gpu.pulled
+    use, counts = gpu.use, gpu.counts
     lines = [
-        ("engine", gpu.engine),
-        ("budget", f"{size_text(use.budget)} of GPU memory, {size_text(gpu.used_bytes)} in use"),
-        ("for experts", f"{size_text(use.experts)}, {size_text(use.pages)} of it for experts that come and go"),
+        ("GPU memory", f"{size_text(use.budget)}, {size_text(gpu.used_bytes)} in use"),
+        ("for experts", f"{size_text(use.experts)}, {size_text(use.dynamic)} of it for rows that come and go"),
         ("overhead", f"{size_text(use.overhead)}, as measured: driver, kernels and workspace"),
         ("page-locked", f"{size_text(gpu.locked_bytes)} of host memory"),
+        ("missing rows", _MISSES[gpu.misses]),
     ]
-    if pulled is not None and pulled.needed:
-        resident = f"{pulled.hits / pulled.needed:.1%} of {pulled.needed} were resident"
-        lines.append(("experts", f"{resident}; {size_text(pulled.num_bytes)} copied, {pulled.rows} rows"))
+    needed = counts.resident + counts.pulled + counts.left
+    if needed:
+        lines.append(
+            (
+                "neurons",
+                f"{counts.resident / needed:.1%} were resident, {counts.pulled / needed:.1%} pulled, "
+                f"{counts.left / needed:.1%} computed by the CPU, in decode",
+            )
+        )
+        lines.append(("copied", f"{size_text(counts.link_bytes)} over the link in {counts.tokens} tokens"))
+    if counts.whole:
+        lines.append(("experts", f"{counts.whole} were computed by the CPU as a whole"))
     return lines
 
 
@@ -224,8 +241,6 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
 
 def _plan_lines(offload: OffloadReport) -> list[tuple[str, str]]:
     plan = offload.plan
-    if plan is None:
-        return []
     lines = [
         ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} of it used"),
         ("for experts", f"{size_text(plan.arena)}, {offload.peak_pages / plan.num_pages:.0%} of it in use at most"),

@@ -51,7 +51,7 @@ from moe_pack.runtime import MachineFacts
 # Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
 _NOT_MEASURED = (
-    "tokens/s are an estimate for moe-run's graph engine, which copies rows over the link; no figure from a GPU exists "
+    "tokens/s are an estimate for moe-run --misses pull, which copies rows over the link; no figure from a GPU exists "
     "yet"
 )
 _BOTH_STACKS = "tokens/s count encoder and decoder for every token; the tokens of an answer go through the decoder only"

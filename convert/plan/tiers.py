@@ -2,7 +2,7 @@
 
 A tier estimates how fast a pack would be within its budget, and what an expert costs to run and to fetch. `CpuTier` is
 host memory over the disk, as `moe-run --budget` runs a pack. `GpuTier` is the memory of a GPU over host memory, as
-`moe-run`'s graph engine reads rows over the link; it was not yet compared with measurements on a GPU.
+`moe-run --misses pull` copies rows over the link; it was not yet compared with measurements on a GPU.
 
 The tiers do not divide a budget themselves. They call the functions of `runtime/offload/budget.py` (`divide_budget`,
 `best_gpu_plan`), with which the runtime allocates memory, so that a run allocates what was planned.

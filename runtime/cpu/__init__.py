@@ -1,6 +1,6 @@
 """The native CPU kernels."""
 
-from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers, HostShareCounts
+from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.cpu.kernels import (
     MAX_ODD_FACTOR,
     ExpertRows,
@@ -28,7 +28,6 @@ __all__ = [
     "ExpertWork",
     "HostShare",
     "HostShareBuffers",
-    "HostShareCounts",
     "Kernels",
     "MapCutError",
     "PagedRows",

@@ -1,1 +1,1 @@
-"""Engines for a GPU: the graph engine and the staged engine. Importing this needs no Triton."""
+"""The engine for a GPU. Importing this needs no Triton."""

@@ -7,8 +7,6 @@ allocates and waits for nothing in between. `TokenDecoder` is the base of the tw
 needs Triton.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -25,14 +23,10 @@ from moe_pack.runtime.gpu.kernels.attention import (
     enter_latent,
     leave_latent,
 )
-from moe_pack.runtime.gpu.kernels.cache import Selection
-from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce, rms_norm
-from moe_pack.runtime.gpu.kernels.experts import neurons, route, select
-from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
-from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
-from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.weights import DeviceMatrix, GpuWeights
-from moe_pack.runtime.model import Angles, Decoder, KVCache, PackWeights
+from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, rms_norm
+from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.weights import DeviceMatrix
+from moe_pack.runtime.model import Angles, KVCache, PackWeights
 
 
 def device_matrix(weights: PackWeights, role: str) -> DeviceMatrix:
@@ -228,159 +222,3 @@ class TokenLayers:
             self._matrix(f"{role}.gate").times(self.normed, gate)
         activate(hidden, gate, hidden, self._weights.spec.expert.function)
         self._matrix(f"{role}.down").times(hidden, out, residual=residual, scale=scale)
-
-
-_INTERPRETED_SMS = 1  # programs run one after the other
-
-
-class TokenDecoder(Decoder):
-    """A decoder on a GPU; see `Decoder`. Logits are returned in host memory.
-
-    Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
-    Args:    chunk_tokens: of a forward pass of several tokens.   cache_dtype: float32 or bfloat16.
-    """
-
-    def __init__(
-        self,
-        weights: PackWeights,
-        context_tokens: int,
-        device: torch.device,
-        chunk_tokens: int,
-        cache_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
-        self._is_cuda = device.type == "cuda"
-        self._tables_are_long = False
-        self._tables = self._rope(torch.arange(context_tokens, device=device), 1)
-        self._layers = TokenLayers(weights, self.cache, self._tables)
-        self._control, self._logits = (
-            self._page_locked_like(self._layers.control),
-            self._page_locked_like(self._layers.logits),
-        )
-        # An event and not a stream: a test makes torch forbid waits for streams.
-        self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
-
-    def logits(self, ids: list[int]) -> Tensor:
-        """Returns logits in host memory; see `Decoder.logits`."""
-        return self._one(ids[0])[None].clone() if self._is_alone(ids) else super().logits(ids).cpu()
-
-    def next_logits(self, ids: list[int]) -> Tensor:
-        """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
-        return self._one(ids[0]) if self._is_alone(ids) else super().next_logits(ids).cpu()
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Captures a token's launches in CUDA graphs, after running them once so that all kernels are loaded."""
-
-    @abstractmethod
-    def _run_token(self) -> None:
-        """Runs the token in `_control`, and begins the copy of its logits to `_logits`."""
-
-    def _is_alone(self, ids: list[int]) -> bool:
-        """Whether these are one token, and no earlier position has to be computed again."""
-        before = self.cache.num_tokens
-        return len(ids) == 1 and (before == 0 or self._rope.is_long(before + 1) == self._rope.is_long(before))
-
-    @torch.inference_mode()
-    def _one(self, token: int) -> Tensor:
-        self._check_ids([token])
-        before = self.cache.num_tokens
-        self._take_angles(self._rope.is_long(before + 1))
-        self._control[0], self._control[1] = token, before
-        self._run_token()
-        if self._done is not None:
-            self._done.record()
-            self._done.synchronize()  # the only wait for a token: its logits are returned
-        self._ids[before:] = [token]
-        self.cache.num_tokens += 1
-        return self._logits
-
-    def _take_angles(self, is_long: bool) -> None:
-        """Replaces the angles in the tables, if a long sequence uses others."""
-        if is_long == self._tables_are_long:
-            return
-        context = self.cache.context_tokens
-        angles = self._rope(torch.arange(context, device=self.device), context if is_long else 1)
-        for table, values in zip(self._tables, angles, strict=True):
-            table.copy_(values)
-        self._tables_are_long = is_long
-
-    def _page_locked_like(self, tensor: Tensor) -> Tensor:
-        """Returns page-locked memory of a tensor's shape and dtype."""
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
-
-    def _num_sms(self) -> int:
-        if not self._is_cuda:
-            return _INTERPRETED_SMS
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
-
-    @torch.inference_mode()
-    def _captured(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Returns launches as one graph; runs them once before, so that all kernels are compiled and loaded."""
-        if not self._is_cuda:
-            return launch
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
-        stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
-        with torch.cuda.stream(stream):
-            launch()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                launch()
-        return graph.replay
-
-
-class TokenStep:
-    """The launches of one token, experts included, and buffers for its experts.
-
-    Args:    num_sms: multiprocessors of the GPU, by which work is divided.
-    """
-
-    def __init__(self, weights: GpuWeights, layers: TokenLayers, num_sms: int) -> None:
-        spec, device = weights.spec, layers.x.device
-        self._weights, self._layers = weights, layers
-        f, k = spec.expert.intermediate_size, spec.router.num_experts_per_tok
-        self._selection = Selection.allocate(k, f, device)
-        self._partials = torch.zeros((k, num_partials(k, f, num_sms), spec.hidden_size), device=device)
-        is_rotated = any(weights.rotation(layer_idx) is not None for layer_idx in range(len(spec.moe_layers)))
-        # Of rotated layers: the input of experts, and the sum of their outputs.
-        self._turned, self._sum = (torch.zeros(spec.hidden_size * is_rotated, device=device) for _ in range(2))
-        self._matrix = rotation_matrix(spec.hidden_size, device)
-
-    def run(self) -> None:
-        """Launches the whole forward pass, from the token in `control` to `logits`."""
-        layers, spec = self._layers, self._weights.spec
-        layers.start()
-        layer_idx = 0
-        for layer in range(spec.num_hidden_layers):
-            shared = layers.run(layer)
-            if layer in spec.moe_layers:
-                self._add_experts(layer_idx, shared)
-                layer_idx += 1
-        layers.finish()
-
-    def _add_experts(self, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
-        layers, rotation = self._layers, self._weights.rotation(layer_idx)
-        x, scale = layers.x, self._weights.spec.residual_multiplier
-        if rotation is None:
-            self._experts(layer_idx, layers.normed)
-            reduce(self._partials, layers.router_weights, x, residual=x, shared=shared, scale=scale)
-            return
-        rotate(layers.normed, rotation, self._matrix, self._turned)
-        self._experts(layer_idx, self._turned)
-        reduce(self._partials, layers.router_weights, self._sum)
-        rotate_back(self._sum, rotation, self._matrix, x, residual=x, shared=shared, scale=scale)
-
-    def _experts(self, layer_idx: int, inputs: Tensor) -> None:
-        """Launches the token's experts up to their partial sums, and the copies of rows that they lack.
-
-        Args:    inputs: float32 [d], as the experts' stored rows get it.
-        """
-        layers, cache = self._layers, self._weights.cache.layers[layer_idx]
-        experts = layers.routes[layer_idx]
-        cache.lru_update(experts)
-        cache.gather_selectors_from_host(experts)
-        select(inputs, experts, cache.tables, self._selection)
-        cache.gather_records_from_host(experts, self._selection)
-        neurons(inputs, experts, cache.tables, self._selection, self._partials)

@@ -3,27 +3,23 @@
 `GpuMemory` says what the driver charges this process for, context, kernels and libraries included. nvidia-smi shows the
 same figure, and a budget is compared with it. PyTorch's own figures omit what others allocated.
 
-`Device` is what the staged engine needs: memory that is allocated once, copies that run while the GPU computes, and
-waiting. It has two queues, each of which runs in the order of its requests: `compute` runs what torch and the kernels
-launch, `copy` only copies. A mark is a point in a queue. A queue may wait for a mark of the other queue, which costs
-the host nothing; the host may wait too, and says why. `CudaDevice` is a GPU; tests use a recording device instead.
-
-`ChunkRing` sends rows to the device: threads gather them into page-locked chunks, and each full chunk is copied.
+`Queues` say what runs beside what, and in which order. `HostCalls` let a graph call the CPU.
 
 `HostArena` has all experts of a pack in host memory, in one mapping that is page-locked if a GPU reads it. It does not
 use PyTorch's allocator of page-locked memory, which rounds up to powers of two. A pack that does not fit into host
-memory comes from disk (`DiskExperts` in `staged_store`).
+memory is computed by the CPU's own engine (`cpu_share`).
 """
 
 import ctypes
 import mmap
 import os
+import sys
 import zlib
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -107,191 +103,100 @@ def _gpus() -> list[_NvmlGpu]:
     return gpus
 
 
-Queue = Literal["compute", "copy"]
-Reason = Literal["routes", "neurons", "predicted neurons", "host memory is reused", "reading", "measuring"]
-
-_NUM_EVENTS = 4096  # marks of a queue that are distinct; an older mark counts as the one that many later
+Fork = Literal["cpu", "link"]
 
 
-class StreamMark(NamedTuple):
-    """A point in a queue: after all that it was given before."""
+class Queues:
+    """The order of work on a device: torch's current stream, forks of it, and a stream for copies.
 
-    queue: Queue
-    number: int
-
-
-class Device(Protocol):
-    """Memory, copies and waiting. `device`: torch's name for the place of its tensors."""
-
-    device: torch.device
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Allocates memory of the device: u8 [num_bytes], its first byte at a multiple of 128; the caller owns it.
-
-        Raises:  RunError if there is not enough.
-        """
-        ...
-
-    def allocate_host(self, num_bytes: int) -> Tensor:
-        """Allocates page-locked host memory, u8 [num_bytes]; the host goes on while the device copies from and to it.
-
-        Raises:  RunError if there is not enough.
-        """
-        ...
-
-    def copy(self, to: Tensor, source: Tensor, queue: Queue) -> None:
-        """Adds a copy between host and device to a queue; both may be used again once a later mark is reached.
-
-        Args:    to, source: of one dtype and shape, contiguous; the host's is page-locked.
-        """
-        ...
-
-    def record(self, queue: Queue) -> StreamMark:
-        """Marks the point after all that a queue was given until now."""
-        ...
-
-    def wait(self, queue: Queue, mark: StreamMark) -> None:
-        """Makes a queue wait until a mark of the other queue is reached; the host does not wait."""
-        ...
-
-    def is_done(self, mark: StreamMark) -> bool:
-        """Whether a mark has been reached."""
-        ...
-
-    def synchronize(self, mark: StreamMark, reason: Reason) -> None:
-        """Makes the host wait until a mark is reached."""
-        ...
-
-
-class CudaDevice:
-    """A CUDA device: `compute` is torch's current stream, `copy` a stream of its own."""
-
-    def __init__(self, index: int = 0) -> None:
-        self.device = torch.device("cuda", index)
-        self._copy = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's, without types
-        self._events: dict[Queue, list[torch.cuda.Event]] = {"compute": [], "copy": []}
-        self._numbers: dict[Queue, int] = {"compute": 0, "copy": 0}
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Allocates memory of the device; see `Device`."""
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        except torch.OutOfMemoryError as fault:
-            raise RunError(f"--budget: the GPU has no {num_bytes:,} free bytes; give less") from fault
-
-    def allocate_host(self, num_bytes: int) -> Tensor:
-        """Allocates page-locked memory, of which PyTorch takes the next power of two; see `Device`."""
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as fault:  # torch has no class for it
-            raise RunError(
-                f"--ram: cannot allocate {num_bytes:,} bytes of page-locked memory ({fault}); give less"
-            ) from fault
-
-    def copy(self, to: Tensor, source: Tensor, queue: Queue) -> None:
-        """Adds a copy to a queue; see `Device`."""
-        with torch.cuda.stream(self._stream(queue)):
-            to.copy_(source, non_blocking=True)
-
-    def record(self, queue: Queue) -> StreamMark:
-        """Marks a point of a queue; see `Device`."""
-        events, number = self._events[queue], self._numbers[queue]
-        if len(events) < _NUM_EVENTS:
-            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # likewise
-        events[number % _NUM_EVENTS].record(self._stream(queue))
-        self._numbers[queue] = number + 1
-        return StreamMark(queue, number)
-
-    def wait(self, queue: Queue, mark: StreamMark) -> None:
-        """Makes a queue wait; see `Device`."""
-        self._stream(queue).wait_event(self._event(mark))
-
-    def is_done(self, mark: StreamMark) -> bool:
-        """Whether a mark has been reached; see `Device`."""
-        return bool(self._event(mark).query())  # type: ignore[no-untyped-call]  # likewise
-
-    def synchronize(self, mark: StreamMark, reason: Reason) -> None:
-        """Makes the host wait; see `Device`."""
-        self._event(mark).synchronize()
-
-    def _stream(self, queue: Queue) -> torch.cuda.Stream:
-        return self._copy if queue == "copy" else torch.cuda.current_stream(self.device)
-
-    def _event(self, mark: StreamMark) -> torch.cuda.Event:
-        # The event may have been recorded again since, later in the same queue: then the wait is longer, not shorter.
-        return self._events[mark.queue][mark.number % _NUM_EVENTS]
-
-
-NUM_THREADS, NUM_CHUNKS = 4, 16
-# FloE §3.4.2 copies 50 neurons of 16 KB at once. Quantized rows are shorter, so the size is given in bytes.
-CHUNK_BYTES = 1 << 20
-
-Bytes = NDArray[np.uint8]
-
-
-class RowRange(NamedTuple):
-    """Rows `first` to `stop` of a list that is sent, and their place on the device: u8 [rows * row bytes]."""
-
-    first: int
-    stop: int
-    target: Tensor
-
-
-class ChunkRing:
-    """Chunks of page-locked memory that are used in turn, and threads that fill them. Owns both: `close` it.
-
-    Args:    chunk_bytes: the most that one thread gathers and one copy moves; no row is longer.
-    Source:  FloE §3.4.2.
+    On a CPU, where the interpreter runs the kernels, everything runs at once, in the order of the calls.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        chunk_bytes: int = CHUNK_BYTES,
-        num_chunks: int = NUM_CHUNKS,
-        num_threads: int = NUM_THREADS,
-    ) -> None:
-        self._device = device
-        self._chunks = device.allocate_host(num_chunks * chunk_bytes).view(num_chunks, -1)
-        self._marks: list[StreamMark | None] = [None] * num_chunks
-        self._next = 0
-        self._threads = ThreadPoolExecutor(num_threads, "gather")
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._forks: dict[Fork, torch.cuda.Stream] = {}
+        if self._is_cuda:
+            self._forks = {"cpu": torch.cuda.Stream(device), "link": torch.cuda.Stream(device)}  # type: ignore[no-untyped-call]  # untyped in torch
+        self._copy = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]  # likewise
+        self._open: list[torch.cuda.Stream] = []
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown()
+    @contextmanager
+    def forked(self, fork: Fork) -> Iterator[None]:
+        """Launches what follows beside the current stream, after what that has got until now; see `join`."""
+        if not self._is_cuda:
+            yield
+            return
+        stream = self._forks[fork]
+        stream.wait_stream(torch.cuda.current_stream())
+        self._open.append(stream)
+        with torch.cuda.stream(stream):
+            yield
 
-    def rows_per_chunk(self, row_bytes: int) -> int:
-        """Returns how many rows of so many bytes fit into a chunk."""
-        num_rows = self._chunks.shape[1] // row_bytes
-        assert num_rows > 0, f"a row of {row_bytes} bytes, in chunks of {self._chunks.shape[1]}"
-        return num_rows
+    def join(self) -> None:
+        """Makes the current stream wait for all that was launched beside it."""
+        for stream in self._open:
+            torch.cuda.current_stream().wait_stream(stream)
+        self._open.clear()
 
-    def send(self, rows: Bytes, neurons: NDArray[np.int32], pieces: Sequence[RowRange]) -> None:
-        """Copies some rows to the device in the copy queue; a later mark says when they have arrived.
+    def beside(self, work: Callable[[], None], after: Sequence["Mark"]) -> "Mark":
+        """Launches work in the stream for copies, after marks are reached; returns its end."""
+        if self._copy is None:
+            work()
+            return Mark(None)
+        for mark in after:
+            if mark.event is not None:
+                self._copy.wait_event(mark.event)
+        with torch.cuda.stream(self._copy):
+            work()
+            return self.mark()
 
-        Args:    rows: u8 [f, row bytes].   neurons: int32 [n], the rows to send.   pieces: ranges of these n rows in
-                 order, each of at most `rows_per_chunk`.
+    def mark(self) -> "Mark":
+        """Marks what the current stream has got until now."""
+        if not self._is_cuda:
+            return Mark(None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        event.record()
+        return Mark(event)
+
+    def wait_for(self, mark: "Mark") -> None:
+        """Makes the current stream wait for a mark of another."""
+        if mark.event is not None:
+            torch.cuda.current_stream().wait_event(mark.event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """A point in a stream: after all that it was given before. `event`: None on a CPU, where all is done at once."""
+
+    event: "torch.cuda.Event | None"
+
+    def is_reached(self) -> bool:
+        """Whether the device has done what was given before."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+class HostCalls:
+    """Calls C functions from a stream, by the driver's `cuLaunchHostFunc`; a graph that captures a call repeats it.
+
+    Raises:  RunError if the driver's library cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+        try:
+            self._launch = ctypes.CDLL(name).cuLaunchHostFunc
+        except (OSError, AttributeError) as fault:
+            raise RunError(f"--misses: {name} cannot call the CPU from a graph ({fault}); use --misses pull") from fault
+        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+    def add(self, function: int, argument: int) -> None:
+        """Adds a call of the function at an address, `void f(void*)`, to torch's current stream.
+
+        Raises:  RunError if the driver refuses it.
         """
-        filling = deque[tuple[int, RowRange, Future[object]]]()
-        for piece in pieces:
-            if len(filling) == len(self._chunks):
-                self._copy(*filling.popleft())
-            chunk, self._next = self._next, (self._next + 1) % len(self._chunks)
-            mark = self._marks[chunk]
-            if mark is not None and not self._device.is_done(mark):
-                self._device.synchronize(mark, "host memory is reused")
-            row_ids = neurons[piece.first : piece.stop]
-            out = self._chunks[chunk, : len(row_ids) * rows.shape[1]].numpy().reshape(-1, rows.shape[1])
-            # With "clip" numpy gathers into `out` directly; no neuron is out of range.
-            filling.append((chunk, piece, self._threads.submit(np.take, rows, row_ids, 0, out, "clip")))
-        while filling:
-            self._copy(*filling.popleft())
-
-    def _copy(self, chunk: int, piece: RowRange, gathered: Future[object]) -> None:
-        gathered.result()
-        self._device.copy(piece.target, self._chunks[chunk, : len(piece.target)], "copy")
-        self._marks[chunk] = self._device.record("copy")
+        fault = self._launch(torch.cuda.current_stream().cuda_stream, function, argument)
+        if fault:
+            raise RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
 
 
 Array = NDArray[Any]
@@ -305,7 +210,8 @@ class HostArena:
     """All experts' extents of a pack in host memory. Owns the mapping: `close` it after its readers, or use `with`.
 
     `extent_at[l]`: int64 [E], where each expert of a MoE layer begins in `rows(l)`, in bytes, a multiple of 128.
-    `num_bytes`: of the mapping.   `locked_bytes`: of the mapping's beginning that is page-locked.
+    `bytes`: u8, the mapping, valid until `close`.   `num_bytes`: of it.   `locked_bytes`: of its beginning that is
+    page-locked.
     """
 
     def __init__(
@@ -331,7 +237,7 @@ class HostArena:
             raise RunError(
                 f"--ram: cannot map {size_text(self.num_bytes)} of memory for the pack's experts ({fault}); give less"
             ) from fault
-        self._bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+        self.bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
         self._fill(pack, progress, num_threads, verify)
         if device.type == "cuda":
             self._lock()
@@ -347,10 +253,23 @@ class HostArena:
         """Whether a GPU can read all of it."""
         return self.locked_bytes == self.num_bytes
 
+    def is_layer_locked(self, layer_idx: int) -> bool:
+        """Whether a GPU can read a layer's extents: the first layers' are locked, as far as the system allows."""
+        return self._layers[layer_idx][1] <= self.locked_bytes
+
     def rows(self, layer_idx: int) -> Tensor:
         """Returns a layer's extents, u8, a view of the mapping that is valid until `close`; it begins on a page."""
         begin, end = self._layers[layer_idx]
-        return self._bytes[begin:end]
+        return self.bytes[begin:end]
+
+    def extent_begin(self, layer_idx: int, expert: int) -> int:
+        """Returns where an expert's extent begins in `bytes`."""
+        return self._layers[layer_idx][0] + int(self.extent_at[layer_idx][expert])
+
+    def extent(self, layer_idx: int, expert: int, num_bytes: int) -> Tensor:
+        """Returns an expert's extent, u8 [num_bytes], a view of the mapping that is valid until `close`."""
+        begin = self.extent_begin(layer_idx, expert)
+        return self.bytes[begin : begin + num_bytes]
 
     def close(self) -> None:
         """Unlocks the memory and releases it; it is freed with the last tensor that refers to it.
@@ -363,10 +282,10 @@ class HostArena:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._locked.clear()
         self.locked_bytes = 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def _fill(self, pack: Pack, progress: Progress, num_threads: int, verify: bool) -> None:
-        memory = self._bytes.numpy()
+        memory = self.bytes.numpy()
         jobs = [(l, e) for l, layer in enumerate(pack.layout.experts) for e in range(len(layer))]
 
         def read(job: tuple[int, int]) -> int:
@@ -394,7 +313,7 @@ class HostArena:
 
         A copy must not cross memory that two calls locked, or that is locked in part; no copy crosses layers.
         """
-        address, cudart = self._bytes.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address, cudart = self.bytes.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
         begins = [begin for begin, _ in self._layers]
         for begin, end in zip(begins, [*begins[1:], self.num_bytes], strict=True):
             if int(cudart.cudaHostRegister(address + begin, end - begin, 0)) != 0:

@@ -44,14 +44,14 @@ class GpuRequest:
 class GpuMemoryUse:
     """The use of a GPU's memory, in bytes. `overhead`: measured, everything that is none of the others.
 
-    `pages`: the part of `experts` for experts that come and go; the other part is resident for the whole run.
+    `dynamic`: the part of `experts` for rows that come and go; the other part is resident for the whole run.
     """
 
     budget: int
     dense: int
     cache: int
     experts: int
-    pages: int
+    dynamic: int
     overhead: int
 
     @property
@@ -61,24 +61,29 @@ class GpuMemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuCacheCounts:
-    """Counts of the expert cache since the start: `needed` experts, of which `hits` had their pages.
+class GpuCounts:
+    """Counts since the start: `tokens` that ran alone, and the running neurons of their experts.
 
-    `rows`, `num_bytes`: that were copied from host memory.
+    `resident`: computed from GPU memory; `pulled`: over the link; `left`: by the CPU.   `whole`: experts that the CPU
+    selected and computed whole.   `promoted`: records that were copied while tokens ran.   `link_bytes`: of pulled and
+    promoted records.
     """
 
-    needed: int
-    hits: int
-    rows: int
-    num_bytes: int
+    tokens: int = 0
+    resident: int = 0
+    pulled: int = 0
+    left: int = 0
+    whole: int = 0
+    promoted: int = 0
+    link_bytes: int = 0
 
 
 @runtime_checkable
-class CountsCache(Protocol):
-    """A decoder that counts the experts that it needed and the rows that it copied."""
+class CountsNeurons(Protocol):
+    """A decoder that counts the neurons that its tokens needed."""
 
-    def counts(self) -> GpuCacheCounts:
-        """Returns the counts until now; waits for the GPU."""
+    def counts(self) -> GpuCounts:
+        """Returns the counts until now."""
         ...
 
 
@@ -97,11 +102,11 @@ class DriverMemory(Protocol):
 class BuiltEngine(Protocol):
     """An engine that is ready to run.
 
-    `expert_bytes`: of the GPU, for experts.   `pages_bytes`: of these, for experts that come and go.
+    `expert_bytes`: of the GPU, for experts.   `dynamic_bytes`: of these, for rows that come and go.
     """
 
     expert_bytes: int
-    pages_bytes: int
+    dynamic_bytes: int
 
     @property
     def decoder(self) -> Decoder:
@@ -160,7 +165,7 @@ def fit_to_gpu(
     built.prepare()
     dense = pack.manifest.totals.dense
     rest = overhead - dense - cache_bytes
-    return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
+    return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
 
 
 def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:

@@ -4,9 +4,9 @@
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
 the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
-runtime/gpu/fit.py measures the fixed parts and gives experts the rest. The graph engine keeps the most read rows of it
-resident and has pages for the others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. The staged
-engine has pages only (runtime/gpu/staged_engine.py). `best_page_bytes` is the one search for a page size.
+runtime/gpu/fit.py measures the fixed parts and gives experts the rest. Its engine keeps the most read rows resident and
+has slots for others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. `best_page_bytes` is the one
+search for a page size.
 """
 
 from collections.abc import Callable
@@ -128,16 +128,14 @@ def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
         chunk = max(chunk // 2, needs.shortest_chunk)
 
 
-def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64], tolerance: float = 1.0) -> int:
-    """Returns the first page size that costs at most `tolerance` times the least. All engines search in this way.
+def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64]) -> int:
+    """Returns the page size that costs least; of several, the first.
 
-    Engines give different costs, because they fill their pages in different ways. The CPU reads disk blocks into pages
-    and lets rows cross from page to page, so that an expert takes `ceil(bytes / page)` pages, each with a head. The
-    staged engine copies whole rows, and a copy costs as much as moving some bytes. The graph engine has separate pages
-    for selectors and for records, and accepts a cost that is 1% higher for larger pages, which make shorter lists.
+    The CPU reads disk blocks into pages and lets rows cross from page to page, so that an expert takes
+    `ceil(bytes / page)` pages, each with a head.
     Args:    sizes: [n], preferred ones first.   costs: [n], bytes of all experts in pages of each size.
     """
-    return int(sizes[np.argmax(costs <= tolerance * costs.min())])
+    return int(sizes[np.argmin(costs)])
 
 
 def most_chunk_tokens(context_tokens: int) -> int:

@@ -9,7 +9,6 @@ Therefore the answer is the same to the bit, whatever was resident and whenever 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, RunningShares, Trace
+from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
 from moe_pack.runtime.offload.record import Recorder
 from moe_pack.runtime.offload.split import substitute
@@ -113,76 +112,6 @@ class Approximations:
 
 
 EXACT = Approximations()
-_CPU = torch.device("cpu")
-
-
-class ExpertStorage(Protocol):
-    """Experts in pages of fast memory, or on their way: of the CPU (`ExpertStore`) or of a GPU."""
-
-    stall_ns: int
-    asked_bytes: int
-    shares: RunningShares
-
-    @property
-    def peak_pages(self) -> int:
-        """The most pages that experts had at once."""
-        ...
-
-    def fetch(self, key: ExpertKey, urgent: bool) -> None:
-        """Gives an expert its pages and begins to fetch it."""
-        ...
-
-    def evict(self, key: ExpertKey) -> None:
-        """Takes an expert's pages away and ends its fetch."""
-        ...
-
-    def stop(self, key: ExpertKey) -> None:
-        """Ends the fetch of an expert, which stays resident with the bytes that it has."""
-        ...
-
-    def promote(self, key: ExpertKey) -> None:
-        """Makes the fetch of a prefetched expert urgent: it overtakes all prefetches."""
-        ...
-
-    def is_here(self, key: ExpertKey) -> bool:
-        """Returns whether an expert has all bytes that were requested."""
-        ...
-
-    def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
-        """Begins to fetch the records of some neurons, or all missing bytes."""
-        ...
-
-
-class LayerRun(Protocol):
-    """The experts of a layer at work: gathered, so that resident ones are computed together."""
-
-    def fetch(self, key: ExpertKey) -> None:
-        """Fetches an expert of this layer, which has just got its pages, before all prefetches."""
-        ...
-
-    def add(self, job: ExpertJob) -> None:
-        """Adds an expert to run, at the latest when all have been added or its pages are taken."""
-        ...
-
-    def evict(self, event: EvictEvent) -> None:
-        """Evicts an expert; if it is to be computed, that happens before."""
-        ...
-
-    def request_rows(self) -> None:
-        """Requests the missing rows of the added experts that are resident in part."""
-        ...
-
-    def compute_gathered(self) -> None:
-        """Computes the added experts that were resident."""
-        ...
-
-    def flush(self) -> None:
-        """Computes all added experts."""
-        ...
-
-    def added_up(self) -> Tensor:
-        """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""
-        ...
 
 
 class OffloadedWeights(PackWeights, ExpertRunner):
@@ -198,17 +127,16 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self,
         pack: Pack,
         operations: Operations,
-        store: ExpertStorage,
+        store: ExpertStore,
         expert_cache: ExpertCache,
         *,
-        device: torch.device = _CPU,
         scores_matter: bool = False,
         reuses_selector: bool = False,
         approximations: Approximations = EXACT,
         recorder: Recorder | None = None,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__(pack, device, operations)
+        super().__init__(pack, torch.device("cpu"), operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
         self.prefetcher: Prefetcher | None = None  # set later: a prediction may need these weights
         self.store, self.trace, self.approximations = store, trace, approximations
@@ -247,7 +175,6 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self.store.shares.is_decoding = len(x) == 1
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
-        experts, router_weights = self._on_host(inputs, experts, router_weights)
         scores, predicted = None, self._predicted_for(layer_idx, len(x))
         if self._scores_matter or self.approximations.substitute is not None or predicted is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, predicted, counts)
@@ -255,7 +182,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
-        run = self._new_run(layer_idx, inputs, jobs, counts)
+        run = LayerRun(self, self.store, inputs, jobs, counts)
         self._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
@@ -265,17 +192,6 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts.asked_bytes += self.store.asked_bytes - asked
         return from_experts(run.added_up(), self, layer_idx)
 
-    def _on_host(self, inputs: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns experts and weights in host memory.
-
-        Args:    inputs: float32 [T, d], of the experts.
-        """
-        return experts, router_weights
-
-    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
-        assert isinstance(self.store, ExpertStore), "the CPU's store"
-        return CpuLayerRun(self, self.store, x, jobs, counts)
-
     def _run_schedule(
         self,
         layer_idx: int,
@@ -283,7 +199,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         experts: Tensor,
         scores: NDArray[np.float32] | None,
         jobs: dict[int, ExpertJob],
-        run: LayerRun,
+        run: "LayerRun",
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
@@ -337,7 +253,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         """
         spec = self.spec.router
         logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
-        scores = expert_scores(logits, spec).cpu().numpy()
+        scores = expert_scores(logits, spec).numpy()
         alpha, chosen = self.approximations.substitute, experts.numpy()
         if predicted is not None:
             num_wrong = len(set(predicted) - set(chosen[0].tolist()))
@@ -349,7 +265,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit
             experts = torch.from_numpy(chosen)
-            router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
+            router_weights = weights_of(logits, experts, spec)
         return experts, router_weights, scores.mean(axis=0)
 
     def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:
@@ -398,7 +314,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 
-    def _prefetch_experts(self, layer_idx: int, observed: PredictionInput, run: LayerRun, counts: PhaseCounts) -> None:
+    def _prefetch_experts(
+        self, layer_idx: int, observed: PredictionInput, run: "LayerRun", counts: PhaseCounts
+    ) -> None:
         assert self.prefetcher is not None, "called only if there is one"
         predicted = self.prefetcher.predict(layer_idx + 1, observed)
         if not len(predicted):
@@ -435,7 +353,6 @@ class OffloadedWeights(PackWeights, ExpertRunner):
 
         Args:    x: float32 [1, d], as the experts get it.
         """
-        assert isinstance(self.store, ExpertStore), "the CPU's store"
         experts = [(key, self.store.arrive(key)) for key in keys]
         in_part = [(key, expert) for key, expert in experts if not expert.is_whole]
         if not in_part:
@@ -446,7 +363,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         return [(key, found.neurons.numpy()) for (key, _), found in zip(in_part, selected, strict=True)]
 
 
-class CpuLayerRun:
+class LayerRun:
     """The experts of a layer at work on x float32 [T, d]: gathered, so that resident ones take one call.
 
     Each expert writes rows of its own in `outputs`, float32 [rows, d].

@@ -3,6 +3,7 @@
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
     python tests/bench/policies.py trust
+    python tests/bench/policies.py gpu
 
 The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
 neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
@@ -12,6 +13,7 @@ tokens, and the others are played.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import click
 import numpy as np
 import torch
 from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
-from benchlib.packs import budget_with, make_profiled_demo
+from benchlib.packs import budget_with, make_demo, make_profiled_demo
 from benchlib.playing import (
     Counted,
     ExpertSizes,
@@ -35,6 +37,7 @@ from benchlib.playing import (
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
 from evictions import FIFO, Random
 from numpy.typing import NDArray
+from played_slots import PlayedToken, played, popularity_of, recorded_tokens
 from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
@@ -44,6 +47,9 @@ from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, de
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
 from moe_pack.runtime import Engine, EngineOptions, Text
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, place_experts, usual_heat
+from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import (
     PRESETS,
     Approximations,
@@ -59,6 +65,7 @@ from moe_pack.runtime.offload import (
     routing_bytes,
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
+from moe_pack.runtime.offload.presets import SIMPLEST_FIRST
 from moe_pack.runtime.offload.replay import optimum
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
@@ -490,6 +497,46 @@ def trust_command(folder: Path, tokens: int, experts: int, as_json: bool) -> Non
         ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * tokens])[:tokens]
         rows = [trust_row(pack, ids, policy, experts) for policy in _TRUSTING]
     header = ("policy", "not the router's", "loss, nats", "KL", "hits", "(trusting)", "KB a token", "(trusting)")
+    finish({"header": header, "rows": rows}, table(header, rows), as_json)
+
+
+_GPU_SHARES = (0.25, 0.5, 0.75)
+
+
+def gpu_row(
+    pack: Pack, policy: PolicyName, learned: Sequence[PlayedToken], tokens: Sequence[PlayedToken]
+) -> tuple[str, ...]:
+    """Returns the line of a policy: the share of neurons that were resident on a GPU, and what it copied, by memory."""
+    preset, layout = PRESETS[policy], pack.layout
+    popularity, heat = popularity_of(learned, pack.spec.router.num_experts), usual_heat(layout, pack.thresholds)
+    whole, cells = place_experts(layout, 1 << 40, "split").num_bytes, list[str]()
+    for share in _GPU_SHARES:
+        dynamic_share = DYNAMIC_SHARE if preset.keeps else 0.0
+        placement = place_experts(layout, int(share * whole), "split", popularity, heat, dynamic_share)
+        found = played(placement, preset, popularity, tokens)
+        cells += [f"{found.resident / (found.resident + found.left):.1%}", f"{found.promoted / len(tokens):.0f}"]
+    return policy, *cells
+
+
+@main.command("gpu")
+@folder_option
+@click.option("--learned", default=1024, show_default=True, type=click.IntRange(1), help="Tokens for popularity.")
+@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(2), help="That are played.")
+@click.option("--sparsity", default=0.8, show_default=True, type=float, help="Share of neurons that do not run.")
+@json_option
+def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, as_json: bool) -> None:
+    """Prints, for each policy, which share of a token's neurons a GPU of some memory has resident.
+
+    The slots of `moe-run --device cuda --misses cpu` are played on the demo model's tokens, at 4 bit; nothing runs on a
+    GPU. Memory is that of all experts times a share.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with Pack(make_demo(folder, sparsity)) as pack, closing(Kernels()) as kernels:
+        ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * (learned + tokens)])[: learned + tokens]
+        found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH)
+        rows = [gpu_row(pack, policy, found[:learned], found[learned:]) for policy in SIMPLEST_FIRST]
+    shares = [f"{share:.0%} of the memory: resident, promoted a token" for share in _GPU_SHARES]
+    header = ("policy", *(cell for share in shares for cell in share.split(", ")))
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from cases import case
 from click.testing import CliRunner, Result
-from gpu_runs import IDS, TOLERANCE, graph_logits, reference_logits
-from gpu_staged_runs import staged_logits
+from gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from killing import different_files, files_in
 from models import Tensors, TinyMixtral
 from profiles import profiled, random_tokens
@@ -238,8 +237,7 @@ def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None
     expected = reference_logits(pack_folder, ids)
     with operations_for(CPU) as operations, Pack(pack_folder) as pack:
         found = {"native": Decoder(PackWeights(pack, CPU, operations), 8).logits(ids)}
-    found["graph"] = graph_logits(pack_folder, 0.4, ids, 1)
-    found["staged"] = staged_logits(pack_folder, "lru", True, ids, 1)
+    found["gpu"] = gpu_logits(pack_folder, GpuRun(0.4), ids, 1)
     for name, logits in found.items():
         with case(name):
             assert (logits - expected).abs().max() < TOLERANCE

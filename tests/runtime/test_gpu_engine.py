@@ -38,7 +38,7 @@ class Work:
     def __init__(self, pack: Pack, driver: Driver, room: int) -> None:
         self.weights = PackWeights(pack, CPU)
         self.decoder = Decoder(self.weights, 64)
-        self.expert_bytes, self.pages_bytes = room, 0
+        self.expert_bytes, self.dynamic_bytes = room, 0
         self._driver = driver
         driver.charged += room + WORKING_BYTES
         driver.rooms.append(room)
@@ -138,7 +138,7 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (EngineOptions(engine="graph"), "--engine graph"),
+        (EngineOptions(misses="pull"), "--misses"),
         (EngineOptions(ram_bytes=1 << 30), "--ram"),
         (EngineOptions(kv_dtype="bf16"), "--kv-dtype bf16"),
     ],

@@ -1,14 +1,14 @@
-"""Packs with trellises by the GPU's engines, over plain memory: experts, selectors, and dense matrices."""
+"""Packs with trellises by the GPU's engine, over plain memory: experts, selectors, and dense matrices."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpu_runs import IDS, PROMPT, TOLERANCE, graph_logits, reference_logits
-from gpu_staged_runs import staged_logits
+from gpu_runs import TOLERANCE, GpuRun, gpu_logits, reference_logits
 from synthetic import made, small
 
 from moe_pack.formats import ExpertFormat, Selector, part_format, trellis_format, uniform_plan
+from moe_pack.runtime.gpu.placement import Misses
 
 
 def packed(folder: Path, selector: Selector) -> Path:
@@ -22,15 +22,7 @@ def packed(folder: Path, selector: Selector) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("selector", ["up", pytest.param("both", marks=pytest.mark.slow)])
-def test_the_graph_engine_runs_them_as_plain_torch_does(selector: Selector, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("selector", "misses"), [("up", "pull"), ("both", "split"), ("none", "split")])
+def test_they_run_as_in_plain_torch(selector: Selector, misses: Misses, tmp_path: Path) -> None:
     folder = packed(tmp_path / "pack", selector)
-    assert (graph_logits(folder, 0.3) - reference_logits(folder)).abs().max() < TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("selector", ["both", "none"])
-def test_the_staged_engine_runs_them_as_plain_torch_does(selector: Selector, tmp_path: Path) -> None:
-    folder = packed(tmp_path / "pack", selector)
-    found = staged_logits(folder, "lru", True, IDS, PROMPT)
-    assert (found - reference_logits(folder)).abs().max() < TOLERANCE
+    assert (gpu_logits(folder, GpuRun(0.3, misses)) - reference_logits(folder)).abs().max() < TOLERANCE

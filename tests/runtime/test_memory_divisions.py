@@ -1,22 +1,20 @@
-"""What every engine's division of memory comes to, to the byte, for two models; and the search for a page's size."""
+"""What every engine's division of memory comes to, to the byte, for two models."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from specs import GROUPED
-from torch_ops import TorchOps
 
-from moe_pack.formats import BF16, Pack, PackLayout, RunError, dense_roles, part_format
+from moe_pack.formats import BF16, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime.gpu.placement import least_placement, place_experts, usual_heat
-from moe_pack.runtime.gpu.staged_engine import plan_staged
-from moe_pack.runtime.offload import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
+from moe_pack.runtime.gpu.placement import Misses, least_placement, place_experts, usual_heat
+from moe_pack.runtime.offload import FixedParts, MemoryNeeds, divide, divide_budget, least_budget
 from moe_pack.runtime.offload.budget import best_gpu_plan, least_gpu_budget
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -43,19 +41,14 @@ def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
     return (plan.selectors, plan.hot_rows, plan.pages, plan.chunk_tokens, fixed)
 
 
-def graph(made: PackLayout, room: int) -> tuple[int, ...]:
+def gpu(made: PackLayout, num_bytes: int, misses: Misses) -> tuple[int, ...]:
     heat = usual_heat(made, np.ones((len(made.experts), len(made.experts[0]))))
-    found = place_experts(made, room, heat=heat)
-    resident, pages = int(found.resident_bytes.sum()), int(found.num_pages.sum())
-    return (found.page_bytes, pages, resident, found.other_bytes, int(found.is_shared))
+    found = place_experts(made, num_bytes, misses, heat=heat)
+    static, slots = int(found.static_bytes.sum()), int(found.num_slots.sum())
+    return (static, found.dynamic_bytes, found.scratch_bytes, slots, int(found.num_landing.max()), found.other_bytes)
 
 
-def staged(made: PackLayout, room: int) -> tuple[int, ...]:
-    pack = cast(Pack, SimpleNamespace(layout=made, spec=made.spec))
-    plan = plan_staged(pack, room, 512, TorchOps(), 32)
-    return (plan.page_bytes, plan.num_pages, plan.fixed)
-
-
+GPU = {misses: partial(gpu, misses=misses) for misses in ("pull", "split", "disk")}
 # By model, engine and budget, or what experts have of it: what the functions above return.
 EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
     ("mixtral-8x7b", "cpu", 6_442_450_944): (3211294080, 1073741824, 217993216, 1048576, 20480, 1806, 512, 318080),
@@ -66,13 +59,6 @@ EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
     ("mixtral-8x7b", "planned gpu", 11_811_160_064): (4737761280, 739722000, 1825570816, 512, 4720),
     ("mixtral-8x7b", "planned gpu", 42_949_672_960): (4756340736, 24075019600, 9610199040, 512, 12336),
     ("mixtral-8x7b", "planned gpu", 85_899_345_920): (4756340736, 60188262400, 0, 512, 16446641536),
-    ("mixtral-8x7b", "graph", 3_221_225_472): (249856, 65984, 2656862208, 31549440, 1),
-    ("mixtral-8x7b", "graph", 8_589_934_592): (249856, 58304, 8043146752, 31549440, 1),
-    ("mixtral-8x7b", "graph", 42_949_672_960): (249856, 65982, 26431581184, 31549440, 0),
-    ("mixtral-8x7b", "graph", 85_899_345_920): (249856, 0, 64944603136, 31549440, 0),
-    ("mixtral-8x7b", "staged", 2_147_483_648): (4175104, 494, 82075392),
-    ("mixtral-8x7b", "staged", 11_811_160_064): (4175104, 2809, 82075392),
-    ("mixtral-8x7b", "staged", 85_899_345_920): (4175104, 8229, 82075392),
     ("small", "cpu", 13_434_240): (242304, 47616, 4743424, 8192, 4096, 1, 16, 0),
     ("small", "cpu", 13_454_240): (242304, 47616, 4743424, 8192, 4096, 2, 16, 7712),
     ("small", "cpu", 15_021_568): (242304, 47616, 4743424, 8192, 4096, 12, 16, 1452160),
@@ -80,19 +66,36 @@ EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
     ("small", "planned gpu", 547_026_304): (27648, 46080, 0, 16, 0),
     ("small", "planned gpu", 547_076_304): (27648, 46080, 0, 16, 50000),
     ("small", "planned gpu", 555_414_912): (27648, 46080, 0, 16, 8388608),
-    ("small", "graph", 25_856): (4096, 8, 0, 9472, 1),
-    ("small", "graph", 54_528): (4096, 8, 9216, 9472, 0),
-    ("small", "graph", 83_199): (4096, 4, 56832, 9472, 1),
-    ("small", "graph", 83_200): (4096, 0, 73728, 9472, 0),
-    ("small", "staged", 2_097_152): (65536, 12, 845672),
-    ("small", "staged", 4_194_304): (65536, 12, 845672),
-    ("small", "staged", 67_108_864): (65536, 12, 845672),
+    ("mixtral-8x7b", "pull", 3_221_225_472): (2378170368, 805306368, 507379712, 18144, 70, 29562880),
+    ("mixtral-8x7b", "pull", 8_589_934_592): (6412839168, 2147483648, 470220800, 102253, 404, 29562880),
+    ("mixtral-8x7b", "pull", 42_949_672_960): (25740206336, 8589934464, 470220800, 495092, 512, 29562880),
+    ("mixtral-8x7b", "pull", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "split", 3_221_225_472): (2378170368, 805306368, 0, 49088, 191, 29562880),
+    ("mixtral-8x7b", "split", 8_589_934_592): (6412839168, 2147483648, 0, 130936, 512, 29562880),
+    ("mixtral-8x7b", "split", 42_949_672_960): (25740206336, 8589934464, 0, 523757, 512, 29562880),
+    ("mixtral-8x7b", "split", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "disk", 3_221_225_472): (2283208704, 805306368, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "disk", 8_589_934_592): (6342246400, 2147483648, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "disk", 42_949_672_960): (25622675456, 8589934464, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "disk", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("small", "pull", 40_000): (6912, 12288, 12288, 0, 0, 17184),
+    ("small", "pull", 54_528): (20736, 13568, 12288, 16, 1, 17184),
+    ("small", "pull", 90_911): (50304, 22656, 7680, 186, 11, 17184),
+    ("small", "pull", 90_912): (73728, 0, 0, 0, 0, 17184),
+    ("small", "split", 40_000): (9216, 9984, 0, 124, 7, 17184),
+    ("small", "split", 54_528): (20736, 13568, 0, 168, 10, 17184),
+    ("small", "split", 90_911): (50304, 22656, 0, 283, 17, 17184),
+    ("small", "split", 90_912): (73728, 0, 0, 0, 0, 17184),
+    ("small", "disk", 40_000): (6144, 9984, 0, 0, 0, 17184),
+    ("small", "disk", 54_528): (18432, 13568, 0, 0, 0, 17184),
+    ("small", "disk", 90_911): (49152, 22656, 0, 0, 0, 17184),
+    ("small", "disk", 90_912): (73728, 0, 0, 0, 0, 17184),
 }
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "small"])
 def test_every_division_comes_to_the_same_bytes_and_pages_as_ever(name: str) -> None:
-    made, engines = layout_of(name), {"cpu": cpu, "planned gpu": planned_gpu, "graph": graph, "staged": staged}
+    made, engines = layout_of(name), {"cpu": cpu, "planned gpu": planned_gpu, **GPU}
     for (model, engine, budget), expected in EXPECTED.items():
         if model == name:
             assert engines[engine](made, budget) == expected, (model, engine, budget)
@@ -100,12 +103,12 @@ def test_every_division_comes_to_the_same_bytes_and_pages_as_ever(name: str) -> 
 
 def test_the_least_that_is_named_is_divided_and_a_byte_less_is_not() -> None:
     made = layout_of("small")
-    least = least_placement(made).num_bytes
-    for engine, budget in (
+    engines: list[tuple[Any, int]] = [
         (cpu, least_budget(made, 4096, 8 * MIB)),
         (planned_gpu, least_gpu_budget(made, 4096, 8 * MIB)),
-        (graph, least),
-    ):
+    ]
+    engines += [(GPU[misses], least_placement(made, misses).num_bytes) for misses in GPU]
+    for engine, budget in engines:
         engine(made, budget)
         with pytest.raises(RunError, match="at least"):
             engine(made, budget - 1)
@@ -122,14 +125,3 @@ def test_passes_are_made_shorter_until_experts_have_enough(budget: int, chunk: i
     if found.chunk_tokens < chunk:
         assert budget - 300 - 2 * min(chunk, 2 * found.chunk_tokens + 1) < enough, "no shorter than it must be"
     assert divide(needs.least_budget, needs).experts >= 0
-
-
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.sampled_from([1.0, 1.01, 1.2]))
-def test_a_page_is_the_first_that_costs_no_more_than_tolerated(costs: list[int], tolerance: float) -> None:
-    """Against a search from the smallest page on, where a smaller page has to save more than the tolerance."""
-    best, least = 0, costs[0]
-    for size, cost in enumerate(costs):
-        if cost <= tolerance * least:
-            best, least = size, min(cost, least)
-    sizes: Any = np.arange(len(costs))[::-1]
-    assert best_page_bytes(sizes, np.array(costs)[::-1], tolerance) == best

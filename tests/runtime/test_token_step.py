@@ -1,28 +1,21 @@
 """A token's launches take no memory and ask no value of the device: what a CUDA graph may be made of."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_runs import CPU, expert_bytes_for
+from cases import case
+from gpu_runs import GpuRun, gpu_engine
 from models import pack
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_pack.calib.quantize import Rotate
-from moe_pack.formats import Pack
-from moe_pack.runtime.gpu.decoder import TokenLayers, TokenStep
-from moe_pack.runtime.gpu.device import HostArena
-from moe_pack.runtime.gpu.graph_engine import GraphEngine
-from moe_pack.runtime.model import Rope
 
-CONTEXT = 8
 TRITON = str(Path(find_spec("triton").origin).parent)  # type: ignore[union-attr, arg-type]  # it is installed
 # One with grouped queries and nothing else, one with a shared expert that is gated, one with latent attention and a
 # dense layer.
@@ -56,29 +49,18 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@contextmanager
-def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
-    """Room for a token, and its launches; a third of all experts has room."""
-    with ExitStack() as stack:
-        opened = stack.enter_context(Pack(folder))
-        host = stack.enter_context(HostArena(opened, CPU))
-        built = stack.enter_context(closing(GraphEngine(opened, host, CPU, expert_bytes_for(opened, 0.3), CONTEXT, 1)))
-        angles = Rope(opened.spec.rope, CPU)(torch.arange(CONTEXT), 1)
-        layers = TokenLayers(built.weights, built.decoder.cache, angles)
-        yield layers, TokenStep(built.weights, layers, 1)
-
-
 @pytest.mark.parametrize(("family", "rotate"), [*((family, "off") for family in FAMILIES), ("qwen2_moe", "on")])
 def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, rotate: Rotate, tmp_path: Path) -> None:
     from families import Tiny, write  # which imports transformers
 
     source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
     pack(source, tmp_path / "packed", rotate=rotate)
-    with token_step(tmp_path / "packed") as (layers, step), torch.inference_mode():
-        layers.control.copy_(torch.tensor([80, 2]))
-        with Watch():
-            step.run()
-    assert layers.logits.isfinite().all() and layers.logits.any()
+    for misses in ("split", "pull"):
+        with case(misses), gpu_engine(tmp_path / "packed", GpuRun(0.3, misses)) as built, torch.inference_mode():
+            logits = built.decoder.next_logits([80]).zero_()  # the memory to which every token's are copied
+            with Watch():
+                built.decoder.launch(0)
+            assert logits.isfinite().all() and logits.any()
 
 
 @pytest.mark.parametrize(

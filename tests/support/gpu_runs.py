@@ -1,16 +1,24 @@
-"""The graph engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
+"""The GPU's engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from native import kernels_limited_to
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.device import HostArena
-from moe_pack.runtime.gpu.graph_engine import GraphDecoder, GraphEngine
-from moe_pack.runtime.gpu.placement import least_placement
-from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
+from moe_pack.runtime.gpu.token_step import GpuDecoder
+from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload.presets import eviction_of
+from moe_pack.runtime.offload.split import fastest
 
 CPU = torch.device("cpu")
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
@@ -19,28 +27,70 @@ PROMPT, NUM_ALONE = 2, 2
 IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 
 
-def expert_bytes_for(pack: Pack, share: float) -> int:
+@dataclass(frozen=True, slots=True)
+class GpuRun:
+    """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
+
+    `misses`, `pulled_share`, `dynamic_share`: as in `GpuInputs`.   `policy`: whose eviction decides on the slots.
+    `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
+    brings it, in passes of many tokens; None: all are copied.
+    """
+
+    share: float
+    misses: Misses = "split"
+    pulled_share: float = 0.5
+    policy: PolicyName = "lru"
+    chunk_tokens: int = 16
+    context_tokens: int = 64
+    cache_dtype: torch.dtype = torch.float32
+    dynamic_share: float = DYNAMIC_SHARE
+    cpu_share: float | None = None
+
+
+def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
     """Returns bytes for a share of all experts, beyond the least that an engine runs in; 1 is enough for all."""
     total = sum(expert.num_bytes for layer in pack.layout.experts for expert in layer)
-    least = least_placement(pack.layout)
+    least = least_placement(pack.layout, misses)
     return least.num_bytes + round(share * (total + least.other_bytes))
 
 
 @contextmanager
-def graph_decoder(
-    folder: Path,
-    share: float,
-    context_tokens: int = 64,
-    chunk_tokens: int = 16,
-    cache_dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
-) -> Iterator[GraphDecoder]:
-    """Builds the graph engine with memory for a share of experts; see `expert_bytes_for`."""
-    with Pack(folder) as pack, HostArena(pack, device) as host:
-        expert_bytes = expert_bytes_for(pack, share)
-        with closing(GraphEngine(pack, host, device, expert_bytes, context_tokens, chunk_tokens, cache_dtype)) as built:
+def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuEngine]:
+    """Builds the engine."""
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        host: HostArena | None = None
+        tier: ExpertRunner | None = None
+        kernels = kernels_limited_to("portable")
+        if run.misses == "disk":
+            tier = MappedPackWeights(pack, NativeOperations(kernels))
+        else:
+            host = stack.enter_context(HostArena(pack, device))
+        inputs = GpuInputs(
+            pack=pack,
+            device=device,
+            misses=run.misses,
+            host=host,
+            tier=tier,
+            kernels=None if run.misses == "pull" else kernels,
+            split=None if run.cpu_share is None else lambda tokens: fastest(tokens, run.cpu_share, 1.0),
+            pulled_share=run.pulled_share,
+            link_rate=float("inf"),
+            popularity=np.ones(pack.index.size.shape),
+            eviction=lambda facts: eviction_of(PRESETS[run.policy], facts),
+            dynamic_share=run.dynamic_share,
+        )
+        expert_bytes = expert_bytes_for(pack, run.share, run.misses)
+        with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:
             built.prepare()
-            yield built.decoder
+            yield built
+
+
+@contextmanager
+def gpu_decoder(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuDecoder]:
+    """Builds the engine, and gives its decoder."""
+    with gpu_engine(folder, run, device) as built:
+        yield built.decoder
 
 
 def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
@@ -49,10 +99,8 @@ def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
         return Decoder(PackWeights(pack, CPU), 64).logits(ids)
 
 
-def graph_logits(
-    folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT, chunk_tokens: int = 16
-) -> torch.Tensor:
-    """Returns logits of a prompt, then of one token after the other, by the graph engine."""
-    with graph_decoder(folder, share, chunk_tokens=chunk_tokens) as decoder:
+def gpu_logits(folder: Path, run: GpuRun, ids: list[int] = IDS, num_prompt: int = PROMPT) -> torch.Tensor:
+    """Returns logits of a prompt, then of one token after the other."""
+    with gpu_decoder(folder, run) as decoder:
         pieces = [decoder.logits(ids[:num_prompt])] if num_prompt else []
         return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -29,23 +28,21 @@ def launched(folder: Path) -> dict[str, int]:
 def main() -> None:
     """Launches everything and writes the counts."""
     from compiled_kernels import RecordingDriver
+    from gpu_runs import GpuRun, gpu_engine
     from triton.runtime.driver import driver
 
     from moe_pack.formats import Pack
-    from moe_pack.runtime.gpu.device import HostArena
     from moe_pack.runtime.gpu.fit import run_everything
-    from moe_pack.runtime.gpu.graph_engine import GraphEngine
     from moe_pack.runtime.gpu.kernels.ahead import collected_launches
-    from moe_pack.runtime.gpu.placement import least_placement
 
     driver.set_active(RecordingDriver(90))
-    counts, cpu = {}, torch.device("cpu")
-    with Pack(Path(sys.argv[1])) as pack, HostArena(pack, cpu) as host, collected_launches() as jobs:
-        room = least_placement(pack.layout).num_bytes
-        with closing(GraphEngine(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
+    counts, folder = {}, Path(sys.argv[1])
+    run = GpuRun(0.3, chunk_tokens=CHUNK, context_tokens=CONTEXT)
+    with Pack(folder) as pack, collected_launches() as jobs:
+        with gpu_engine(folder, run) as built:
             run_everything(pack, built, CHUNK)
         counts["everything"] = len(jobs)
-        with closing(GraphEngine(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
+        with gpu_engine(folder, run) as built:
             for length in (1, 2, *range(3, CONTEXT, 19)):
                 ids = torch.randint(pack.spec.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
                 built.decoder.reset()

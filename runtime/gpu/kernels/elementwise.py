@@ -128,30 +128,38 @@ def reduce(
     weights: Tensor,
     out: Tensor,
     *,
+    pulled: Tensor | None = None,
+    host: Tensor | None = None,
     residual: Tensor | None = None,
     shared: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Writes `residual + scale * (shared + sum over k of weights_k * sum over P of partials_kp)` to `out`.
+    """Writes `residual + scale * (shared + host + sum over k of weights_k * sum over P of partials_kp)` to `out`.
 
-    Args:    partials: float32 [k, P, d].   weights: float32 [k].   out: float32 [d]; may be `residual` or `shared`.
+    Args:    partials, pulled: float32 [k, P, d], contiguous, each with its own P; the partial sums of neurons whose
+             records are here, and of those whose records are pulled. Both are summed.   weights: float32 [k].
+             out: float32 [d]; may be `residual` or `shared`.
+             host: float32 [d], the CPU's share, weighted already; page-locked host memory if the others are on a GPU.
              residual, shared: float32 [d]; `shared` is the shared experts' output.
     """
     k, num_partials, d = partials.shape
+    num_pulled = 0 if pulled is None else pulled.shape[1]
     _reduce[(triton.cdiv(d, _COLUMNS),)](
         partials,
+        pulled,
         weights,
-        out if shared is None else shared,
-        out if residual is None else residual,
+        host,
+        shared,
+        residual,
         out,
         scale,
         D=d,
         K=k,
         P=num_partials,
         P_POW2=triton.next_power_of_2(num_partials),
+        PULLED=num_pulled,
+        PULLED_POW2=triton.next_power_of_2(num_pulled),
         COLUMNS=_COLUMNS,
-        HAS_SHARED=shared is not None,
-        HAS_RESIDUAL=residual is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -160,7 +168,9 @@ def reduce(
 @triton.jit
 def _reduce(
     partials_ptr,
+    pulled_ptr,
     weights_ptr,
+    host_ptr,
     shared_ptr,
     residual_ptr,
     out_ptr,
@@ -169,20 +179,33 @@ def _reduce(
     K: tl.constexpr,
     P: tl.constexpr,
     P_POW2: tl.constexpr,
+    PULLED: tl.constexpr,
+    PULLED_POW2: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    partial = tl.arange(0, P_POW2)[:, None]
-    is_valid = (partial < P) & (column < D)[None, :]
+    is_column = column < D
+    if host_ptr is not None:  # first: it comes over the link
+        from_host = tl.load(host_ptr + column, mask=is_column, other=0.0)
     total = tl.zeros([COLUMNS], tl.float32)
     for place in range(K):
-        terms = tl.load(partials_ptr + (place * P + partial) * D + column[None, :], mask=is_valid, other=0.0)
-        total += tl.load(weights_ptr + place) * tl.sum(terms, 0)
-    if HAS_SHARED:
-        total = tl.load(shared_ptr + column, mask=column < D, other=0.0) + total
+        sums = _sum_partials(partials_ptr + place * P * D, column, D, P, P_POW2)
+        if pulled_ptr is not None:
+            sums += _sum_partials(pulled_ptr + place * PULLED * D, column, D, PULLED, PULLED_POW2)
+        total += tl.load(weights_ptr + place) * sums
+    if host_ptr is not None:
+        total += from_host
+    if shared_ptr is not None:
+        total = tl.load(shared_ptr + column, mask=is_column, other=0.0) + total
     total *= scale
-    if HAS_RESIDUAL:
-        total += tl.load(residual_ptr + column, mask=column < D, other=0.0)
-    tl.store(out_ptr + column, total, mask=column < D)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + column, mask=is_column, other=0.0)
+    tl.store(out_ptr + column, total, mask=is_column)
+
+
+@triton.jit
+def _sum_partials(partials_ptr, column, D: tl.constexpr, P: tl.constexpr, P_POW2: tl.constexpr):
+    """Returns the sum of an expert's partial sums in some columns: float32, as `column`."""
+    partial = tl.arange(0, P_POW2)[:, None]
+    is_valid = (partial < P) & (column < D)[None, :]
+    return tl.sum(tl.load(partials_ptr + partial * D + column[None, :], mask=is_valid, other=0.0), 0)

@@ -85,9 +85,9 @@ def _scales(part: RowPart, bits: int) -> int:
 
 @triton.jit
 def _masked(words, BITS: tl.constexpr):
-    """Returns codes where they stand, as subnormals: float32 [R, SQ, NW] for words [R, NW]."""
+    """Returns codes where they stand, as subnormals: float32 [R, SQ, NW] for words [R, 1, NW]."""
     sq = tl.arange(0, 32 // BITS)[None, :, None]
-    halves = words[:, None, :] >> ((sq % 4) // 2 * 16).to(tl.uint32)
+    halves = words >> ((sq % 4) // 2 * 16).to(tl.uint32)
     MASK: tl.constexpr = 2**BITS - 1
     masks = tl.full([1, 32 // BITS, 1], MASK, tl.uint32) << (sq % 2 * 8 + sq // 4 * BITS).to(tl.uint32)
     return (halves & masks).to(tl.float32, bitcast=True)
@@ -95,12 +95,12 @@ def _masked(words, BITS: tl.constexpr):
 
 @triton.jit
 def _unpack(codes, lookup_ptr, PART: tl.constexpr):
-    """Returns codes or values of the first plane as `unpack_places` does: float32 [R, SQ, NW] for [R, NW] words."""
+    """Returns codes or values of the first plane as `unpack_places` does: float32 [R, SQ, NW] for [R, 1, NW] words."""
     if PART.kind == TRELLIS:
         levels = look_up(lookup_ptr, codes, tl.arange(0, 8), 0, PART, True)
         values = (levels.to(tl.int32) - ZERO).to(tl.float32)
     else:
-        values = unpack_places(codes[0][:, None, :], tl.arange(0, places(PART, 0))[None, :, None], PART, 0)
+        values = unpack_places(codes[0], tl.arange(0, places(PART, 0))[None, :, None], PART, 0)
     return values
 
 
@@ -188,13 +188,39 @@ def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
+def load_part_scales(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
+    """Loads what `dot_loaded` and `add_loaded` need of some rows beside their codes.
+
+    Returns:  scales and zeros of the first plane's chunks, float32 [R, QS, NC], scales of the second plane's chunks,
+              and biases, float32 [R]. What a part does not have is another one of them, and not used.
+    """
+    bias = tl.zeros([units.shape[0]], tl.float32)
+    if PART.bias >= 0:
+        bias = load_bias(arena_ptr, units, live, PART)
+    scale, zero, high = bias, bias, bias
+    if has_scales(PART):
+        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
+        high = scale
+        if has_two_planes(PART):
+            high, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
+    return scale, zero, high, bias
+
+
+@triton.jit
 def dot_part(arena_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Returns rows times x, plus their bias: float32 [R], zeros for rows that are not live.
 
     Args:    codes: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
     """
+    scales = load_part_scales(arena_ptr, units, live, PART, NW)
+    return dot_loaded(codes, scales, x, x_sums, x_high, lookup_ptr, PART, NW)
+
+
+@triton.jit
+def dot_loaded(codes, scales, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+    """Returns the same as `dot_part`, with `scales` from `load_part_scales`."""
+    scale, zero, high, bias = scales
     if has_scales(PART):
-        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         QS: tl.constexpr = _scales(PART, plane_bits(PART, 0))
         products = _product_codes(codes, lookup_ptr, PART, 0) * x[None, :, :]
         sums = _chunk_sums(products, QS, _chunk(PART, 0)) * _factor(PART, 0)
@@ -202,60 +228,79 @@ def dot_part(arena_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART:
             sums -= zero * x_sums
         total = tl.sum(tl.sum(scale * sums, 2), 1)
         if has_two_planes(PART):
-            scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
             sums = _chunk_sums(_product_codes(codes, lookup_ptr, PART, 1) * x_high[None, :, :], _scales(PART, 1), 1)
-            total += tl.sum(tl.sum(scale * (sums * _factor(PART, 1)), 2), 1)
+            total += tl.sum(tl.sum(high * (sums * _factor(PART, 1)), 2), 1)
     else:
         total = tl.sum(tl.sum(_unpack(codes, lookup_ptr, PART) * x[None, :, :], 1), 1)
     if PART.bias >= 0:
-        total += load_bias(arena_ptr, units, live, PART)
+        total += bias
     return total
 
 
 @triton.jit
-def zero_part(PART: tl.constexpr, NW: tl.constexpr):
-    """Returns zero sums for `add_part`: of the first plane's codes, of the zeros, of the second plane's codes."""
-    y = tl.zeros([places(PART, 0), NW], tl.float32)
+def zero_part(PART: tl.constexpr, NW: tl.constexpr, GROUPS: tl.constexpr = 1):
+    """Returns zero sums for `add_part`: of the first plane's codes, of the zeros, of the second plane's codes.
+
+    With several GROUPS, row `r` of a tile is added to the sums of group `r % GROUPS`: where a program has more threads
+    than a row has words, the threads add what they have loaded, and `store_part` adds the groups.
+    """
+    y = tl.zeros([GROUPS, places(PART, 0), NW], tl.float32)
     less = tl.zeros([1, 1, 1], tl.float32)
     y_high = less
     if _are_lifted(PART):
-        less = tl.zeros([1, _scales(PART, plane_bits(PART, 0)), NW // _chunk(PART, 0)], tl.float32)
+        less = tl.zeros([GROUPS, _scales(PART, plane_bits(PART, 0)), NW // _chunk(PART, 0)], tl.float32)
         if has_two_planes(PART):
-            y_high = tl.zeros([32, NW // 2], tl.float32)
+            y_high = tl.zeros([GROUPS, 32, NW // 2], tl.float32)
     return y, less, y_high
 
 
 @triton.jit
 def add_part(y, less, y_high, arena_ptr, units, live, codes, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Returns the sums plus `h` [R] times rows."""
+    scales = load_part_scales(arena_ptr, units, live, PART, NW)
+    return add_loaded(y, less, y_high, codes, scales, h, lookup_ptr, PART, NW)
+
+
+@triton.jit
+def add_loaded(y, less, y_high, codes, scales, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+    """Returns the same as `add_part`, with `scales` from `load_part_scales`."""
+    scale, zero, high, _ = scales
+    GROUPS: tl.constexpr = y.shape[0]
     if has_scales(PART):
-        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         factors = scale * h[:, None, None]
         if _are_lifted(PART):
-            less += tl.sum(factors * zero, 0)[None, :, :]
+            less += _group_sums(factors * zero, GROUPS)
             factors *= _LIFT
-        y += tl.sum(_product_codes(codes, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), 0)
+        y += _group_sums(_product_codes(codes, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), GROUPS)
         if has_two_planes(PART):
-            scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
-            factors = scale * h[:, None, None]
-            y_high += tl.sum(_product_codes(codes, lookup_ptr, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
+            factors = high * h[:, None, None] * _LIFT
+            products = _product_codes(codes, lookup_ptr, PART, 1) * _spread(factors, PART, 1, NW // 2)
+            y_high += _group_sums(products, GROUPS)
     else:
-        y += tl.sum(_unpack(codes, lookup_ptr, PART) * h[:, None, None], 0)
+        y += _group_sums(_unpack(codes, lookup_ptr, PART) * h[:, None, None], GROUPS)
     return y, less, y_high
+
+
+@triton.jit
+def _group_sums(values, GROUPS: tl.constexpr):
+    """Returns the sums over the rows of each group: [GROUPS, A, B] of [R, A, B]."""
+    R: tl.constexpr = values.shape[0]
+    return tl.sum(tl.reshape(values, [R // GROUPS, GROUPS, values.shape[1], values.shape[2]]), 0)
 
 
 @triton.jit
 def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
     """Writes sums to y_ptr [d], each to its column; the second of two planes adds to what the first wrote."""
+    y = tl.sum(y, 0)
     if _are_lifted(PART):
         y = y * (_unplaced(PART, 0) * _factor(PART, 0))[:, None]
-        y -= tl.reshape(_spread(less, PART, 0, NW), [places(PART, 0), NW])
+        y -= tl.reshape(_spread(tl.sum(less, 0)[None, :, :], PART, 0, NW), [places(PART, 0), NW])
     elif has_scales(PART):
         y *= _factor(PART, 0)
     store_y(y_ptr, y, PART, 0, NW)
     if has_two_planes(PART):
         tl.debug_barrier()  # other threads wrote those columns
-        y_high = y_high * (_unplaced(PART, 1) * _factor(PART, 1))[:, None]
+        y_high = tl.sum(y_high, 0) * (_unplaced(PART, 1) * _factor(PART, 1))[:, None]
         y_high += tl.load(y_ptr + columns(PART, 1, NW // 2), mask=is_word(PART, 1, NW // 2)[None, :], other=0.0)
         store_y(y_ptr, y_high, PART, 1, NW // 2)
 
@@ -341,7 +386,7 @@ def load_tile(
         SQ: tl.constexpr = places(PART, 0)
         w = tile * (COLS // SQ) + tl.arange(0, COLS // SQ)
         mask = live[:, None] & (w < PART.num_cols // SQ)[None, :]
-        values = _unpack((_read_words(arena_ptr, units, w, mask, PART),), lookup_ptr, PART)
+        values = _unpack((_read_words(arena_ptr, units, w, mask, PART)[:, None, :],), lookup_ptr, PART)
         values = tl.reshape(values, [R, 1, SQ, COLS // SQ])
     if TRANSPOSED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile transposed later
         tile_values = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])

@@ -206,14 +206,15 @@ def is_word(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 
 @triton.jit
 def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
-    """Loads the words of some rows: uint32 [R, NW], zeros for rows that are not live.
+    """Loads the words of some rows: uint32 [R, 1, NW], zeros for rows that are not live.
 
+    The dimension of 1 is that of a word's codes: they are then made in the registers of the thread that loads the word.
     Args:    units: int64 [R], offsets of the rows in units of 16 bytes.
     """
-    mask = live[:, None] & is_word(PART, PLANE, NW)[None, :]
+    mask = live[:, None, None] & is_word(PART, PLANE, NW)[None, None, :]
     at = PART.offset // 4 + word_places(PART, PLANE, NW)
     words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
-    return tl.load(words_ptr + (units * 4)[:, None] + at[None, :], mask=mask, other=0)
+    return tl.load(words_ptr + (units * 4)[:, None, None] + at[None, None, :], mask=mask, other=0)
 
 
 @triton.jit

@@ -15,9 +15,11 @@ from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, S
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
 SELECT_BLOCK = 64  # neurons that are selected and listed together
+_SMALLEST_BLOCK = 16  # where an expert has few neurons
+_NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
-PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
+PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin", "slots_ptr", "num_slots", "scratch_at")
 
 
 class StoredPart(NamedTuple):
@@ -100,7 +102,7 @@ class RunningNeurons:
     """Which neurons of a token's k experts run, and where their records are; allocated once, on the device.
 
     `a`: float32 [k, f], the selector's activations.   `blocks`: int32 [k, f]; the running neurons of each block of
-    `SELECT_BLOCK` stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
+    `block` neurons stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
     and how many of these have no record in the arena.   `neurons`, `units`: int32 [k, f], the neurons that the GPU
     computes, and the offset of each one's record in units of 16 bytes: `totals[:, HERE]` of them, then
     `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 3]; the last, LEFT, is left to the CPU.
@@ -112,11 +114,15 @@ class RunningNeurons:
     neurons: Tensor
     units: Tensor
     totals: Tensor
+    block: int
 
     @classmethod
     def allocate(cls, k: int, num_rows: int, device: torch.device) -> "RunningNeurons":
-        """Allocates for k experts with so many neurons."""
-        num_blocks = -(-num_rows // SELECT_BLOCK)
+        """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks."""
+        block = SELECT_BLOCK
+        while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < _NUM_BLOCKS:
+            block //= 2
+        num_blocks = -(-num_rows // block)
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -128,6 +134,7 @@ class RunningNeurons:
             neurons=numbers(k, num_rows),
             units=numbers(k, num_rows),
             totals=numbers(k, 3),
+            block=block,
         )
 
 

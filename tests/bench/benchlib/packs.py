@@ -83,6 +83,15 @@ def make_profiled_demo(folder: Path) -> Path:
     return pack
 
 
+def make_demo(folder: Path, sparsity: float) -> Path:
+    """Returns the demo model's pack at 4 bit, with this share of its neurons not running."""
+    pack = folder / f"demo-{sparsity:g}"
+    if not (pack / "manifest.json").exists():
+        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", sparsity)
+        moe_pack("convert", DEMO_MODEL, *bits, "-o", pack)
+    return pack
+
+
 def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
     """Returns the budget that has space for so many of the largest experts, and for short forward passes."""
     plan = divide_budget(pack.layout, _BOUNDLESS, context_tokens, 0)

@@ -1,38 +1,38 @@
-"""The graph engine's launches under the interpreter, of every family, against the decoder in plain torch."""
+"""The GPU's engine under the interpreter, for every family, against the decoder in plain torch."""
 
 from pathlib import Path
 
 import pytest
 from cases import case
-from gpu_runs import IDS, TOLERANCE, graph_logits, reference_logits
+from gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from models import pack
 
 
-def check(name: str, changes: dict[str, object], folder: Path, ids: list[int]) -> None:
+def check(name: str, changes: dict[str, object], folder: Path, run: GpuRun) -> None:
     """That a tiny model of this name, with some keys changed, has the reference's logits."""
     from families import TINY, Tiny, write  # which imports transformers
 
     (tiny,) = (tiny for tiny in TINY if str(tiny) == name)
     source = write(Tiny(tiny.family, tiny.name, tiny.config | changes), folder / "source")
     pack(source, folder / "packed", dense_width=8)
-    assert (
-        graph_logits(folder / "packed", 0.3, ids) - reference_logits(folder / "packed", ids)
-    ).abs().max() < TOLERANCE
+    found, expected = gpu_logits(folder / "packed", run, IDS[:3]), reference_logits(folder / "packed", IDS[:3])
+    assert (found - expected).abs().max() < TOLERANCE
 
 
-# Latent attention, a dense layer and experts in groups. What else families differ in, `test_graph` has (phimoe: biases,
-# layer norms, another router), or single kernels.
+# Latent attention, a dense layer and experts in groups. What else families differ in, `test_gpu_runs` has (phimoe:
+# biases, layer norms, another router), or single kernels.
 def test_the_family_that_differs_most_runs_as_in_plain_torch(tmp_path: Path) -> None:
-    check("deepseek_v2: groups, query latent, yarn", {"num_hidden_layers": 2}, tmp_path, IDS[:3])
+    check("deepseek_v2: groups, query latent, yarn", {"num_hidden_layers": 2}, tmp_path, GpuRun(0.3))
 
 
 @pytest.mark.slow
 def test_every_family_runs_as_in_plain_torch(tmp_path: Path) -> None:
     from families import TINY, WITH_ENCODER
 
-    # The GPU's engines run no encoder.
+    # The GPU's engine runs no encoder.
     names = [str(tiny) for tiny in TINY if tiny.name == "as it comes" and tiny.family not in WITH_ENCODER]
     window_is_full = ("mixtral: window of 7", {"sliding_window": 2})
     for number, (name, changes) in enumerate([*((name, {}) for name in names), window_is_full]):
         with case(name):
-            check(name, {"num_hidden_layers": 2} | changes, tmp_path / str(number), IDS[:3])
+            run = GpuRun(0.3, ("split", "pull")[number % 2])
+            check(name, {"num_hidden_layers": 2} | changes, tmp_path / str(number), run)

@@ -1,0 +1,288 @@
+"""The CPU's share of a token: the experts, or their neurons, whose records are not in GPU memory.
+
+The GPU writes what it leaves to the CPU into page-locked memory (`Exchange`), and a call of a C function, which the
+token's graph contains for each layer, computes it there. `PoolShare` is that function for experts in host memory: no
+Python runs. `TierShare` is for packs larger than host memory: the CPU's own engine, with its cache over the disk.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import Pack
+from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernels, extent_rows
+from moe_pack.runtime.gpu.device import HostArena, HostCalls
+from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
+from moe_pack.runtime.gpu.placement import GpuPlacement
+from moe_pack.runtime.model import ExpertRunner
+from moe_pack.runtime.offload.split import LoadOrCompute
+
+Tokens: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float32]
+NUM_TURNS = 2  # the host reads what one token left while the next one runs
+_MEASURED_TIMES, _MEASURED_EXPERTS, _MEASURED_BYTES = 5, 8, 64 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """What a token's graph and the CPU exchange, in page-locked memory; L layers of k experts with f neurons.
+
+    `x`: float32 [d], the input of a layer's experts.   `weights`: float32 [k].   `experts`: int32 [k].   `y`: float32
+    [d], what the CPU has computed.   `left`: of each turn and layer.   `counts`: int32 [turns, L, k], `neurons`: int32
+    [turns, L, k, f], `pulled_counts`: int32 [turns, L, k]: of all of `left`.
+    """
+
+    x: Tensor
+    weights: Tensor
+    experts: Tensor
+    y: Tensor
+    a: Tensor
+    counts: Tensor
+    neurons: Tensor
+    pulled_counts: Tensor
+    left: tuple[tuple[LeftToCpu, ...], ...]
+
+    @classmethod
+    def allocate(cls, pack: Pack, placement: GpuPlacement, is_locked: bool) -> "Exchange":
+        """Allocates the memory, page-locked if a GPU uses it."""
+        d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
+        num_layers, f = len(placement.num_slots), pack.spec.expert.intermediate_size
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
+
+        a = zeros(k, f, dtype=torch.float32)
+        counts, pulled_counts = (zeros(NUM_TURNS, num_layers, k) for _ in range(2))
+        neurons = zeros(NUM_TURNS, num_layers, k, f)
+        num_landing = placement.num_landing.tolist()
+        pulled = zeros(NUM_TURNS, k * sum(num_landing))
+        ends = np.cumsum([k * number for number in num_landing])
+        left = tuple(
+            tuple(
+                LeftToCpu(
+                    counts=counts[turn, l],
+                    neurons=neurons[turn, l],
+                    a=a,
+                    pulled_counts=pulled_counts[turn, l],
+                    pulled=pulled[turn, ends[l] - k * number : ends[l]].view(k, number),
+                )
+                for l, number in enumerate(num_landing)
+            )
+            for turn in range(NUM_TURNS)
+        )
+        x, y, weights = (zeros(n, dtype=torch.float32) for n in (d, d, k))
+        return cls(x, weights, zeros(k), y, a, counts, neurons, pulled_counts, left)
+
+
+class CpuShare(Protocol):
+    """What computes the CPU's share of a layer."""
+
+    adds_output: bool
+    """Whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their sum is."""
+
+    def launch(self, turn: int, layer_idx: int) -> None:
+        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
+        ...
+
+    def check(self) -> None:
+        """Raises what has gone wrong since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the calls use; no graph may contain one any more."""
+        ...
+
+
+class PoolShare:
+    """The native kernels compute from host memory. Owns nothing of its arguments."""
+
+    adds_output = False
+
+    def __init__(
+        self, pack: Pack, host: HostArena, kernels: Kernels, exchange: Exchange, calls: HostCalls | None
+    ) -> None:
+        layers = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
+        num_layers, (k, f) = len(layers), exchange.a.shape
+        buffers = HostShareBuffers(
+            x=exchange.x,
+            weights=exchange.weights,
+            experts=exchange.experts,
+            counts=exchange.counts.view(NUM_TURNS * num_layers, k),
+            neurons=exchange.neurons.view(NUM_TURNS * num_layers, k, f),
+            a=exchange.a,
+            y=exchange.y,
+        )
+        self._share, self._calls, self._num_layers = HostShare(kernels, layers * NUM_TURNS, buffers), calls, num_layers
+
+    def launch(self, turn: int, layer_idx: int) -> None:
+        """Adds the computation of a layer; see `CpuShare`."""
+        place = turn * self._num_layers + layer_idx
+        if self._calls is None:
+            self._share.run(place)
+        else:
+            self._calls.add(*self._share.function(place))
+
+    def check(self) -> None:
+        """Raises what has gone wrong; see `CpuShare`."""
+        self._share.check()
+
+    def close(self) -> None:
+        """Frees the calls' arguments."""
+        self._share.close()
+
+
+class TierShare:
+    """The CPU's own engine computes whole experts, which it reads from the disk into its cache."""
+
+    adds_output = True
+
+    def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: HostCalls | None) -> None:
+        self._tier, self._exchange, self._calls = tier, exchange, calls
+        self._fault: BaseException | None = None
+        # Graphs contain their addresses: they live as long as this.
+        self._functions: dict[tuple[int, int], Callable[..., None]] = {}
+
+    def launch(self, turn: int, layer_idx: int) -> None:
+        """Adds the computation of a layer; see `CpuShare`."""
+        if self._calls is None:
+            self._compute(turn, layer_idx)
+            return
+        key = (turn, layer_idx)
+        if key not in self._functions:
+            self._functions[key] = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: self._compute(*key))
+        address = ctypes.cast(self._functions[key], ctypes.c_void_p).value  # type: ignore[arg-type]  # a function
+        assert address is not None, "functions have addresses"
+        self._calls.add(address, 0)
+
+    def check(self) -> None:
+        """Raises what has gone wrong; see `CpuShare`."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def close(self) -> None:
+        """Forgets the calls' functions."""
+        self._functions.clear()
+
+    @torch.inference_mode()
+    def _compute(self, turn: int, layer_idx: int) -> None:
+        exchange = self._exchange
+        exchange.y.zero_()
+        is_left = exchange.counts[turn, layer_idx] != 0
+        if self._fault is not None or not is_left.any():
+            return
+        try:
+            experts, weights = exchange.experts[is_left].long()[None], exchange.weights[is_left][None]
+            exchange.y.copy_(self._tier.run_experts(layer_idx, exchange.x[None].clone(), experts, weights)[0])
+        except BaseException as fault:  # no exception may leave a call from the driver
+            self._fault = fault
+
+
+def host_rows(pack: Pack, host: HostArena, layer_idx: int) -> list[ExpertRows]:
+    """Returns a layer's experts in host memory as the kernels take them."""
+    layouts, selector, function = pack.layout.experts[layer_idx], pack.manifest.selector, pack.spec.expert.function
+    return [
+        extent_rows(
+            layout,
+            selector,
+            function,
+            float(pack.thresholds[layer_idx, e]),
+            host.extent(layer_idx, e, layout.num_bytes).numpy(),
+        )
+        for e, layout in enumerate(layouts)
+    ]
+
+
+Split = Callable[[Sequence[int]], LoadOrCompute]
+
+
+class PromptShare:
+    """In passes of many tokens, the missing experts that the CPU computes while the link brings the others.
+
+    Owns a thread: `close` it.
+    Args:    split: chooses by the tokens of each missing expert; `balanced` or `fastest` of `runtime.offload.split`,
+             with measured rates.
+    """
+
+    def __init__(self, pack: Pack, host: HostArena, kernels: Kernels, split: Split) -> None:
+        self._rows = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
+        self._kernels, self._split = kernels, split
+        self._thread = ThreadPoolExecutor(1, "experts")
+
+    def choose(self, num_tokens: Sequence[int]) -> frozenset[int]:
+        """Returns which of the missing experts the CPU computes, as positions in the list of their tokens."""
+        return frozenset(self._split(num_tokens).computed)
+
+    def start(self, layer_idx: int, x: Tensor, jobs: Sequence[tuple[int, Tokens, Floats]]) -> Future[Tensor]:
+        """Begins to compute experts; returns their weighted sum later: float32 [T, d], for x float32 [T, d].
+
+        Args:    jobs: of each expert its number, tokens and router weights.
+        """
+        works = [(self._rows[layer_idx][expert], tokens, weights) for expert, tokens, weights in jobs]
+        return self._thread.submit(self._kernels.experts, x, works)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes of experts a second: that the link brings, and that the CPU computes for one token; measured."""
+
+    link: float
+    cpu: float
+
+    @property
+    def pulled_share(self) -> float:
+        """The share of missing bytes that the link brings in the time in which the CPU computes the others."""
+        return self.link / (self.link + self.cpu)
+
+    def split(self, expert_bytes: int, rule: Callable[[Sequence[int], float, float], LoadOrCompute]) -> Split:
+        """Returns a rule of `runtime.offload.split`, for experts of so many bytes."""
+        return lambda num_tokens: rule(num_tokens, expert_bytes / self.cpu, expert_bytes / self.link)
+
+    @classmethod
+    def measure(cls, pack: Pack, host: HostArena, kernels: Kernels, device: torch.device) -> "Rates":
+        """Measures both rates, each the median of some runs."""
+        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels))
+
+
+def link_rate(host: HostArena, device: torch.device) -> float:
+    """Returns the bytes a second that come over the link, as measured now."""
+    source = host.rows(0)[:_MEASURED_BYTES]
+    target = torch.empty_like(source, device=device)
+
+    def bring() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return len(source) / _median_seconds(bring)
+
+
+def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
+    """Returns the bytes of experts a second that the CPU computes for one token."""
+    x = torch.randn(1, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    works = [
+        (rows, np.zeros(1, np.int64), np.ones(1, np.float32)) for rows in host_rows(pack, host, 0)[:_MEASURED_EXPERTS]
+    ]
+    num_bytes = sum(layout.num_bytes for layout in pack.layout.experts[0][: len(works)])
+    return num_bytes / _median_seconds(lambda: kernels.experts(x, works))
+
+
+def _median_seconds(action: Callable[[], object]) -> float:
+    action()  # the first run also loads memory and kernels
+    taken = []
+    for _ in range(_MEASURED_TIMES):
+        started = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - started)
+    return sorted(taken)[_MEASURED_TIMES // 2]

@@ -1,0 +1,131 @@
+"""The engine on a GPU for a pack: memory of experts, weights, the CPU's share and decoder, put together.
+
+Importing this needs Triton.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.formats import Pack
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Split, TierShare
+from moe_pack.runtime.gpu.device import HostArena, HostCalls, Queues
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, GpuPlacement, Misses, place_experts, usual_heat
+from moe_pack.runtime.gpu.prefill import GpuWeights
+from moe_pack.runtime.gpu.residency import Residency
+from moe_pack.runtime.gpu.token_step import GpuDecoder, StepInputs
+from moe_pack.runtime.gpu.weights import ExpertMemory
+from moe_pack.runtime.model import ExpertRunner
+from moe_pack.runtime.offload import CacheFacts
+from moe_pack.runtime.offload.cache import Eviction
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInputs:
+    """What an engine is made of, whatever memory it gets; all of it stays the caller's.
+
+    `misses`: who has missing records.   `host`: experts in host memory; None if `tier`, the CPU's own engine, has them.
+    `kernels`: compute the CPU's share; None if everything is pulled or `tier` computes.   `split`: chooses the missing
+    experts that the CPU computes in passes of many tokens; None if none.   `pulled_share`: of missing records of one
+    token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
+    experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
+    memory for experts, for those that come and go.
+    """
+
+    pack: Pack
+    device: torch.device
+    misses: Misses
+    host: HostArena | None
+    tier: ExpertRunner | None
+    kernels: Kernels | None
+    split: Split | None
+    pulled_share: float
+    link_rate: float
+    popularity: NDArray[Any]
+    eviction: Callable[[CacheFacts], Eviction]
+    dynamic_share: float = DYNAMIC_SHARE
+
+
+class GpuEngine:
+    """The engine for a pack. Owns its memory, not its inputs: `close` it.
+
+    Args:    expert_bytes: the device's memory for experts.   chunk_tokens: of a forward pass, at most.
+    Raises:  RunError if too little memory is left for experts.
+    """
+
+    def __init__(
+        self,
+        inputs: GpuInputs,
+        expert_bytes: int,
+        context_tokens: int,
+        chunk_tokens: int,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        pack, device = inputs.pack, inputs.device
+        heat = usual_heat(pack.layout, pack.thresholds)
+        is_cuda, has_link = device.type == "cuda", None
+        if is_cuda and inputs.host is not None:
+            has_link = np.array([inputs.host.is_layer_locked(l) for l in range(len(pack.layout.experts))])
+        placement = place_experts(
+            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, inputs.dynamic_share, has_link
+        )
+        queues = Queues(device)
+        with ExitStack() as opened:
+            self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
+            exchange = Exchange.allocate(pack, placement, is_cuda)
+            share: CpuShare | None = None
+            prompt_share = None
+            if not placement.is_whole and inputs.misses != "pull":
+                calls = HostCalls() if is_cuda else None
+                if inputs.tier is not None:
+                    share = opened.enter_context(closing(TierShare(inputs.tier, exchange, calls)))
+                else:
+                    assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
+                    share = opened.enter_context(closing(PoolShare(pack, inputs.host, inputs.kernels, exchange, calls)))
+                    if inputs.split is not None:
+                        prompt_share = opened.enter_context(
+                            closing(PromptShare(pack, inputs.host, inputs.kernels, inputs.split))
+                        )
+            self.weights = GpuWeights(
+                pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share
+            )
+            step = StepInputs(queues, inputs.host, share, exchange, inputs.pulled_share)
+            self.decoder = GpuDecoder(
+                self.weights,
+                step,
+                _residency(inputs, self.memory, placement),
+                context_tokens,
+                device,
+                chunk_tokens,
+                cache_dtype,
+                inputs.link_rate,
+            )
+            opened.callback(self.decoder.close)
+            self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
+            self._opened = opened.pop_all()
+
+    def prepare(self) -> None:
+        """Captures a token's launches as graphs."""
+        self.decoder.prepare()
+
+    def close(self) -> None:
+        """Releases the device's memory, after the device has done what it was given."""
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
+        self._opened.close()
+        del self.decoder, self.weights, self.memory
+
+
+def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: GpuPlacement) -> Residency | None:
+    if placement.is_whole or not placement.num_slots.any():
+        return None
+    pages = memory.static_at.shape[2] - placement.first_dynamic
+    k = inputs.pack.spec.router.num_experts_per_tok
+    facts = CacheFacts(pages, int(placement.num_slots.sum()), k, inputs.popularity)
+    return Residency(placement, memory.static_at, memory.slots_at, inputs.eviction(facts))

@@ -1,0 +1,300 @@
+"""Rows copied from host memory into the arena: all kernels of the experts that read host memory.
+
+`pull_records` brings the records that a token needs and the arena lacks to where `neurons.compact` says, and
+`pull_selectors` brings missing selector rows to scratch memory. Neither changes a table, so what they bring is there
+for one token's layer, unless the host enters it. `bring` copies a list of rows that the host makes.
+
+Every byte is loaded by one program, once. Host memory must be page-locked where the arena is on a GPU.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
+from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables, RunningNeurons
+
+# Two for each multiprocessor of the largest GPU today. Together they wait for 1 MiB and more, several times what is on
+# its way over the fastest link, and leave most threads to kernels that run at the same time.
+NUM_PROGRAMS = 4 if INTERPRETED else 264
+_TILE_WORDS = 2048  # that a program loads at once: 16 a thread
+_LANES = 32  # list entries that a program looks at together
+_CHANGES = 1024  # entries of a table that a program changes
+
+
+def pull_records(
+    experts: Tensor,
+    tables: LayerTables,
+    running: RunningNeurons,
+    host: HostRows,
+    is_split: bool,
+    num_programs: int = NUM_PROGRAMS,
+) -> None:
+    """Copies the listed records that the arena lacks from host memory to where the list says.
+
+    Args:    experts: int32 [k].   running: from `compact`; if `is_split`, only its second range is pulled.
+             num_programs: that share an expert's list, for all experts.
+    """
+    (k,), f = experts.shape, tables.record_at.shape[1]
+    block_words = _block_words(max(kind.record_units for kind in tables.kinds))
+    _pull_records_kernel[k, max(1, num_programs // k)](
+        experts,
+        tables.arena,
+        tables.record_at,
+        tables.kind,
+        running.neurons,
+        running.units,
+        running.totals,
+        host.rows,
+        host.extent_at,
+        f,
+        RECORD_UNITS=tuple(kind.record_units for kind in tables.kinds),
+        SELECTOR_UNITS=tuple(kind.selector_units for kind in tables.kinds),
+        IS_SPLIT=is_split,
+        LANES=_LANES,
+        BLOCK_R=min(_TILE_WORDS // block_words, _LANES),
+        BLOCK_W=block_words,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def _block_words(row_units: int) -> int:
+    return min(int(triton.next_power_of_2(4 * row_units)), _TILE_WORDS)
+
+
+@triton.jit
+def _load_host(words_ptr, mask):
+    """Loads words of rows in host memory."""
+    return tl.load(words_ptr, mask=mask, other=0)
+
+
+@triton.jit
+def _copy_rows(arena_ptr, host_ptr, sources, targets, live, row_units, BLOCK_W: tl.constexpr):
+    """Copies rows to the arena.
+
+    Args:    sources, targets: int64 [R], offsets in host memory and in the arena in units of 16 bytes.   live: [R].
+             row_units: of each row, in such units.
+    """
+    host_words_ptr = host_ptr.to(tl.pointer_type(tl.uint32)) + (sources * 4)[:, None]
+    arena_words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + (targets * 4)[:, None]
+    words = tl.arange(0, BLOCK_W)[None, :]
+    part = 0
+    while part * BLOCK_W < row_units * 4:  # no `range`: the interpreter needs a constant as its end
+        at = part * BLOCK_W + words
+        mask = live[:, None] & (at < row_units * 4)
+        tl.store(arena_words_ptr + at, _load_host(host_words_ptr + at, mask), mask=mask)
+        part += 1
+
+
+@triton.jit
+def _of_kind(kind, UNITS: tl.constexpr):
+    """Returns the kind's entry of a tuple of constants."""
+    units = kind * 0
+    for number in tl.static_range(len(UNITS)):
+        units = tl.where(kind == number, UNITS[number], units)
+    return units
+
+
+@triton.jit(do_not_specialize=PER_LAYER)
+def _pull_records_kernel(
+    experts_ptr,
+    arena_ptr,
+    record_at_ptr,
+    kind_ptr,
+    neurons_ptr,
+    units_ptr,
+    totals_ptr,
+    host_ptr,
+    extent_at_ptr,
+    f,
+    RECORD_UNITS: tl.constexpr,
+    SELECTOR_UNITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    place, program = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(experts_ptr + place)
+    kind = tl.load(kind_ptr + expert)
+    row_units = _of_kind(kind, RECORD_UNITS)
+    records = tl.load(extent_at_ptr + expert) + f * _of_kind(kind, SELECTOR_UNITS)
+    first, count = 0, tl.load(totals_ptr + place * 3)
+    if IS_SPLIT:
+        first, count = count, tl.load(totals_ptr + place * 3 + 1)
+    start = first + count * program // tl.num_programs(1)
+    last = first + count * (program + 1) // tl.num_programs(1)
+    while start < last:
+        idx = start + tl.arange(0, LANES)
+        missing = idx < last
+        neuron = tl.load(neurons_ptr + place * f + idx, mask=missing, other=0)
+        target = tl.load(units_ptr + place * f + idx, mask=missing, other=0)
+        if not IS_SPLIT:
+            missing &= tl.load(record_at_ptr + expert * f + neuron, mask=missing, other=0) < 0
+        source = records + neuron.to(tl.int64) * row_units
+        number, rank = tl.sum(missing.to(tl.int32)), tl.cumsum(missing.to(tl.int32), 0) - 1
+        copied = 0
+        while copied < number:
+            ranks = copied + tl.arange(0, BLOCK_R)
+            is_it = missing[None, :] & (rank[None, :] == ranks[:, None])  # [R, lanes]
+            sources = tl.sum(tl.where(is_it, source[None, :], 0), 1)
+            targets = tl.sum(tl.where(is_it, target[None, :], 0).to(tl.int64), 1)
+            _copy_rows(arena_ptr, host_ptr, sources, targets, ranks < number, row_units, BLOCK_W)
+            copied += BLOCK_R
+        start += LANES
+
+
+def selector_scratch_bytes(k: int, tables: LayerTables) -> int:
+    """Returns how many bytes of the arena `pull_selectors` may write for k experts."""
+    return 16 * k * tables.record_at.shape[1] * max(kind.selector_units for kind in tables.kinds)
+
+
+def pull_selectors(
+    experts: Tensor,
+    tables: LayerTables,
+    host: HostRows,
+    scratch_at: int,
+    selector_units: Tensor,
+    num_programs: int = NUM_PROGRAMS,
+) -> None:
+    """Copies missing selector rows to scratch memory, and writes where these experts' selector rows are.
+
+    An expert's selector rows are all in the arena or all missing: the offset of the first says which.
+    Args:    experts: int32 [k].   scratch_at: where the scratch memory, `selector_scratch_bytes`, begins, in units of
+             16 bytes.   selector_units: int32 [k, f], overwritten.   num_programs: for all experts.
+    """
+    assert tables.selector_at is not None, "a selector is stored"
+    (k,), f = experts.shape, tables.record_at.shape[1]
+    units = tuple(kind.selector_units for kind in tables.kinds)
+    _pull_selectors_kernel[k, max(1, num_programs // k)](
+        experts,
+        tables.arena,
+        tables.selector_at,
+        tables.kind,
+        selector_units,
+        host.rows,
+        host.extent_at,
+        f,
+        scratch_at,
+        UNITS=units,
+        MOST_UNITS=max(units),
+        BLOCK=_TILE_WORDS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=PER_LAYER)
+def _pull_selectors_kernel(
+    experts_ptr,
+    arena_ptr,
+    selector_at_ptr,
+    kind_ptr,
+    selector_units_ptr,
+    host_ptr,
+    extent_at_ptr,
+    f,
+    scratch_at,
+    UNITS: tl.constexpr,
+    MOST_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place, program = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(experts_ptr + place)
+    row_units = _of_kind(tl.load(kind_ptr + expert), UNITS)
+    selector_at_ptr += expert * f
+    selector_units_ptr += place * f
+    is_missing = tl.load(selector_at_ptr) < 0
+    target = scratch_at + place * f * MOST_UNITS
+    lanes = tl.arange(0, BLOCK)
+    part = program
+    while part * BLOCK < f:
+        neuron = part * BLOCK + lanes
+        live = neuron < f
+        there = tl.load(selector_at_ptr + neuron, mask=live & ~is_missing, other=0)
+        tl.store(selector_units_ptr + neuron, tl.where(is_missing, target + neuron * row_units, there), mask=live)
+        part += tl.num_programs(1)
+    if is_missing:  # then its rows lie one after another in both memories
+        host_words_ptr = host_ptr.to(tl.pointer_type(tl.uint32)) + tl.load(extent_at_ptr + expert) * 4
+        arena_words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + target.to(tl.int64) * 4
+        part = program
+        while part * BLOCK < f * row_units * 4:
+            at = part * BLOCK + lanes
+            mask = at < f * row_units * 4
+            tl.store(arena_words_ptr + at, _load_host(host_words_ptr + at, mask), mask=mask)
+            part += tl.num_programs(1)
+
+
+def bring(
+    sources: Tensor,
+    targets: Tensor,
+    count: Tensor | int,
+    row_units: int,
+    host_rows: Tensor,
+    arena: Tensor,
+    num_programs: int = NUM_PROGRAMS,
+) -> None:
+    """Copies the first `count` rows of a list from host memory to the arena.
+
+    Args:    sources: int64 [n], targets: int32 [n], on the arena's device: offsets in `host_rows` and in `arena`, in
+             units of 16 bytes.   count: int32 [1] on that device, or a number; at most n.   row_units: of a row, in
+             such units.   host_rows, arena: u8.
+    """
+    block_words = _block_words(row_units)
+    block_rows = _TILE_WORDS // block_words
+    _bring_kernel[(max(1, min(num_programs, triton.cdiv(len(sources), block_rows))),)](
+        sources,
+        targets,
+        count,
+        host_rows,
+        arena,
+        row_units,
+        IS_ON_DEVICE=isinstance(count, Tensor),
+        BLOCK_R=block_rows,
+        BLOCK_W=block_words,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=("count", "row_units"))
+def _bring_kernel(
+    sources_ptr,
+    targets_ptr,
+    count,
+    host_ptr,
+    arena_ptr,
+    row_units,
+    IS_ON_DEVICE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    num_rows = tl.load(count) if IS_ON_DEVICE else count
+    first = tl.program_id(0) * BLOCK_R
+    while first < num_rows:
+        row = first + tl.arange(0, BLOCK_R)
+        live = row < num_rows
+        sources = tl.load(sources_ptr + row, mask=live, other=0)
+        targets = tl.load(targets_ptr + row, mask=live, other=0).to(tl.int64)
+        _copy_rows(arena_ptr, host_ptr, sources, targets, live, row_units, BLOCK_W)
+        first += tl.num_programs(0) * BLOCK_R
+
+
+def enter_rows(changes: Tensor, num_changes: Tensor, table: Tensor) -> None:
+    """Changes entries of a table of rows.
+
+    Args:    changes: int32 [n, 2], places and values, each place once; page-locked host memory if the table is on a
+             GPU.   num_changes: int32 [1] on the table's device; only so many are read.   table: int32, contiguous.
+    """
+    _enter_rows_kernel[(triton.cdiv(len(changes), _CHANGES),)](
+        changes, num_changes, table, BLOCK=_CHANGES, num_warps=4, enable_fp_fusion=True
+    )
+
+
+@triton.jit
+def _enter_rows_kernel(changes_ptr, num_changes_ptr, table_ptr, BLOCK: tl.constexpr):
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = number < tl.load(num_changes_ptr)
+    place = tl.load(changes_ptr + 2 * number, mask=counts, other=0)
+    tl.store(table_ptr + place, tl.load(changes_ptr + 2 * number + 1, mask=counts, other=0), mask=counts)

@@ -1,0 +1,429 @@
+"""One token on a GPU: its launches, which a CUDA graph repeats, and what the host does between two tokens.
+
+`TokenStep` launches a forward pass. Of each layer's experts the GPU computes what lies in its memory. Beside it, on
+forks of the graph, the CPU computes what is left to it (`cpu_share`), and records are pulled over the link. Nothing in
+it waits for Python. `GpuDecoder` runs it: between two tokens the host enters records in the tables, and while a token
+runs it decides on those that the token before lacked (`residency`). Importing this needs Triton.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.runtime.gpu.cpu_share import NUM_TURNS, CpuShare, Exchange
+from moe_pack.runtime.gpu.decoder import TokenLayers
+from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
+from moe_pack.runtime.gpu.fit import GpuCounts
+from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
+from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
+from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
+from moe_pack.runtime.gpu.kernels.rows import num_partials
+from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, PULLED, HostRows, RunningNeurons
+from moe_pack.runtime.gpu.prefill import GpuWeights
+from moe_pack.runtime.gpu.residency import Promotion, Residency, TokenRoutes
+from moe_pack.runtime.model import Decoder
+
+_MOST_CHANGES = 1 << 15  # entries of the tables that a token's graph changes; of more, the whole table is copied
+_LINK_SHARE = 0.5  # of the link's time that promotions may take
+_FIRST_TOKEN_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a token's launches use besides weights and buffers of their own.
+
+    `host`: experts in page-locked memory; None if the CPU's own engine has them.   `share`: computes what is left to
+    the CPU; None if everything is pulled or resident.   `exchange`: of the share.   `pulled_share`: of the missing
+    records, that the link brings.
+    """
+
+    queues: Queues
+    host: HostArena | None
+    share: CpuShare | None
+    exchange: Exchange
+    pulled_share: float
+
+
+class TokenStep:
+    """The launches of one token, experts included, and buffers for its experts.
+
+    `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 3], in page-locked memory: the token's experts, and
+    their neurons (HERE, PULLED, LEFT).   `changes`: int32 [_MOST_CHANGES, 2], likewise: places and values for the table
+    of records.
+    Args:    num_sms: multiprocessors of the GPU, by which work is divided.
+    """
+
+    def __init__(self, weights: GpuWeights, layers: TokenLayers, inputs: StepInputs, num_sms: int) -> None:
+        spec, device = weights.spec, layers.x.device
+        self._weights, self._layers, self._inputs, self._spec = weights, layers, inputs, spec
+        self._placement = weights.memory.placement
+        f, k, d = spec.expert.intermediate_size, spec.router.num_experts_per_tok, spec.hidden_size
+        num_layers = len(spec.moe_layers)
+        is_locked = device.type == "cuda"
+        running = RunningNeurons.allocate(k, f, device)
+        self._totals = torch.zeros((num_layers, k, 3), dtype=torch.int32, device=device)
+        self._running = [replace(running, totals=totals) for totals in self._totals]
+        self._partials, self._pulled_partials = (
+            torch.zeros((k, num_partials(k, f, num_sms), d), device=device) for _ in range(2)
+        )
+        self._selector_units = torch.zeros((k, f), dtype=torch.int32, device=device)
+        self._pulled_share = torch.tensor([inputs.pulled_share], device=device)
+        self._host_rows = [_host_rows(inputs.host, l, device) for l in range(num_layers)]
+        is_rotated = any(weights.rotation(layer_idx) is not None for layer_idx in range(num_layers))
+        # Of rotated layers: the input of experts, and the sum of their outputs.
+        self._turned, self._sum = (torch.zeros(d * is_rotated, device=device) for _ in range(2))
+        self._matrix = rotation_matrix(d, device)
+        self._from_tier = torch.zeros(d, device=device)
+        self.routes, self.totals = (
+            torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
+            for shape in ((num_layers, k), (num_layers, k, 3))
+        )
+        self.changes = torch.zeros((_MOST_CHANGES, 2), dtype=torch.int32, pin_memory=is_locked)
+
+    def run(self, turn: int, num_changes: Tensor) -> None:
+        """Launches the whole forward pass, from the token in `control` to `logits`, `routes` and `totals`.
+
+        Args:    num_changes: int32 [1] on the device: entries of `changes` that count.
+        """
+        layers, spec = self._layers, self._spec
+        if not self._placement.is_whole:
+            enter_rows(self.changes, num_changes, self._weights.memory.record_at.view(-1))
+        layers.start()
+        layer_idx = 0
+        for layer in range(spec.num_hidden_layers):
+            shared = layers.run(layer)
+            if layer in spec.moe_layers:
+                self._add_experts(turn, layer_idx, shared)
+                layer_idx += 1
+        layers.finish()
+        self.routes[turn].copy_(layers.routes, non_blocking=True)
+        self.totals[turn].copy_(self._totals, non_blocking=True)
+
+    def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None) -> None:
+        """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
+        layers, rotation, share = self._layers, self._weights.rotation(layer_idx), self._inputs.share
+        x, scale = layers.x, self._spec.residual_multiplier
+        inputs = layers.normed
+        if rotation is not None:
+            inputs = self._turned
+            rotate(layers.normed, rotation, self._matrix, inputs)
+        is_whole = self._is_static(layer_idx)
+        if is_whole:
+            share = None
+        pulled = self._experts(turn, layer_idx, inputs, is_whole)
+        host = None if share is None or share.adds_output else self._inputs.exchange.y
+        if rotation is None:
+            sums = {"pulled": pulled, "host": host, "residual": x, "shared": shared}
+            reduce(self._partials, layers.router_weights, x, scale=scale, **sums)
+        else:
+            reduce(self._partials, layers.router_weights, self._sum, pulled=pulled, host=host)
+            rotate_back(self._sum, rotation, self._matrix, x, residual=x, shared=shared, scale=scale)
+        if share is not None and share.adds_output:
+            self._from_tier.copy_(self._inputs.exchange.y, non_blocking=True)
+            x.add_(self._from_tier, alpha=scale)
+
+    def _experts(self, turn: int, layer_idx: int, inputs: Tensor, is_whole: bool) -> Tensor | None:
+        """Launches the token's experts; returns partial sums of pulled neurons beside the others, if there are any.
+
+        Args:    inputs: float32 [d], as the experts' stored rows get it.   is_whole: whether the layer lacks nothing.
+        """
+        memory, queues, running = self._weights.memory, self._inputs.queues, self._running[layer_idx]
+        experts, tables = self._layers.routes[layer_idx], memory.layers[layer_idx]
+        landing, left = memory.landing[layer_idx], self._inputs.exchange.left[turn][layer_idx]
+        is_pull = is_whole or self._placement.misses == "pull"
+        host, selector_units = self._host_rows[layer_idx], None
+        if not is_whole and is_pull and not self._placement.has_selector[layer_idx].all():
+            assert host is not None, "records are pulled from host memory"
+            selector_units = self._selector_units
+            scratch_at = landing.scratch_at + selector_units.numel() * landing.slot_units
+            pull_selectors(experts, tables, host, scratch_at, selector_units)
+        select(inputs, experts, tables, running, selector_units)
+        compact(experts, tables, running, landing, self._pulled_share, left, is_split=not is_pull)
+        if is_pull:
+            if not is_whole:
+                assert host is not None, "records are pulled from host memory"
+                pull_records(experts, tables, running, host, is_split=False)
+            neurons(inputs, experts, tables, running, self._partials, "here")
+            return None
+        pulls = landing.slots.numel() > 0 and self._inputs.pulled_share > 0
+        with queues.forked("cpu"):
+            self._launch_share(turn, layer_idx, inputs)
+        if pulls:
+            assert host is not None, "records are pulled from host memory"
+            with queues.forked("link"):
+                pull_records(experts, tables, running, host, is_split=True)
+                neurons(inputs, experts, tables, running, self._pulled_partials, "pulled")
+        neurons(inputs, experts, tables, running, self._partials, "here")
+        queues.join()
+        return self._pulled_partials if pulls else None
+
+    def _launch_share(self, turn: int, layer_idx: int, inputs: Tensor) -> None:
+        """Sends the CPU what it needs for its share of a layer, and launches that."""
+        exchange, layers, share = self._inputs.exchange, self._layers, self._inputs.share
+        assert share is not None, "what is neither resident nor pulled has a share of the CPU"
+        exchange.x.copy_(layers.normed if share.adds_output else inputs, non_blocking=True)
+        exchange.weights.copy_(layers.router_weights, non_blocking=True)
+        exchange.experts.copy_(layers.routes[layer_idx], non_blocking=True)
+        share.launch(turn, layer_idx)
+
+    def _is_static(self, layer_idx: int) -> bool:
+        """Whether all rows of a layer are resident for the whole run."""
+        placement = self._placement
+        is_full = placement.first_dynamic[layer_idx] == self._spec.expert.intermediate_size
+        return bool(is_full.all() and placement.has_selector[layer_idx].all())
+
+
+def _host_rows(host: HostArena | None, layer_idx: int, device: torch.device) -> HostRows | None:
+    if host is None:
+        return None
+    return HostRows(host.rows(layer_idx), torch.from_numpy(host.extent_at[layer_idx] // 16).to(device))
+
+
+class GpuDecoder(Decoder):
+    """A decoder on a GPU; see `Decoder`. Logits are returned in host memory.
+
+    Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
+    Args:    residency: decides on the slots; None if there are none.   chunk_tokens: of a forward pass of several
+             tokens.   cache_dtype: float32 or bfloat16.   link_rate: bytes a second that promotions may count on.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        inputs: StepInputs,
+        residency: Residency | None,
+        context_tokens: int,
+        device: torch.device,
+        chunk_tokens: int,
+        cache_dtype: torch.dtype = torch.float32,
+        link_rate: float = float("inf"),
+    ) -> None:
+        super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
+        self._is_cuda = device.type == "cuda"
+        self._gpu_weights, self._inputs, self._residency, self._link_rate = weights, inputs, residency, link_rate
+        self._tables_are_long = False
+        self._tables = self._rope(torch.arange(context_tokens, device=device), 1)
+        self._layers = TokenLayers(weights, self.cache, self._tables)
+        self._step = TokenStep(weights, self._layers, inputs, _num_sms(device))
+        self._control, self._logits = (
+            torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
+            for shape, dtype in ((3, torch.int32), (self._layers.logits.shape, torch.float32))
+        )
+        self._num_changes = torch.zeros(1, dtype=torch.int32, device=device)
+        landing_slots = weights.memory.landing_slots
+        self._landing = torch.zeros(landing_slots.shape, dtype=torch.int32, pin_memory=self._is_cuda)
+        # An event and not a stream: a test makes torch forbid waits for streams.
+        self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
+        self._runs: list[Callable[[], None]] = [lambda turn=turn: self.launch(turn) for turn in range(NUM_TURNS)]  # type: ignore[misc]  # bound now
+        self._turn = 0
+        self._undecided = False  # whether the last token's routes are still to be looked at
+        self._coming: list[tuple[Mark, list[Promotion]]] = []
+        self._token_seconds = _FIRST_TOKEN_SECONDS
+        self._counts = np.zeros(4, np.int64)
+        self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
+        self._slots_are_empty = False
+        self._empty_slots()
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Returns logits in host memory; see `Decoder.logits`."""
+        return self._one(ids[0])[None].clone() if self._is_alone(ids) else super().logits(ids).cpu()
+
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
+        return self._one(ids[0]) if self._is_alone(ids) else super().next_logits(ids).cpu()
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures a token's launches as a graph for each turn, after running them so that all kernels are loaded."""
+        if not self._is_cuda:
+            return
+        launches = list(self._runs)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
+        stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
+        with torch.cuda.stream(stream):
+            for turn, launch in enumerate(launches):
+                launch()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    launch()
+                self._runs[turn] = graph.replay
+        self._clear_counts()
+
+    def close(self) -> None:
+        """Frees the graphs, which contain calls of the CPU."""
+        self._runs.clear()
+
+    @property
+    def routes(self) -> Tensor:
+        """The experts of the last token that ran alone: int32 [L, k]."""
+        return self._step.routes[1 - self._turn]
+
+    def counts(self) -> GpuCounts:
+        """Returns what tokens that ran alone needed until now."""
+        resident, pulled, left, whole = self._counts.tolist()
+        promoted = 0 if self._residency is None else self._residency.promoted_rows
+        link_bytes = self._promoted_bytes + self._pulled_bytes
+        return GpuCounts(self._num_tokens, resident, pulled, left, whole, promoted, link_bytes)
+
+    def _clear_counts(self) -> None:
+        """Forgets what launches have counted that were no tokens of the caller."""
+        self._counts[:] = 0
+        self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
+        self._undecided = False
+
+    def _is_alone(self, ids: list[int]) -> bool:
+        """Whether these are one token, and no earlier position has to be computed again."""
+        before = self.cache.num_tokens
+        return len(ids) == 1 and (before == 0 or self._rope.is_long(before + 1) == self._rope.is_long(before))
+
+    def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
+        self._empty_slots()
+        self._gpu_weights.stream.begin_pass()
+        return super()._forward(ids, last_only)
+
+    @torch.inference_mode()
+    def _one(self, token: int) -> Tensor:
+        self._check_ids([token])
+        before, started = self.cache.num_tokens, time.perf_counter()
+        self._take_angles(self._rope.is_long(before + 1))
+        last, turn = 1 - self._turn, self._turn
+        self._control[0], self._control[1] = token, before
+        self._control[2] = self._enter_rows(last)
+        begin = self._inputs.queues.mark()
+        self._runs[turn]()
+        if self._undecided:
+            self._decide(last, begin)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()  # the only wait for a token: its logits are returned
+        if self._inputs.share is not None:
+            self._inputs.share.check()
+        self._count(turn)
+        self._turn, self._undecided, self._slots_are_empty = last, True, False
+        self._token_seconds = time.perf_counter() - started
+        self._ids[before:] = [token]
+        self.cache.num_tokens += 1
+        return self._logits
+
+    def launch(self, turn: int) -> None:
+        """Launches the token in the control memory; a graph repeats it."""
+        layers, memory = self._layers, self._gpu_weights.memory
+        layers.control.copy_(self._control[:2], non_blocking=True)
+        self._num_changes.copy_(self._control[2:], non_blocking=True)
+        memory.landing_slots.copy_(self._landing, non_blocking=True)
+        self._step.run(turn, self._num_changes)
+        self._logits.copy_(layers.logits, non_blocking=True)
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def _enter_rows(self, last: int) -> int:
+        """Enters in the tables what has come into slots, and takes out what was evicted; returns how many entries.
+
+        Args:    last: the last token's turn.
+        """
+        residency, step = self._residency, self._step
+        if residency is None:
+            return 0
+        if self._undecided:
+            left = self._inputs.exchange.left[last]
+            counts = self._inputs.exchange.pulled_counts[last].numpy()
+            residency.pulled(step.routes[last].numpy(), counts, lambda l: left[l].pulled.numpy())
+        while self._coming and self._coming[0][0].is_reached():
+            residency.arrived(self._coming.pop(0)[1])
+        changes = residency.changes()
+        self._landing.copy_(torch.from_numpy(residency.landing))
+        number = len(changes.places)
+        if number > len(step.changes):
+            self._gpu_weights.memory.record_at.copy_(torch.from_numpy(residency.at))
+            return 0
+        step.changes[:number, 0] = torch.from_numpy(changes.places.astype(np.int32))
+        step.changes[:number, 1] = torch.from_numpy(changes.values)
+        return number
+
+    def _decide(self, turn: int, begin: Mark) -> None:
+        """Decides on the slots after a token, while the next one runs, and begins to copy what gets some.
+
+        Args:    begin: of the token that runs; what its tables do not name may be overwritten after that.
+        """
+        residency, exchange = self._residency, self._inputs.exchange
+        if residency is None:
+            return
+        counts, neurons = exchange.counts[turn].numpy(), exchange.neurons[turn].numpy()
+
+        def left(layer_idx: int, place: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+            found: np.ndarray[tuple[int], np.dtype[np.int32]] = neurons[
+                layer_idx, place, : max(counts[layer_idx, place], 0)
+            ]
+            return found
+
+        slot_bytes = int(self._gpu_weights.memory.placement.slot_bytes.max())
+        most = min(_LINK_SHARE * self._link_rate * self._token_seconds / slot_bytes, 1 << 30)
+        promotions = residency.decide(TokenRoutes(self._step.routes[turn].numpy(), left, None), int(most))
+        if promotions:
+            copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])
+            self._coming.append((copied, promotions))
+
+    def _copy(self, promotions: list[Promotion]) -> None:
+        """Launches the copies of records into their slots."""
+        host, memory = self._inputs.host, self._gpu_weights.memory
+        assert host is not None, "records are promoted from host memory"
+
+        def units_of(promotion: Promotion) -> int:
+            return memory.kinds[promotion.key.layer_idx][promotion.key.expert].record_units
+
+        for record_units, some in groupby(sorted(promotions, key=units_of), units_of):
+            sources, targets = list[np.ndarray[tuple[int], np.dtype[np.int64]]](), []
+            for promotion in some:
+                kind = memory.kinds[promotion.key.layer_idx][promotion.key.expert]
+                first = host.extent_begin(*promotion.key) // 16 + kind.num_rows * kind.selector_units
+                sources.append(first + promotion.neurons.astype(np.int64) * record_units)
+                targets.append(promotion.units)
+            on_device = [torch.from_numpy(np.concatenate(each)).to(self.device) for each in (sources, targets)]
+            bring(on_device[0], on_device[1], len(on_device[0]), record_units, host.bytes, memory.arena)
+            self._promoted_bytes += 16 * record_units * len(on_device[0])
+
+    def _empty_slots(self) -> None:
+        """Forgets what the slots have, because a pass of many tokens uses their memory."""
+        if self._residency is None or self._slots_are_empty:
+            return
+        for mark, _ in self._coming:
+            self._inputs.queues.wait_for(mark)
+        self._coming.clear()
+        self._residency.reset()
+        self._gpu_weights.memory.record_at.copy_(torch.from_numpy(self._residency.at))
+        self._undecided, self._slots_are_empty = False, True
+
+    def _count(self, turn: int) -> None:
+        totals = self._step.totals[turn]
+        self._counts[:3] += [int(totals[..., place].clamp(min=0).sum()) for place in (HERE, PULLED, LEFT)]
+        self._counts[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
+        self._num_tokens += 1
+
+    # ---- positions --------------------------------------------------------------------------------------------------
+
+    def _take_angles(self, is_long: bool) -> None:
+        """Replaces the angles in the tables, if a long sequence uses others."""
+        if is_long == self._tables_are_long:
+            return
+        context = self.cache.context_tokens
+        angles = self._rope(torch.arange(context, device=self.device), context if is_long else 1)
+        for table, values in zip(self._tables, angles, strict=True):
+            table.copy_(values)
+        self._tables_are_long = is_long
+
+
+_INTERPRETED_SMS = 1  # programs run one after the other
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,208 @@
+"""The GPU's engine under the interpreter, over plain memory, against the decoder in plain torch."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import case
+from gpt_oss_pack import CHUNK, WINDOW, packed_gpt_oss
+from gpt_oss_pack import IDS as GPT_OSS_IDS
+from gpt_oss_pack import PROMPT as GPT_OSS_PROMPT
+from gpu_runs import CPU, IDS, PROMPT, TOLERANCE, GpuRun, gpu_decoder, gpu_engine, gpu_logits, reference_logits
+from late_queues import CarelessQueues, LateQueues
+from models import TinyMixtral, pack
+
+import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
+from moe_pack.convert import convert
+from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.gpu.fit import run_everything
+from moe_pack.runtime.model import Decoder, PackWeights
+
+SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
+LONG_IDS = [(37 * i + 5) % 96 for i in range(8)]
+
+
+def packed(folder: Path, selector: Selector = "up", sparse: bool = False, shape: TinyMixtral = SHAPE) -> Path:
+    """A pack of two layers of four experts; if sparse, with thresholds that about half of the neurons lie below."""
+    pack(shape.write(folder / "source"), folder / "packed", selector=selector)
+    if sparse:
+        rewrite_thresholds(folder / "packed", np.full((shape.num_layers, 4), 0.02, np.float32))
+    return folder / "packed"
+
+
+def check(folder: Path, run: GpuRun, ids: list[int] = IDS) -> None:
+    assert (gpu_logits(folder, run, ids) - reference_logits(folder, ids)).abs().max() < TOLERANCE
+
+
+def test_logits_are_the_references_whoever_has_what_is_missing(tmp_path: Path) -> None:
+    folder = packed(tmp_path, sparse=True)
+    expected = reference_logits(folder, LONG_IDS)
+    for run in (
+        GpuRun(0.0, "split", cpu_share=0.3),
+        GpuRun(0.4, "split"),
+        GpuRun(0.6, "split", pulled_share=0.0, policy="corm"),
+        GpuRun(0.4, "split", pulled_share=1.0, dynamic_share=0.9),
+        GpuRun(0.4, "disk"),
+    ):
+        with case(str(run)):
+            found = gpu_logits(folder, run, LONG_IDS)
+            assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_pulling_gives_the_same_bits_whatever_is_resident(tmp_path: Path) -> None:
+    folder = packed(tmp_path, sparse=True)
+    first, *others = (gpu_logits(folder, GpuRun(share, "pull"), LONG_IDS) for share in (0.0, 0.5, 1.0))
+    assert (first - reference_logits(folder, LONG_IDS)).abs().max() < TOLERANCE
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
+    folder = packed(tmp_path, sparse=True)
+    found = {}
+    for run in (GpuRun(1.0), GpuRun(0.0), GpuRun(0.5), GpuRun(0.5, "pull"), GpuRun(0.5, pulled_share=0.0)):
+        with gpu_decoder(folder, run) as decoder:
+            for token in LONG_IDS:
+                decoder.next_logits([token])
+            assert decoder.routes.shape == (2, 2)
+            found[run] = decoder.counts()
+    whole, none, some, pulled, left = found.values()
+    num_neurons = whole.resident
+    assert num_neurons and (whole.pulled, whole.left, whole.whole, whole.link_bytes) == (0, 0, 0, 0)
+    assert none.whole == 4 * len(LONG_IDS) and not none.resident
+    assert some.pulled and some.left and some.promoted and some.link_bytes
+    assert some.resident + some.pulled + some.left == num_neurons
+    assert pulled.pulled and not pulled.left and pulled.resident + pulled.pulled == num_neurons
+    assert left.left and left.promoted and not left.pulled
+    assert all(counts.tokens == len(LONG_IDS) for counts in found.values())
+
+
+def test_rows_that_come_again_are_resident_in_the_end(tmp_path: Path) -> None:
+    """The same token at each position has about the same experts and neurons."""
+    folder = packed(tmp_path, sparse=True)
+    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=1.0)
+    with gpu_decoder(folder, run) as decoder:
+        shares = []
+        for _ in range(3):
+            before = decoder.counts()
+            for _ in range(5):
+                decoder.next_logits([5])
+            after = decoder.counts()
+            needed = after.resident + after.left - before.resident - before.left
+            shares.append((after.resident - before.resident) / needed)
+    assert shares[-1] > shares[0]
+
+
+@pytest.mark.slow
+def test_every_selector_kind_selects_as_in_plain_torch(tmp_path: Path) -> None:
+    for selector in ("none", "gate", "both"):
+        for misses in ("split", "pull"):
+            with case(f"{selector}, {misses}"):
+                folder = packed(tmp_path / selector / misses, selector, sparse=True)
+                check(folder, GpuRun(0.4, misses), LONG_IDS[:5])
+
+
+@pytest.mark.slow
+def test_no_copy_is_used_before_it_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, run = packed(tmp_path, sparse=True), GpuRun(0.4, pulled_share=0.0, dynamic_share=0.9, chunk_tokens=3)
+    expected = reference_logits(folder, LONG_IDS)
+    for queues, is_right in ((LateQueues, True), (CarelessQueues, False)):
+        monkeypatch.setattr(gpu_engine_module, "Queues", queues)
+        found = gpu_logits(folder, run, LONG_IDS, 5)
+        assert ((found - expected).abs().max() < TOLERANCE) == is_right
+
+
+def mixed(folder: Path) -> Path:
+    """Experts of three formats side by side."""
+    checkpoint = Checkpoint(SHAPE.write(folder / "source"))
+    two, three, eight = (part_format(width, 16) for width in (2, 3, 8))
+    layer = tuple(
+        ExpertFormat(gate, two, down) for gate, down in ((two, three), (eight, two), (two, three), (two, two))
+    )
+    dense = uniform_dense(checkpoint.spec, None)
+    convert(checkpoint, Plan("up", "nearest", (layer, layer[::-1]), dense), folder / "packed", 1)
+    checkpoint.close()
+    return folder / "packed"
+
+
+@pytest.mark.slow
+def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
+    folder = mixed(tmp_path)
+    for run in (GpuRun(0.3), GpuRun(0.3, "pull")):
+        check(folder, run)
+
+
+@pytest.mark.slow
+def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Path) -> None:
+    from families import LONGROPE, Tiny, write  # which imports transformers
+
+    limit = 3
+    scaling = LONGROPE | {"original_max_position_embeddings": limit}
+    short = Tiny("phimoe", "short", {"rope_scaling": scaling, "num_hidden_layers": 1})
+    source, folder = write(short, tmp_path / "source"), tmp_path / "packed"
+    pack(source, folder)
+    ids = [(37 * i + 5) % 96 for i in range(limit + 2)]
+    got = gpu_logits(folder, GpuRun(0.5), ids, num_prompt=limit - 1)[limit - 1 :]
+    with Pack(folder) as opened:
+        decoder = Decoder(PackWeights(opened, CPU), 64)
+        decoder.logits(ids[: limit - 1])
+        expected = torch.cat([decoder.logits([token]) for token in ids[limit - 1 :]])
+    assert (got - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: Path) -> None:
+    folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
+    with ExitStack() as stack:
+        built = stack.enter_context(gpu_engine(folder, GpuRun(0.3)))
+        run_everything(stack.enter_context(Pack(folder)), built, 16)
+        built.prepare()
+        found = built.decoder.logits(IDS)
+    assert (found - reference_logits(folder)).abs().max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
+    folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
+    expected = reference_logits(folder)[-1]
+    with gpu_decoder(folder, GpuRun(1.0, cache_dtype=torch.bfloat16)) as decoder:
+        decoder.next_logits(IDS[:PROMPT])
+        for token in IDS[PROMPT:]:
+            got = decoder.next_logits([token]).clone()
+    assert 0 < (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+def test_rotated_layers_run_as_in_plain_torch(family: str, tmp_path: Path) -> None:
+    """Prompts and single tokens; the second family has a shared expert, which is not rotated."""
+    if family == "mixtral":
+        source = replace(SHAPE, hidden_size=192).write(tmp_path / "source")
+    else:
+        from families import Tiny, write  # which imports transformers
+
+        source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
+    folder = tmp_path / "packed"
+    pack(source, folder, rotate="on")
+    for misses in ("split", "disk"):
+        check(folder, GpuRun(0.4, misses), IDS[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["both", "up"])
+def test_gpt_oss_runs_as_in_plain_torch(selector: Selector, tmp_path: Path) -> None:
+    """MXFP4 as in its source, sinks, biases, windows in a ring."""
+    folder = packed_gpt_oss(tmp_path, selector)
+    with Pack(folder) as opened:
+        formats = {form for layer in opened.index.experts for e in layer for form in (e.gate, e.up, e.down)}
+        assert formats == {MXFP4, E5M2} and opened.spec.expert.bias == ("gate", "up", "down")
+        expected = Decoder(PackWeights(opened, CPU), 64, chunk_tokens=CHUNK).logits(GPT_OSS_IDS)
+    for misses in ("split", "pull"):
+        found = gpu_logits(folder, GpuRun(0.3, misses, chunk_tokens=CHUNK), GPT_OSS_IDS, GPT_OSS_PROMPT)
+        assert (found - expected).abs().max() < TOLERANCE
+    with gpu_decoder(folder, GpuRun(1.0, chunk_tokens=CHUNK)) as decoder:
+        assert [keys.shape[1] for keys in decoder.cache.keys] == [WINDOW - 1 + CHUNK, 64]
