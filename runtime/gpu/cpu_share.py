@@ -22,12 +22,12 @@ from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernel
 from moe_pack.runtime.gpu.device import HostArena, HostCalls
 from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
 from moe_pack.runtime.gpu.placement import GpuPlacement
+from moe_pack.runtime.gpu.residency import NUM_TURNS
 from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.offload.split import LoadOrCompute
 
 Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
-NUM_TURNS = 2  # the host reads what one token left while the next one runs
 _MEASURED_TIMES, _MEASURED_EXPERTS, _MEASURED_BYTES = 5, 8, 64 << 20
 
 

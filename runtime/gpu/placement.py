@@ -24,8 +24,11 @@ Misses = Literal["pull", "split", "disk"]
 
 REACH_BYTES = 16 * (2**31 - 1)  # the largest arena with one beginning: offsets are int32 in units of 16 bytes
 DYNAMIC_SHARE = 0.25  # of the memory for experts; not tuned
-# Of a layer's slots, those that wait for the records that the next token pulls; the others keep what came before.
-_LANDING_SHARE, _MOST_LANDING = 0.25, 512
+# Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
+_LANDING_SHARE, _MOST_LANDING = 0.125, 256
+# A selector is worth more than records that are read as often: without it the CPU computes the whole expert, and no
+# record of it can come into a slot.
+_RECORD_WORTH = 0.05
 _NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
 _TABLES_A_LAYER = 16  # of tensors in the memory, each beginning on a line of its own
 
@@ -37,8 +40,8 @@ class GpuPlacement:
     `has_selector` bool [L, E]: whether an expert's selector is resident; True if none is stored.   `first_dynamic`
     int64 [L, E]: the records before it are resident.   `static_bytes` int64 [L]: of resident rows as they are laid
     out.   `num_slots`, `slot_bytes` int64 [L]: of a layer's records that came later.   `num_landing` int64 [L]: slots
-    that each of a token's experts can fill by pulling.   `scratch_bytes`: for one layer's pulled rows.
-    `dynamic_bytes`: of scratch memory and slots together.   `other_bytes`: of tables.
+    that each of a token's experts can fill by pulling, in either of two turns.   `scratch_bytes`: for one layer's
+    pulled rows.   `dynamic_bytes`: of scratch memory and slots together.   `other_bytes`: of tables.
     """
 
     misses: Misses
@@ -166,7 +169,7 @@ class _Sizes:
         """Bytes of tables: offsets of rows, of slots to pull into, kinds, thresholds, biases of down."""
         L, E = self.record_rows.shape
         offsets = 4 * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
-        landing = 4 * L * self.num_active * _MOST_LANDING
+        landing = 2 * 4 * L * self.num_active * _MOST_LANDING
         return int(offsets + landing + L * (_TABLES_A_LAYER * LINE_BYTES + 24 * E) + self.extra_bytes * L * E)
 
     def whole(self) -> GpuPlacement:
@@ -189,7 +192,7 @@ class _Sizes:
         """Returns the placement whose static rows are those read most, in so many bytes."""
         # `resident_rows` itself leaves memory for biases.
         num_bytes = static_bytes + self.extra_bytes * self.record_rows.size
-        selector_share, row_shares = resident_rows(layout, popularity, heat, num_bytes)[:2]
+        selector_share, row_shares = resident_rows(layout, popularity, _RECORD_WORTH * heat, num_bytes)[:2]
         edges = np.diff(np.linspace(0, self.num_rows, row_shares.shape[2] + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
         is_full = np.cumprod(records == edges, axis=2)

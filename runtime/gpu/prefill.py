@@ -59,6 +59,11 @@ class ExpertStream:
             self._end = 0
             self._entries = deque([_Coming(ExpertKey(-1, -1), 0, len(self._ring), Mark(None), self._queues.mark())])
 
+    def end_pass(self) -> None:
+        """Makes the computation wait for copies that no expert waited for: something else may lie there from now on."""
+        for entry in self._entries:
+            self._queues.wait_for(entry.copied)
+
     def is_static(self, key: ExpertKey) -> bool:
         """Whether all rows of an expert are resident for the whole run."""
         placement = self._memory.placement

@@ -1,16 +1,17 @@
 """Which records lie in a GPU's slots: the host's decisions, which never delay a token.
 
 The GPU computes with the tables that it has, and what it lacks the CPU computes or the link brings (`token_step`).
-After a token the host knows which records it lacked. It decides which of them get slots, by any eviction policy of
-`runtime.offload`, and enters them in the tables between tokens:
+While a token runs, the host looks at what the token before it lacked, and decides what changes before the token after
+it. It gives slots to missing records and takes them from others by any eviction policy of `runtime.offload`:
 
     slot:  free -> a landing slot, into which the GPU pulls a record by itself -> in the tables
            free -> on its way, copied while tokens run                         -> in the tables
-           in the tables -> evicted: taken from the tables before the next token -> free
+           in the tables -> evicted: no longer in the tables of the next token -> free
 
 A slot gets another record only after a token has begun without it, so that no running token reads what is overwritten:
-`decide` evicts after it has given slots, and those that it evicts are given after the next `changes`. Slots belong to
-layers, and an expert is evicted with all its slots. `Residency` moves no bytes: `token_step` does.
+`decide` evicts after it has given slots, and what it evicts is given after the next `changes`. Landing slots are of two
+sets, which tokens use in turn, so that the host has the time of a token to look at one. Slots belong to layers; of an
+expert that gives slots, the coldest records go first. `Residency` moves no bytes: `token_step` does.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from moe_pack.runtime.offload import ExpertKey
 from moe_pack.runtime.offload.cache import Eviction
 
 Array = NDArray[Any]
+NUM_TURNS = 2  # the host looks at what one token left while the next one runs
+MOST_KEPT = 1 << 12  # records that a token brings to slots: with more, the host would take longer than the token
 _NO_NUMBERS = np.zeros(0, np.int64)
 
 
@@ -50,12 +53,14 @@ class Promotion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRoutes:
-    """What a token has told: its experts int [L, k], and for each the neurons int32 that the CPU computed, rising.
+    """What a token has told: `experts` int [L, k], and what it left to the CPU.
 
+    `left`: returns the neurons int32 of a layer and a place, rising.   `left_counts`: int [L, k], how many these are.
     `scores`: float32 [L, E], the routers' scores; None if no policy needs them.
     """
 
     experts: Array
+    left_counts: Array
     left: Callable[[int, int], Array]
     scores: Array | None
 
@@ -64,18 +69,22 @@ class TokenRoutes:
 class _Layer:
     """A layer's slots. `expert` int32 [slots]: the owner, -1 without one.   `neuron` int32 [slots]: whose record it is.
 
-    `free`: slots that the tables do not name, or not after the next changes.
+    `counts`: int64 [E], slots that each expert owns.   `free`: slots that the tables do not name, or not after the next
+    changes.   `num_pulled`: slots that the last token filled by pulling.
     """
 
     expert: Array
     neuron: Array
+    counts: Array
     free: list[int]
+    num_pulled: int = 0
 
 
 class Residency:
     """The owners of all slots, and a mirror of the table of records.
 
-    `landing`: int32 [sum of k * landing slots], the offsets for the next token.   `promoted_rows`: since the start.
+    `landing`: int32 [turns, sum of k * landing slots], the offsets for the tokens of each turn.   `promoted_rows`:
+    since the start.   `most_changes`: of entries of the tables between two tokens.
     Args:    static_at: int32 [L, E, f], the table without slots.   slots_at: int64 [L], where each layer's slots begin,
              in units of 16 bytes.   eviction: says which expert of a layer gives its slots.
     """
@@ -84,29 +93,35 @@ class Residency:
         self._placement, self._static_at, self._slots_at = placement, static_at, slots_at
         self._slot_units = placement.slot_bytes // 16
         self._eviction = eviction
-        self._table_shape = static_at.shape
         self.promoted_rows = 0
-        self._begins = np.cumsum(placement.num_active * placement.num_landing) - (
-            placement.num_active * placement.num_landing
-        )
+        num_landing = placement.num_active * placement.num_landing
+        self._begins = np.cumsum(num_landing) - num_landing
+        # Records that were pulled, records that have arrived, and as many that are evicted for the next.
+        self.most_changes = 3 * MOST_KEPT
+        self._first_layer = self._num_kept = 0
         self.reset()
 
     def reset(self) -> None:
         """Forgets what the slots have; the caller writes `static_at` to the device's table."""
         placement, k = self._placement, self._placement.num_active
         self.at = self._static_at.copy()
-        self._is_in = np.zeros(self._static_at.shape[:2], bool)
         self._is_coming = np.zeros(self._static_at.shape, bool)
         self._places, self._values = list[Array](), list[Array]()
         self._coming: list[Promotion] = []
         self._layers = [
-            _Layer(np.full(number, -1, np.int32), np.zeros(number, np.int32), list(range(number))[::-1])
+            _Layer(
+                np.full(number, -1, np.int32),
+                np.zeros(number, np.int32),
+                np.zeros(self.at.shape[1], np.int64),
+                list(range(number))[::-1],
+            )
             for number in placement.num_slots.tolist()
         ]
-        self.landing = np.zeros(int((k * placement.num_landing).sum()), np.int32)
-        for l, layer in enumerate(self._layers):
-            landing = self._landing_of(l)
-            landing[:] = self._units(l, [layer.free.pop() for _ in range(landing.size)]).reshape(landing.shape)
+        self.landing = np.zeros((NUM_TURNS, int((k * placement.num_landing).sum())), np.int32)
+        for turn in range(NUM_TURNS):
+            for l, layer in enumerate(self._layers):
+                landing = self._landing_of(turn, l)
+                landing[:] = self._units(l, _taken(layer.free, landing.size)).reshape(landing.shape)
 
     def changes(self) -> TableChanges:
         """Returns the changes of the tables for the next token, and takes note that they are carried out."""
@@ -119,47 +134,55 @@ class Residency:
             places, values = places[last], values[last]
         return TableChanges(places, values)
 
-    def pulled(self, experts: Array, counts: Array, neurons: Callable[[int], Array]) -> None:
-        """Enters the records that the last token pulled into landing slots, as far as free slots can replace these.
+    def pulled(self, turn: int, experts: Array, counts: Array, neurons: Callable[[int], Array]) -> None:
+        """Enters the records that a token pulled into landing slots, as far as free slots can replace these.
 
-        The other slots keep waiting for records, and what they have is forgotten.
-        Args:    experts, counts: int [L, k], the token's experts and how many slots each has filled.
+        The other slots keep waiting for records, and what they have is forgotten. Each time another layer is first.
+        Args:    turn: the token's.   experts, counts: int [L, k], its experts and how many slots each has filled.
                  neurons: returns a layer's int32 [k, landing slots].
         """
-        for l in np.flatnonzero(counts.any(axis=1)).tolist():
-            layer, landing = self._layers[l], self._landing_of(l)
+        self._first_layer, self._num_kept = (self._first_layer + 1) % len(self._layers), 0
+        with_pulled = np.roll(counts.any(axis=1), -self._first_layer)
+        for step in np.flatnonzero(with_pulled).tolist():
+            l = (self._first_layer + step) % len(self._layers)
+            layer, landing = self._layers[l], self._landing_of(turn, l)
+            layer.num_pulled = int(counts[l].sum())
+            most = min(len(layer.free), MOST_KEPT - self._num_kept)
+            if not most:
+                continue
             place, number = np.nonzero(np.arange(landing.shape[1]) < counts[l][:, None])
             owners, names = experts[l][place], neurons(l)[place, number]
-            stays = np.flatnonzero(self.at[l, owners, names] < 0)[: len(layer.free)]
+            stays = np.flatnonzero(self.at[l, owners, names] < 0)[:most]
+            self._num_kept += len(stays)
             place, number, owners, names = place[stays], number[stays], owners[stays], names[stays]
             self._own(l, owners, names, landing[place, number])
-            landing[place, number] = self._units(l, [layer.free.pop() for _ in range(len(stays))])
+            landing[place, number] = self._units(l, _taken(layer.free, len(stays)))
 
     def decide(self, token: TokenRoutes, most_rows: int) -> list[Promotion]:
-        """Returns the records to promote after a token, `most_rows` at most, and evicts others for them.
+        """Returns the records to promote after a token, and evicts others so that slots are free for the next.
 
-        The caller copies them, and says so with `arrived`.
+        The caller copies them, and says so with `arrived`. Pulled records come first: they are there already.
+        Args:    most_rows: to promote.
         """
-        found, num_rows = list[Promotion](), 0
-        for l, layer in enumerate(self._layers):
+        found, num_layers = list[Promotion](), len(self._layers)
+        for l in range(num_layers):
             chosen = token.experts[l].tolist()
             self._eviction.routed(l, sorted(set(chosen)), None if token.scores is None else token.scores[l])
             for expert in chosen:
                 self._eviction.used(ExpertKey(l, expert))
+        rows_left, space_left = min(most_rows, MOST_KEPT - self._num_kept), MOST_KEPT
+        for step in range(num_layers):
+            l = (self._first_layer + step) % num_layers
+            layer, wanted = self._layers[l], self._layers[l].num_pulled
+            layer.num_pulled = 0
             if not len(layer.expert):
                 continue
-            wanted = 0
-            for place, expert in enumerate(chosen):
-                neurons = token.left(l, place)
-                neurons = neurons[~self._is_coming[l, expert, neurons]]
-                wanted += len(neurons)
-                number = min(len(neurons), len(layer.free), most_rows - num_rows)
-                if number > 0:
-                    slots = [layer.free.pop() for _ in range(number)]
-                    found.append(Promotion(ExpertKey(l, expert), neurons[:number], self._units(l, slots)))
-                    self._is_coming[l, expert, neurons[:number]] = True
-                    num_rows += number
-            self._make_space(l, min(wanted, max(len(layer.expert) // 8, 1)), chosen)
+            if rows_left > 0:
+                promotions, lacking = self._promote(l, token, rows_left)
+                found += promotions
+                rows_left -= sum(len(promotion.neurons) for promotion in promotions)
+                wanted += lacking
+            space_left -= self._make_space(l, min(wanted, MOST_KEPT), space_left, token.experts[l])
         self._coming += found
         return found
 
@@ -174,6 +197,21 @@ class Residency:
             self._own(l, np.full(len(promotion.neurons), expert), promotion.neurons, promotion.units)
             self.promoted_rows += len(promotion.neurons)
 
+    def _promote(self, l: int, token: TokenRoutes, most_rows: int) -> tuple[list[Promotion], int]:
+        """Gives free slots to a layer's missing records; returns these, and how many are missing."""
+        layer, found, lacking = self._layers[l], list[Promotion](), 0
+        for place in np.flatnonzero(token.left_counts[l] > 0).tolist():
+            expert, neurons = int(token.experts[l, place]), token.left(l, place)
+            neurons = neurons[(self.at[l, expert, neurons] < 0) & ~self._is_coming[l, expert, neurons]]
+            lacking += len(neurons)
+            number = min(len(neurons), len(layer.free), most_rows)
+            if number > 0:
+                units = self._units(l, _taken(layer.free, number))
+                found.append(Promotion(ExpertKey(l, expert), neurons[:number], units))
+                self._is_coming[l, expert, neurons[:number]] = True
+                most_rows -= number
+        return found, lacking
+
     def _own(self, l: int, experts: Array, neurons: Array, units: Array) -> None:
         """Gives slots to records, unless one of them has been entered meanwhile: its second slot is free again."""
         layer = self._layers[l]
@@ -183,30 +221,40 @@ class Residency:
         experts, neurons, units, slots = experts[is_new], neurons[is_new], units[is_new], slots[is_new]
         layer.expert[slots], layer.neuron[slots] = experts, neurons
         self._set(l, experts, neurons, units)
-        for expert in np.unique(experts).tolist():
-            if not self._is_in[l, expert]:
-                self._is_in[l, expert] = True
-                self._eviction.fetched(ExpertKey(l, expert))
+        num_new = np.bincount(experts, minlength=len(layer.counts))
+        for expert in np.flatnonzero((num_new > 0) & (layer.counts == 0)).tolist():
+            self._eviction.fetched(ExpertKey(l, expert))
+        layer.counts += num_new
 
-    def _make_space(self, l: int, wanted: int, chosen: list[int]) -> None:
-        """Evicts experts of a layer, those worth least, until so many slots are free."""
-        layer, worth = self._layers[l], None
-        while len(layer.free) < wanted:
-            owners = np.unique(layer.expert[layer.expert >= 0])
-            owners = owners[~np.isin(owners, chosen)]
-            if not len(owners):
-                return
-            worth = self._eviction.worth(l)[l] if worth is None else worth
-            victim = int(owners[np.argmin(worth[owners])])
+    def _make_space(self, l: int, wanted: int, most: int, chosen: Array) -> int:
+        """Evicts records of a layer's experts, those worth least first, until `wanted` slots are free.
+
+        Experts that the token has chosen keep theirs. Returns how many were evicted, at most `most`.
+        """
+        layer, evicted = self._layers[l], 0
+        number = min(wanted - len(layer.free), most)
+        if number <= 0:
+            return 0
+        worth = np.where(layer.counts > 0, self._eviction.worth(l)[l], np.inf)
+        worth[chosen] = np.inf
+        while evicted < number:
+            victim = int(np.argmin(worth))
+            if worth[victim] == np.inf:
+                break
+            worth[victim] = np.inf
             slots = np.flatnonzero(layer.expert == victim)
-            self._set(l, np.full(len(slots), victim), layer.neuron[slots], np.full(len(slots), -1, np.int32))
-            layer.expert[slots] = -1
-            layer.free += slots.tolist()
-            self._is_in[l, victim] = False
-            self._eviction.evicted(ExpertKey(l, victim))
+            coldest = slots[np.argsort(-layer.neuron[slots])][: number - evicted]
+            layer.counts[victim] -= len(coldest)
+            self._set(l, np.full(len(coldest), victim), layer.neuron[coldest], np.full(len(coldest), -1, np.int32))
+            layer.expert[coldest] = -1
+            layer.free += coldest.tolist()
+            evicted += len(coldest)
+            if not layer.counts[victim]:
+                self._eviction.evicted(ExpertKey(l, victim))
+        return evicted
 
     def _set(self, l: int, experts: Array, neurons: Array, units: Array) -> None:
-        _, E, f = self._table_shape
+        _, E, f = self.at.shape
         self.at[l, experts, neurons] = units
         self._places.append((l * E + experts.astype(np.int64)) * f + neurons)
         self._values.append(units.astype(np.int32))
@@ -215,7 +263,14 @@ class Residency:
         units: Array = (self._slots_at[l] + np.array(slots, np.int64) * self._slot_units[l]).astype(np.int32)
         return units
 
-    def _landing_of(self, l: int) -> Array:
+    def _landing_of(self, turn: int, l: int) -> Array:
         k, number = self._placement.num_active, int(self._placement.num_landing[l])
-        landing: Array = self.landing[self._begins[l] : self._begins[l] + k * number].reshape(k, number)
+        landing: Array = self.landing[turn, self._begins[l] : self._begins[l] + k * number].reshape(k, number)
         return landing
+
+
+def _taken(free: list[int], number: int) -> list[int]:
+    """Takes so many slots from the end of a list."""
+    taken = free[len(free) - number :]
+    del free[len(free) - number :]
+    return taken

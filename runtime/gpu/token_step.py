@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.gpu.cpu_share import NUM_TURNS, CpuShare, Exchange
+from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
 from moe_pack.runtime.gpu.decoder import TokenLayers
 from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
 from moe_pack.runtime.gpu.fit import GpuCounts
@@ -27,10 +27,9 @@ from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, PULLED, HostRows, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
-from moe_pack.runtime.gpu.residency import Promotion, Residency, TokenRoutes
+from moe_pack.runtime.gpu.residency import MOST_KEPT, NUM_TURNS, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder
 
-_MOST_CHANGES = 1 << 15  # entries of the tables that a token's graph changes; of more, the whole table is copied
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
 _FIRST_TOKEN_SECONDS = 0.02
 
@@ -55,12 +54,14 @@ class TokenStep:
     """The launches of one token, experts included, and buffers for its experts.
 
     `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 3], in page-locked memory: the token's experts, and
-    their neurons (HERE, PULLED, LEFT).   `changes`: int32 [_MOST_CHANGES, 2], likewise: places and values for the table
-    of records.
-    Args:    num_sms: multiprocessors of the GPU, by which work is divided.
+    their neurons (HERE, PULLED, LEFT).   `changes`: int32 [turns, most_changes, 2], likewise: places and values for the
+    table of records.
+    Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
 
-    def __init__(self, weights: GpuWeights, layers: TokenLayers, inputs: StepInputs, num_sms: int) -> None:
+    def __init__(
+        self, weights: GpuWeights, layers: TokenLayers, inputs: StepInputs, num_sms: int, most_changes: int
+    ) -> None:
         spec, device = weights.spec, layers.x.device
         self._weights, self._layers, self._inputs, self._spec = weights, layers, inputs, spec
         self._placement = weights.memory.placement
@@ -85,7 +86,7 @@ class TokenStep:
             torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
             for shape in ((num_layers, k), (num_layers, k, 3))
         )
-        self.changes = torch.zeros((_MOST_CHANGES, 2), dtype=torch.int32, pin_memory=is_locked)
+        self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=torch.int32, pin_memory=is_locked)
 
     def run(self, turn: int, num_changes: Tensor) -> None:
         """Launches the whole forward pass, from the token in `control` to `logits`, `routes` and `totals`.
@@ -93,8 +94,8 @@ class TokenStep:
         Args:    num_changes: int32 [1] on the device: entries of `changes` that count.
         """
         layers, spec = self._layers, self._spec
-        if not self._placement.is_whole:
-            enter_rows(self.changes, num_changes, self._weights.memory.record_at.view(-1))
+        if self.changes.numel():
+            enter_rows(self.changes[turn], num_changes, self._weights.memory.record_at.view(-1))
         layers.start()
         layer_idx = 0
         for layer in range(spec.num_hidden_layers):
@@ -211,14 +212,21 @@ class GpuDecoder(Decoder):
         self._tables_are_long = False
         self._tables = self._rope(torch.arange(context_tokens, device=device), 1)
         self._layers = TokenLayers(weights, self.cache, self._tables)
-        self._step = TokenStep(weights, self._layers, inputs, _num_sms(device))
+        most_changes = 0 if residency is None else residency.most_changes
+        self._step = TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
         self._control, self._logits = (
             torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
             for shape, dtype in ((3, torch.int32), (self._layers.logits.shape, torch.float32))
         )
         self._num_changes = torch.zeros(1, dtype=torch.int32, device=device)
         landing_slots = weights.memory.landing_slots
-        self._landing = torch.zeros(landing_slots.shape, dtype=torch.int32, pin_memory=self._is_cuda)
+        self._landing = torch.zeros((NUM_TURNS, *landing_slots.shape), dtype=torch.int32, pin_memory=self._is_cuda)
+        self._num_entries = [0] * NUM_TURNS  # of the changes before the next token of each turn
+        most = 0 if residency is None else MOST_KEPT
+        self._sources, self._targets = (
+            torch.zeros(most, dtype=dtype, pin_memory=self._is_cuda) for dtype in (torch.int64, torch.int32)
+        )
+        self._sources_there, self._targets_there = (each.to(device) for each in (self._sources, self._targets))
         # An event and not a stream: a test makes torch forbid waits for streams.
         self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
         self._runs: list[Callable[[], None]] = [lambda turn=turn: self.launch(turn) for turn in range(NUM_TURNS)]  # type: ignore[misc]  # bound now
@@ -287,27 +295,26 @@ class GpuDecoder(Decoder):
     def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
         self._empty_slots()
         self._gpu_weights.stream.begin_pass()
-        return super()._forward(ids, last_only)
+        hidden = super()._forward(ids, last_only)
+        self._gpu_weights.stream.end_pass()
+        return hidden
 
     @torch.inference_mode()
     def _one(self, token: int) -> Tensor:
         self._check_ids([token])
-        before, started = self.cache.num_tokens, time.perf_counter()
+        before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
         self._take_angles(self._rope.is_long(before + 1))
-        last, turn = 1 - self._turn, self._turn
-        self._control[0], self._control[1] = token, before
-        self._control[2] = self._enter_rows(last)
+        self._control[0], self._control[1], self._control[2] = token, before, self._num_entries[turn]
         begin = self._inputs.queues.mark()
         self._runs[turn]()
-        if self._undecided:
-            self._decide(last, begin)
+        self._between_tokens(1 - turn, begin)
         if self._done is not None:
             self._done.record()
             self._done.synchronize()  # the only wait for a token: its logits are returned
         if self._inputs.share is not None:
             self._inputs.share.check()
         self._count(turn)
-        self._turn, self._undecided, self._slots_are_empty = last, True, False
+        self._turn, self._undecided, self._slots_are_empty = 1 - turn, True, False
         self._token_seconds = time.perf_counter() - started
         self._ids[before:] = [token]
         self.cache.num_tokens += 1
@@ -318,77 +325,72 @@ class GpuDecoder(Decoder):
         layers, memory = self._layers, self._gpu_weights.memory
         layers.control.copy_(self._control[:2], non_blocking=True)
         self._num_changes.copy_(self._control[2:], non_blocking=True)
-        memory.landing_slots.copy_(self._landing, non_blocking=True)
+        memory.landing_slots.copy_(self._landing[turn], non_blocking=True)
         self._step.run(turn, self._num_changes)
         self._logits.copy_(layers.logits, non_blocking=True)
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
-    def _enter_rows(self, last: int) -> int:
-        """Enters in the tables what has come into slots, and takes out what was evicted; returns how many entries.
+    def _between_tokens(self, last: int, begin: Mark) -> None:
+        """Decides on the slots, while a token runs, by what the token before it lacked, for the token after it.
 
-        Args:    last: the last token's turn.
+        Args:    last: the turn of the token before.   begin: of the token that runs; what its tables do not name may be
+                 overwritten after that.
         """
-        residency, step = self._residency, self._step
-        if residency is None:
-            return 0
-        if self._undecided:
-            left = self._inputs.exchange.left[last]
-            counts = self._inputs.exchange.pulled_counts[last].numpy()
-            residency.pulled(step.routes[last].numpy(), counts, lambda l: left[l].pulled.numpy())
-        while self._coming and self._coming[0][0].is_reached():
-            residency.arrived(self._coming.pop(0)[1])
-        changes = residency.changes()
-        self._landing.copy_(torch.from_numpy(residency.landing))
-        number = len(changes.places)
-        if number > len(step.changes):
-            self._gpu_weights.memory.record_at.copy_(torch.from_numpy(residency.at))
-            return 0
-        step.changes[:number, 0] = torch.from_numpy(changes.places.astype(np.int32))
-        step.changes[:number, 1] = torch.from_numpy(changes.values)
-        return number
-
-    def _decide(self, turn: int, begin: Mark) -> None:
-        """Decides on the slots after a token, while the next one runs, and begins to copy what gets some.
-
-        Args:    begin: of the token that runs; what its tables do not name may be overwritten after that.
-        """
-        residency, exchange = self._residency, self._inputs.exchange
+        residency, exchange, step = self._residency, self._inputs.exchange, self._step
         if residency is None:
             return
-        counts, neurons = exchange.counts[turn].numpy(), exchange.neurons[turn].numpy()
+        experts = step.routes[last].numpy()
+        if self._undecided:
+            pulled = [left.pulled for left in exchange.left[last]]
+            residency.pulled(last, experts, exchange.pulled_counts[last].numpy(), lambda l: pulled[l].numpy())
+        while self._coming and self._coming[0][0].is_reached():
+            residency.arrived(self._coming.pop(0)[1])
+        if self._undecided:
+            counts, neurons = exchange.counts[last].numpy(), exchange.neurons[last].numpy()
+            routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], None)
+            promotions = residency.decide(routes, 0 if self._coming else self._most_promoted())
+            if promotions:
+                copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])
+                self._coming.append((copied, promotions))
+        self._write_changes(last, residency)
 
-        def left(layer_idx: int, place: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-            found: np.ndarray[tuple[int], np.dtype[np.int32]] = neurons[
-                layer_idx, place, : max(counts[layer_idx, place], 0)
-            ]
-            return found
+    def _write_changes(self, turn: int, residency: Residency) -> None:
+        """Writes what changes before the next token of a turn to where its launches read it."""
+        changes, entries = residency.changes(), self._step.changes[turn]
+        number = self._num_entries[turn] = len(changes.places)
+        entries[:number, 0] = torch.from_numpy(changes.places.astype(np.int32))
+        entries[:number, 1] = torch.from_numpy(changes.values)
+        self._landing[turn] = torch.from_numpy(residency.landing[turn])
 
+    def _most_promoted(self) -> int:
+        """Returns how many records may be copied while a token runs."""
         slot_bytes = int(self._gpu_weights.memory.placement.slot_bytes.max())
-        most = min(_LINK_SHARE * self._link_rate * self._token_seconds / slot_bytes, 1 << 30)
-        promotions = residency.decide(TokenRoutes(self._step.routes[turn].numpy(), left, None), int(most))
-        if promotions:
-            copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])
-            self._coming.append((copied, promotions))
+        return int(min(_LINK_SHARE * self._link_rate * self._token_seconds / slot_bytes, len(self._sources)))
 
     def _copy(self, promotions: list[Promotion]) -> None:
-        """Launches the copies of records into their slots."""
+        """Launches the copies of records into their slots; the copies before have ended."""
         host, memory = self._inputs.host, self._gpu_weights.memory
         assert host is not None, "records are promoted from host memory"
 
         def units_of(promotion: Promotion) -> int:
             return memory.kinds[promotion.key.layer_idx][promotion.key.expert].record_units
 
+        end = 0
         for record_units, some in groupby(sorted(promotions, key=units_of), units_of):
-            sources, targets = list[np.ndarray[tuple[int], np.dtype[np.int64]]](), []
+            begin = end
             for promotion in some:
                 kind = memory.kinds[promotion.key.layer_idx][promotion.key.expert]
                 first = host.extent_begin(*promotion.key) // 16 + kind.num_rows * kind.selector_units
-                sources.append(first + promotion.neurons.astype(np.int64) * record_units)
-                targets.append(promotion.units)
-            on_device = [torch.from_numpy(np.concatenate(each)).to(self.device) for each in (sources, targets)]
-            bring(on_device[0], on_device[1], len(on_device[0]), record_units, host.bytes, memory.arena)
-            self._promoted_bytes += 16 * record_units * len(on_device[0])
+                start, end = end, end + len(promotion.neurons)
+                sources = first + promotion.neurons.astype(np.int64) * record_units
+                self._sources[start:end] = torch.from_numpy(sources)
+                self._targets[start:end] = torch.from_numpy(promotion.units)
+            sources_there, targets_there = self._sources_there[begin:end], self._targets_there[begin:end]
+            sources_there.copy_(self._sources[begin:end], non_blocking=True)
+            targets_there.copy_(self._targets[begin:end], non_blocking=True)
+            bring(sources_there, targets_there, end - begin, record_units, host.bytes, memory.arena)
+            self._promoted_bytes += 16 * record_units * (end - begin)
 
     def _empty_slots(self) -> None:
         """Forgets what the slots have, because a pass of many tokens uses their memory."""
@@ -399,6 +401,8 @@ class GpuDecoder(Decoder):
         self._coming.clear()
         self._residency.reset()
         self._gpu_weights.memory.record_at.copy_(torch.from_numpy(self._residency.at))
+        self._landing.copy_(torch.from_numpy(self._residency.landing))
+        self._num_entries = [0] * NUM_TURNS
         self._undecided, self._slots_are_empty = False, True
 
     def _count(self, turn: int) -> None:

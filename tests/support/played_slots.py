@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.placement import GpuPlacement
-from moe_pack.runtime.gpu.residency import Promotion, Residency, TokenRoutes
+from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.weights import to_experts
@@ -77,7 +77,7 @@ def played(
     preset: Preset,
     popularity: NDArray[np.float64],
     tokens: Sequence[PlayedToken],
-    most_rows: int = 1 << 30,
+    most_rows: int = MOST_KEPT,
 ) -> PlayedSlots:
     """Plays tokens whose missing records the CPU computes; promoted records arrive before the next token but one."""
     f = 1 + max(int(neurons.max(initial=0)) for token in tokens for layer in token.neurons for neurons in layer)
@@ -90,13 +90,9 @@ def played(
     residency = Residency(placement, static_at, slots_at, eviction_of(preset, facts)) if preset.keeps else None
     at, resident, left = static_at.copy(), 0, 0
     coming: list[Promotion] = []
-    last: tuple[PlayedToken, dict[tuple[int, int], NDArray[np.int32]]] | None = None
+    last: TokenRoutes | None = None
     for token in tokens:
-        if residency is not None:
-            residency.arrived(coming)
-            changes = residency.changes()
-            at.reshape(-1)[changes.places] = changes.values
-        missing = {}
+        missing = dict[tuple[int, int], NDArray[np.int32]]()
         for l, layer in enumerate(token.neurons):
             for place, neurons in enumerate(layer):
                 has_selector = placement.has_selector[l, token.experts[l, place]]
@@ -104,11 +100,16 @@ def played(
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
                 missing[l, place] = neurons[~is_here] if has_selector else neurons[:0]
-        if residency is not None and last is not None:
-            before, lacked = last
-            routes = TokenRoutes(before.experts, lambda l, place, lacked=lacked: lacked[l, place], None)  # type: ignore[misc]  # bound now
-            coming = residency.decide(routes, most_rows)
-        last = token, missing
+        if residency is None:
+            continue
+        residency.arrived(coming)
+        coming = [] if last is None else residency.decide(last, most_rows)
+        changes = residency.changes()
+        at.reshape(-1)[changes.places] = changes.values
+        counts = np.zeros(token.experts.shape, np.int64)
+        for key, neurons in missing.items():
+            counts[key] = len(neurons)
+        last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
     return PlayedSlots(resident, left, 0 if residency is None else residency.promoted_rows)
 
 
