@@ -23,7 +23,7 @@ from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec, RelativeSpec
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, seen_positions
+from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
 from moe_pack.runtime.model.weights import Weights
 
 
@@ -143,9 +143,13 @@ def _expanded(
     for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * width):
         nope = latent @ w_k.transpose(1, 2)  # [heads, S, nope]
         keys = torch.cat((nope, rope.expand(len(nope), -1, -1)), dim=-1)
-        yield torch.nn.functional.scaled_dot_product_attention(
-            q[heads], keys, latent @ w_v.transpose(1, 2), attn_mask=mask, scale=spec.scale
-        )
+        values = latent @ w_v.transpose(1, 2)
+        if q.device.type == "cpu":
+            yield torch.nn.functional.scaled_dot_product_attention(
+                q[heads], keys, values, attn_mask=mask, scale=spec.scale
+            )
+        else:
+            yield fused_attention(q[heads], keys, values, mask, False, spec.scale)
 
 
 def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:

@@ -24,9 +24,11 @@ from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, trans
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
 MAX_DECODED_BYTES = 16 << 20  # the most that an operation dequantizes at once
-# The most scores that attention computes at once. On a GPU torch has no fused attention for float32 with grouped heads:
-# it stores all scores, in several copies, and 512 queries of 32 heads would take 512 MiB at 8,192 tokens.
+# The most scores that attention computes at once on the CPU, and the largest mask on a GPU, whose kernel stores none.
+# Where torch has no fused attention it stores all scores, in several copies: 512 queries of 32 heads would take 512 MiB
+# at 8,192 tokens.
 MAX_SCORE_BYTES = 64 << 20
+_FUSED_DIMS = 4  # a GPU's fused attention takes head dimensions of float32 that are multiples of it
 
 Product = Callable[[Tensor], Tensor]  # from x float32 [T, columns] to x @ rows.T, float32 [T, rows]
 
@@ -85,7 +87,8 @@ class Operations:
         first = _first_seen(window, start)
         cache.append(rotate(k, angles, interleaved), v)
         q, (keys, values) = rotate(q, angles, interleaved), cache.between(first, start + num_tokens)
-        step = max(1, MAX_SCORE_BYTES // (4 * spec.num_heads * max(keys.shape[1], 1)))
+        rows = spec.num_heads if q.device.type == "cpu" else 1
+        step = max(1, MAX_SCORE_BYTES // (4 * rows * max(keys.shape[1], 1)))
         mixed = []
         for begin in range(0, max(num_tokens, 1), step):
             piece, at = q[:, begin : begin + step], start + begin
@@ -196,16 +199,43 @@ def _attend_piece(
         least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
         q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
+    is_causal = is_causal and sinks is None
+    if q.device.type != "cpu":
+        return fused_attention(q, keys, values, seen, is_causal, scale)
     mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        q[None],
-        keys[None],
-        values[None],
-        attn_mask=seen,
-        is_causal=is_causal and sinks is None,
-        scale=scale,
-        enable_gqa=True,
+        q[None], keys[None], values[None], attn_mask=seen, is_causal=is_causal, scale=scale, enable_gqa=True
     )
     return mixed[0]
+
+
+def fused_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """Returns `softmax(scale * q @ keys^T) @ values` of each head, in the form for which a GPU stores no scores.
+
+    The memory-efficient attention of torch takes float32, but only of batches with as many heads of keys as of queries,
+    and with head dimensions that are multiples of 4. So each head of keys becomes a batch, whose heads are those of its
+    queries and read the same keys, without a copy. For any other form torch stores all scores.
+
+    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].
+             mask: bool [T, S], which positions each query sees; None: all, or those up to its own if `is_causal`.
+    Returns: float32 [heads, T, v].
+    Source:  PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention.
+    """
+    num_kv_heads, v = len(keys), values.shape[-1]
+    q, keys, values = (_padded(each, _FUSED_DIMS) for each in (q, keys, values))
+    q = q.reshape(num_kv_heads, len(q) // num_kv_heads, *q.shape[1:])  # a view
+    keys, values = (each[:, None].expand(-1, q.shape[1], -1, -1) for each in (keys, values))
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale
+    )
+    return mixed.flatten(0, 1)[..., :v]
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """Returns x with zeros after its last dimension, up to a multiple of so many values."""
+    missing = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from moe_pack.formats import GroupedQuerySpec
 from moe_pack.runtime.model import TORCH, NativeOperations, Operations
 from moe_pack.runtime.model.kv_cache import LayerCache
-from moe_pack.runtime.model.operations import MAX_SCORE_BYTES, HeadNorms
+from moe_pack.runtime.model.operations import MAX_SCORE_BYTES, HeadNorms, fused_attention
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.
 TOLERANCE = 3e-6
@@ -218,7 +218,7 @@ def test_long_contexts_never_have_all_their_scores_in_memory() -> None:
             with (
                 sdpa_kernel(SDPBackend.MATH),
                 LargestTensor() as largest,
-            ):  # what a GPU runs for float32 with grouped heads
+            ):  # what torch runs where it has no fused attention
                 y, cache = held.found(TORCH)
             assert largest.num_bytes <= MAX_SCORE_BYTES
             if start and window is None:
@@ -234,3 +234,64 @@ def test_long_contexts_never_have_all_their_scores_in_memory() -> None:
                     start=start + begin,
                 )
                 assert_near(y[few], alone.found(TORCH)[0])
+
+
+def test_the_form_for_a_gpu_has_the_same_attention() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for num_kv_heads, group, num_tokens, num_keys, n, v in (
+        (1, 1, 1, 1, 4, 4),
+        (2, 3, 5, 9, 6, 6),
+        (4, 8, 17, 130, 64, 64),
+        (2, 4, 33, 33, 65, 64),  # with sinks
+        (8, 1, 7, 20, 192, 128),  # latents, expanded
+        (1, 16, 3, 3, 80, 80),
+    ):
+        q = torch.randn(num_kv_heads * group, num_tokens, n, generator=draw)
+        keys, values = (torch.randn(num_kv_heads, num_keys, width, generator=draw) for width in (n, v))
+        mask = torch.rand(num_tokens, num_keys, generator=draw) > 0.5
+        mask[:, 0] = True
+        for seen, is_causal in ((None, False), (mask, False), (None, True)):
+            with named_case(num_kv_heads, group, num_tokens, num_keys, n, v, seen is not None, is_causal):
+                expected = torch.nn.functional.scaled_dot_product_attention(
+                    q[None], keys[None], values[None], seen, is_causal=is_causal, scale=0.3, enable_gqa=True
+                )
+                assert_near(fused_attention(q, keys, values, seen, is_causal, 0.3), expected[0])
+
+
+def test_on_other_devices_attention_has_the_form_that_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def record(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        asked.append((q, keys, values, attn_mask))
+        return q.new_empty((*q.shape[:-1], values.shape[-1]))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    for head_dim, start, window, has_sinks in (
+        (64, 0, None, False),
+        (6, 0, None, False),
+        (64, 30000, None, False),
+        (64, 1500, 700, True),
+        (64, 0, None, True),
+    ):
+        with named_case(head_dim, start, window, has_sinks):
+            asked.clear()
+            made_here = made(4, 4, head_dim, 600, start, window)
+            held = replace(
+                made_here,
+                projected=tuple(each.to("meta") for each in made_here.projected),  # type: ignore[arg-type]  # three
+                angles=(made_here.angles[0].to("meta"), made_here.angles[1].to("meta")),
+                keys=made_here.keys.to("meta"),
+                values=made_here.values.to("meta"),
+                sinks=torch.randn(16, device="meta") if has_sinks else None,
+            )
+            y, _ = held.found(TORCH)
+            assert y.shape == (600, 16 * head_dim)
+            assert sum(q.shape[2] for q, *_ in asked) == 600
+            assert (len(asked) > 1) == (4 * 600 * (start + 600) > MAX_SCORE_BYTES)
+            for q, keys, values, mask in asked:
+                assert q.shape[:2] == keys.shape[:2] == values.shape[:2] == (4, 4), (
+                    "as many heads of keys as of queries"
+                )
+                assert q.shape[3] % 4 == values.shape[3] % 4 == 0 and q.shape[3] == keys.shape[3]
+                assert keys.stride(1) == values.stride(1) == 0, "the heads of a group read the same keys"
+                assert mask is None or 4 * mask.numel() <= MAX_SCORE_BYTES
