@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("MOE_PACK_GPU") 
 
 import pytest
 import torch
+from interpreted_bf16 import correct_bf16
 from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import Selector
@@ -69,6 +70,8 @@ def new_folder(tmp_path: Path) -> Callable[[], Path]:
 def kernel_device() -> torch.device:
     """Where tests run kernels: on the CPU, by Triton's interpreter, or on a GPU where MOE_PACK_GPU=1 asks for it."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") != "0"
+    if interpreted:
+        correct_bf16()
     return torch.device("cuda" if os.environ.get("MOE_PACK_GPU") == "1" and not interpreted else "cpu")
 
 

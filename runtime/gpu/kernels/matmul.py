@@ -28,11 +28,14 @@ _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of the GPU 
 
 
 def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
-    """Writes `x @ W.T + bias` to `out`, in float32 products and sums; W is decoded in registers only.
+    """Writes `x @ W.T + bias` to `out`; W is decoded in registers only.
 
-    Args:    x: float32 [T, d], contiguous.   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from
-             a multiple of 16 bytes on.   part: `part_of` or `stored_part`.   row_units: bytes of a row by 16.
-             out: float32 [T, n], contiguous.   bias: float32 [n].
+    If x is float32, products are as exact as float32's. If x is bfloat16, W is rounded to bfloat16 (codes are exact in
+    it), and products are summed in float32.
+
+    Args:    x: float32 or bfloat16 [T, d], contiguous.   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d];
+             contiguous, from a multiple of 16 bytes on.   part: `part_of` or `stored_part`.   row_units: bytes of a row
+             by 16.   out: float32 [T, n], contiguous.   bias: float32 [n].
     """
     num_tokens, num_rows = out.shape
     in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)

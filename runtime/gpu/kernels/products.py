@@ -12,7 +12,8 @@ of a trellis is treated as a code that stands first in its word, with one zero f
 
 The second half has tiles for tensor cores: some rows by some columns of a part, as codes or values in the order of
 columns. A tile is never wider than a group, so a row's codes in it have one scale, which multiplies the product: codes
-are exact in tf32, as are 16-bit values, and only the other factor needs two parts. Unlike one hidden state, many hidden
+are exact in tf32, as are 16-bit values, and only the other factor needs two parts. If the other factor is bfloat16,
+products take bfloat16, in which codes are exact too. Unlike one hidden state, many hidden
 states are read as they lie: putting codes in order costs little compared with their way to the tensor cores.
 """
 
@@ -318,22 +319,28 @@ def tile_cols(*parts: RowPart) -> int:
 
 @triton.jit
 def add_product(sums, arena_ptr, units, live, tile, x, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr):
-    """Returns `sums` [R, T] plus a tile's share of rows times `x` [COLS, T], which is zero past the row.
+    """Returns `sums` [R, T] plus a tile's share of rows times `x` [COLS, T], which is zero past the row (`multiply`).
 
     Args:    units: int64 [R], offsets of the rows in units of 16 bytes.   tile: its columns begin at `tile * COLS`.
     """
     w = load_tile(arena_ptr, units, live, tile, lookup_ptr, PART, COLS)
     if PART.kind == AFFINE:
         scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART.group, live, PART)
-        sums += scale[:, None] * (dot_exact(w, x) - zero[:, None] * tl.sum(x, 0)[None, :])
+        sums += scale[:, None] * (multiply(w, x) - zero[:, None] * tl.sum(x.to(tl.float32), 0)[None, :])
     elif has_scales(PART):
         scale, _ = load_scales(arena_ptr, units, (tile * COLS) // PART.group, live, PART)
-        sums += scale[:, None] * (dot_exact(w, x) * UNITS[PART.kind])
-    elif PART.kind == F32:
+        sums += scale[:, None] * (multiply(w, x) * UNITS[PART.kind])
+    elif PART.kind == F32 and x.dtype == tl.float32:
         sums = tl.dot(w, x, sums, input_precision="tf32x3")
     else:
-        sums += dot_exact(w, x)
+        sums += multiply(w, x)
     return sums
+
+
+@triton.jit
+def multiply(w, x):
+    """Returns w float32 [M, K] times x [K, N]: exact if x is float32 (`dot_exact`); w is rounded if x is bfloat16."""
+    return tl.dot(w.to(tl.bfloat16), x) if x.dtype == tl.bfloat16 else dot_exact(w, x)
 
 
 @triton.jit

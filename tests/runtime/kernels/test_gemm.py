@@ -42,19 +42,34 @@ def assert_equals_twin(
     num_cols: int,
     device: torch.device,
     bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     layout, rows = random_rows(stored, num_rows, num_cols)
-    x, out = random_tokens(num_tokens, num_cols), torch.full((num_tokens, num_rows), torch.nan, device=device)
+    x, out = random_tokens(num_tokens, num_cols).to(dtype), torch.full((num_tokens, num_rows), torch.nan, device=device)
     held = torch.from_numpy(rows)
     there = None if bias is None else bias.to(device)
     gemm(x.to(device), held.to(device), part_of(layout, "weight"), layout.row_bytes // 16, out, bias=there)
-    assert_close(out, linear(x, RowMatrix(layout, held), bias))
+    assert_close(out, linear(x.float(), RowMatrix(layout, held), bias))
 
 
 def test_rows_of_every_format_multiply_as_their_twin(kernel_device: torch.device) -> None:
     for stored in FORMATS:
         with case(format_text(stored)):
             assert_equals_twin(stored, 3, 5, 192, kernel_device)
+
+
+def test_tokens_in_bfloat16_multiply_as_in_float32(kernel_device: torch.device) -> None:
+    for stored in FORMATS:  # all codes are exact in bfloat16
+        with case(format_text(stored)):
+            assert_equals_twin(stored, 3, 5, 64, kernel_device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_in_bfloat16_round_stored_values(dtype: str, kernel_device: torch.device) -> None:
+    weight = torch.randn(7, 72, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    x, out = random_tokens(3, 72).to(torch.bfloat16), torch.full((3, 7), torch.nan, device=kernel_device)
+    gemm(x.to(kernel_device), weight.to(kernel_device), stored_part(dtype, 72), weight[0].nbytes // 16, out)
+    assert_close(out, linear(x.float(), StoredMatrix(weight.to(torch.bfloat16))))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 32), (17, 33), (65, 2)])
