@@ -3,17 +3,20 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed
 
 
 def many_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -21,31 +24,43 @@ def many_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tupl
     selectors: tuple[Selector, ...] = ("up", "none")
     for d in dims:
         for dtype in DTYPES if 16 in widths else ():
-            yield f"gemm {dtype} d{d}", partial(_plain, d, dtype)
+            for mode, x_dtype in MODES.items():
+                yield f"gemm {mode} {dtype} d{d}", partial(_plain, d, dtype, x_dtype)
         for width in widths:
-            yield f"gemm {label(width)} d{d}", partial(_coded, d, width)
+            for mode, x_dtype in MODES.items():
+                yield f"gemm {mode} {label(width)} d{d}", partial(_coded, d, width, x_dtype)
             for selector in selectors:
                 yield f"many {selector} {label(width)} d{d}", partial(_coded_experts, d, width, 64, selector)
+                for mode, x_dtype in MODES.items():
+                    name = f"grouped {mode} {selector} {label(width)} d{d}"
+                    yield name, partial(_coded_group, d, width, 64, selector, x_dtype)
         if 4 in widths:
             yield f"many up w4 g16 d{d}", partial(_coded_experts, d, 4, 16, "up")
+            for mode, x_dtype in MODES.items():
+                yield f"grouped {mode} up w4 g16 d{d}", partial(_coded_group, d, 4, 16, "up", x_dtype)
     if "mxfp4" in widths and 4096 in dims:
         yield "gpt_oss many", partial(_experts, gpt_oss_layout("both"), "both", "clamped_swiglu")
+        for mode, x_dtype in MODES.items():
+            yield f"gpt_oss grouped {mode}", partial(_group, gpt_oss_layout("both"), "both", "clamped_swiglu", x_dtype)
+    if 16 in widths and 4096 in dims:
+        yield "combine", partial(combine, torch.empty(24, 4096), torch.empty(3, 4096))
 
 
-def _plain(d: int, dtype: str) -> None:
+def _plain(d: int, dtype: str, x_dtype: torch.dtype) -> None:
     rows = torch.empty(4096, d, dtype=DTYPES[dtype])
-    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16)
+    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16, x_dtype)
 
 
-def _coded(d: int, width: Name) -> None:
+def _coded(d: int, width: Name, x_dtype: torch.dtype) -> None:
     layout = row_layout([("weight", named_format(width), False)], d)
     rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
-    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16)
+    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16, x_dtype)
 
 
-def _gemm(rows: torch.Tensor, part: RowPart, row_units: int) -> None:
+def _gemm(rows: torch.Tensor, part: RowPart, row_units: int, x_dtype: torch.dtype) -> None:
     for num_tokens in (8, 512):
-        gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
+        x = torch.empty(num_tokens, part.num_cols, dtype=x_dtype)
+        gemm(x, rows, part, row_units, torch.empty(num_tokens, len(rows)))
 
 
 def _coded_experts(d: int, width: Name, group: int, selector: Selector) -> None:
@@ -63,3 +78,23 @@ def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction)
         tokens, weights = torch.zeros(num_tokens, dtype=torch.int32), torch.empty(num_tokens)
         workspace = torch.empty(workspace_floats(num_tokens, f))
         expert_many(x, tokens, weights, tables, 1, kind, y, workspace)
+
+
+def _coded_group(d: int, width: Name, group: int, selector: Selector, x_dtype: torch.dtype) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _group(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu", x_dtype)
+
+
+def _group(layout: ExpertLayout, selector: Selector, function: NeuronFunction, x_dtype: torch.dtype) -> None:
+    """Calls for experts with as many tokens as tiles of every size have."""
+    f, d, kind = layout.num_rows, layout.records.num_cols, kind_of(layout, selector, function)
+    counts = np.array([16, 32, 64, 128])
+    num_pairs, num_experts = int(counts.sum()), len(counts)
+    units, numbers = torch.zeros(num_experts, f, dtype=torch.int32), torch.zeros(num_pairs, dtype=torch.int32)
+    down_bias = torch.empty(num_experts, d) if layout.extra else None
+    arena = torch.empty(128, dtype=torch.uint8)
+    group = ExpertGroup(arena, units, units, torch.zeros(num_experts), (kind,), down_bias)
+    plan = plan_tiles(counts, np.zeros(num_experts, np.int64), group.kinds, num_pairs, x_dtype == torch.bfloat16)
+    x, weights = torch.empty(num_pairs, d, dtype=x_dtype), torch.empty(num_pairs)
+    hidden, outputs = torch.empty(num_pairs, f), torch.empty(num_pairs, d)
+    run_group(x, numbers, numbers, weights, group, plan, torch.from_numpy(plan.tiles), hidden, outputs)

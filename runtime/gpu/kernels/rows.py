@@ -446,7 +446,7 @@ class Tile(NamedTuple):
 def dot_tile(parts: tuple[RowPart, ...]) -> Tile:
     """Returns the tile for products with x, whose values stay in registers."""
     # A block of a trellis has 32 entries of a table on their way to registers.
-    rows = 4 if not any(part.kind == TRELLIS.value for part in parts) else 1 if _has_wide_entries(parts) else 2
+    rows = 4 if not any(part.kind == TRELLIS.value for part in parts) else 1 if has_wide_entries(parts) else 2
     return _tile(max(parts, key=lambda part: part.num_words // _thread_words(part)), rows)
 
 
@@ -454,7 +454,7 @@ def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     """Returns the tile for records whose last part is summed up: the sums stay in registers, as x does."""
     least = min(part.bits for part in parts)  # with 1 bit, two rows are 128 columns a thread: registers spill (sm_80)
     has_many = least < 4 or len(parts) > 2
-    if _has_wide_entries(parts):  # half a block a thread, or registers spill (sm_120)
+    if has_wide_entries(parts):  # half a block a thread, or registers spill (sm_120)
         tile = _tile(parts[-1], 1)
         return Tile(tile.rows, min(8, 2 * tile.num_warps))
     if least == 1 or any(part.kind == TRELLIS.value for part in parts):
@@ -462,7 +462,7 @@ def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     return _tile(parts[-1], 2 if has_many else 4)
 
 
-def _has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
+def has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
     """Whether a part is a trellis of width 7 or 8: an entry of its table takes two registers."""
     return any(part.kind == TRELLIS.value and half_bytes(part.bits) == 4 for part in parts)
 
