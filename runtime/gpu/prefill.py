@@ -8,6 +8,7 @@ host. Importing this needs Triton.
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +21,16 @@ from moe_pack.formats import Pack
 from moe_pack.formats.layout import DenseLayout
 from moe_pack.runtime.gpu.cpu_share import PromptShare
 from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena, Mark, Queues
-from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.gpu.kernels.grouped import (
+    ExpertGroup,
+    Pairs,
+    combine,
+    max_pairs,
+    pairs_by_expert,
+    plan_tiles,
+    run_group,
+)
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
-from moe_pack.runtime.gpu.kernels.tables import LayerTables
 from moe_pack.runtime.gpu.weights import DeviceMatrix, ExpertMemory
 from moe_pack.runtime.model import ExpertRunner, Matrix, PackWeights, PartialState, tokens_by_expert
 from moe_pack.runtime.model.weights import from_experts, to_experts
@@ -63,6 +71,10 @@ class ExpertStream:
         """Makes the computation wait for copies that no expert waited for: something else may lie there from now on."""
         for entry in self._entries:
             self._queues.wait_for(entry.copied)
+
+    def num_experts(self, layer_idx: int) -> int:
+        """Returns how many experts a layer has."""
+        return len(self._memory.kinds[layer_idx])
 
     def is_static(self, key: ExpertKey) -> bool:
         """Whether all rows of an expert are resident for the whole run."""
@@ -132,14 +144,6 @@ def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source, non_blocking=True)
 
 
-class _Job(NamedTuple):
-    """An expert with its tokens int64 [n] and their router weights float32 [n]."""
-
-    key: ExpertKey
-    tokens: NDArray[np.int64]
-    weights: NDArray[np.float32]
-
-
 class GpuWeights(PackWeights, ExpertRunner):
     """The weights of an open pack on a device; memory of experts, host memory and queues stay the caller's.
 
@@ -162,8 +166,9 @@ class GpuWeights(PackWeights, ExpertRunner):
         super().__init__(pack, device, GpuOperations())
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
-        floats = workspace_floats(chunk_tokens, pack.spec.expert.intermediate_size)
-        self._workspace = torch.empty(floats, device=device)
+        f, d, k = pack.spec.expert.intermediate_size, pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
+        self._hidden = torch.empty((max_pairs(chunk_tokens, k, f), f), device=device)
+        self._outputs = torch.empty((chunk_tokens * k, d), device=device)
 
     def _keep(self, held: Tensor) -> None:
         super()._keep(held.to(self._device))  # one allocation, whose size is counted
@@ -183,48 +188,59 @@ class GpuWeights(PackWeights, ExpertRunner):
 
         Args:    experts, router_weights: int64 and float32 [T, k].
         """
-        y, inputs = torch.zeros_like(x), to_experts(x, self, layer_idx)
+        inputs = to_experts(x, self, layer_idx)
         # The host waits once a layer, because it has to know which experts have tokens.
         chosen, weights = experts.cpu(), router_weights.cpu()
-        jobs = [
-            _Job(ExpertKey(layer_idx, e), tokens, of_tokens)
-            for e, tokens, of_tokens in tokens_by_expert(chosen, weights)
-        ]
-        for job in jobs:
-            self.bytes_read += self._pack.layout.experts[layer_idx][job.key.expert].num_bytes
-        static = [job for job in jobs if self.stream.is_static(job.key)]
-        missing = [job for job in jobs if not self.stream.is_static(job.key)]
-        others = None
-        if missing and self._tier is not None:
-            others = self._run_by_tier(self._tier, layer_idx, x, chosen, weights, missing)
-            missing = []
-        on_cpu = None
-        if missing and self._share is not None:
-            numbers = self._share.choose([len(job.tokens) for job in missing])
-            of_cpu = [(job.key.expert, job.tokens, job.weights) for i, job in enumerate(missing) if i in numbers]
-            missing = [job for i, job in enumerate(missing) if i not in numbers]
-            on_cpu = self._share.start(layer_idx, inputs.cpu(), of_cpu) if of_cpu else None
-        self._run(static, inputs, y)
-        self._stream_and_run(layer_idx, missing, inputs, y)
+        pass_ = _Pass.of(layer_idx, chosen, weights, self.stream)
+        self.bytes_read += sum(self._pack.layout.experts[layer_idx][expert].num_bytes for expert in pass_.order)
+        outputs = self._outputs[: chosen.numel()]
+        others = on_cpu = None
+        num_streamed = len(pass_.missing)
+        if pass_.missing and self._tier is not None:
+            others, num_streamed = self._run_by_tier(self._tier, layer_idx, x, chosen, weights, pass_.missing), 0
+        elif pass_.missing and self._share is not None:
+            on_cpu, num_streamed = self._start_on_cpu(self._share, layer_idx, inputs, chosen, weights, pass_)
+        if num_streamed < len(pass_.missing):
+            outputs.zero_()  # of those the GPU does not compute
+        pairs = _PairsOnDevice.of(pass_, self._device)
+        self._run(pass_, pairs, 0, len(pass_.static), inputs, outputs)
+        self._stream_and_run(pass_, pairs, num_streamed, inputs, outputs)
         self._stream_ahead(layer_idx + 1, chosen.numel())
+        y = torch.empty_like(x)
+        combine(outputs, y)
         if on_cpu is not None:
             y += on_cpu.result().to(self._device)
         y = from_experts(y, self, layer_idx)
         return y if others is None else y + others.to(self._device)
 
-    def _stream_and_run(self, layer_idx: int, jobs: list[_Job], x: Tensor, y: Tensor) -> None:
-        """Runs experts that are not resident, as many at once as the ring has space for."""
-        wanted = {job.key for job in jobs}
-        unused = [key for key in self.stream.keys(layer_idx) if key not in wanted]
+    def _start_on_cpu(
+        self, share: PromptShare, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, pass_: "_Pass"
+    ) -> tuple[Future[Tensor] | None, int]:
+        """Begins to compute some missing experts on the CPU, and puts them last; returns how many others there are."""
+        jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in tokens_by_expert(experts, weights)}
+        numbers = share.choose([len(jobs[expert][0]) for expert in pass_.missing])
+        on_cpu = [expert for place, expert in enumerate(pass_.missing) if place in numbers]
+        pass_.put_last(on_cpu)
+        if not on_cpu:
+            return None, len(pass_.missing)
+        started = share.start(layer_idx, x.cpu(), [(expert, *jobs[expert]) for expert in on_cpu])
+        return started, len(pass_.missing) - len(on_cpu)
+
+    def _stream_and_run(self, pass_: "_Pass", pairs: "_PairsOnDevice", number: int, x: Tensor, outputs: Tensor) -> None:
+        """Runs the first missing experts, as many at once as the ring has space for."""
+        layer_idx = pass_.layer_idx
+        waiting = [ExpertKey(layer_idx, expert) for expert in pass_.missing[:number]]
+        unused = [key for key in self.stream.keys(layer_idx) if key not in waiting]
         self.stream.release(unused, self._queues.mark())
-        waiting = sorted(jobs, key=lambda job: self.stream.find(job.key) is None)  # first what is on its way
+        start = len(pass_.static)
         while waiting:
-            group = list[_Job]()
-            while waiting and (self.stream.find(waiting[0].key) or self.stream.request(waiting[0].key)):
+            group = list[ExpertKey]()
+            while waiting and (self.stream.find(waiting[0]) or self.stream.request(waiting[0])):
                 group.append(waiting.pop(0))
             assert group, "the ring has space for the largest expert"
-            self._run(group, x, y)
-            self.stream.release([job.key for job in group], self._queues.mark())
+            self._run(pass_, pairs, start, start + len(group), x, outputs)
+            self.stream.release(group, self._queues.mark())
+            start += len(group)
 
     def _stream_ahead(self, layer_idx: int, num_choices: int) -> None:
         """Begins to copy the next layer's experts, if about all of them will have tokens."""
@@ -237,60 +253,113 @@ class GpuWeights(PackWeights, ExpertRunner):
             if not (self.stream.is_static(key) or self.stream.find(key) or self.stream.request(key)):
                 return
 
-    def _run(self, jobs: list[_Job], x: Tensor, y: Tensor) -> None:
-        """Runs experts whose rows are all resident or in the ring."""
-        if not jobs:
+    def _run(self, pass_: "_Pass", pairs: "_PairsOnDevice", start: int, stop: int, x: Tensor, outputs: Tensor) -> None:
+        """Runs experts `start` to `stop` of a pass, whose rows are all resident or in the ring."""
+        experts, counts = pass_.order[start:stop], pass_.pairs.counts[start:stop]
+        if not counts.sum():
             return
-        layer_idx = jobs[0].key.layer_idx
-        tables = self._group_tables(jobs)
-        tokens = torch.from_numpy(np.concatenate([job.tokens for job in jobs]).astype(np.int32)).to(self._device)
-        weights = torch.from_numpy(np.concatenate([job.weights for job in jobs])).to(self._device)
-        first = 0
-        for place, job in enumerate(jobs):
-            some = slice(first, first + len(job.tokens))
-            kind = self.memory.kinds[layer_idx][job.key.expert]
-            expert_many(x, tokens[some], weights[some], tables, place, kind, y, self._workspace)
-            first = some.stop
+        kinds = self.memory.layers[pass_.layer_idx].kinds
+        kind_idx = np.array([kinds.index(self.memory.kinds[pass_.layer_idx][expert]) for expert in experts])
+        plan = plan_tiles(counts, kind_idx, kinds, len(self._hidden), is_bf16=x.dtype == torch.bfloat16)
+        first = int(pass_.pairs.counts[:start].sum())
+        some = slice(first, first + int(counts.sum()))
+        run_group(
+            x.contiguous(),
+            pairs.tokens[some],
+            pairs.places[some],
+            pairs.weights[some],
+            self._group(pass_.layer_idx, experts),
+            plan,
+            torch.from_numpy(plan.tiles).to(self._device),
+            self._hidden,
+            outputs,
+        )
 
-    def _group_tables(self, jobs: list[_Job]) -> LayerTables:
-        """Returns tables of some experts of a layer alone, int32 [G, f]; waits for their copies."""
-        layer_idx = jobs[0].key.layer_idx
+    def _group(self, layer_idx: int, experts: Sequence[int]) -> ExpertGroup:
+        """Returns some experts of a layer with the places of all their rows; waits for their copies."""
         tables, kinds = self.memory.layers[layer_idx], self.memory.kinds[layer_idx]
-        begins = np.zeros((2, len(jobs)), np.int32)  # where row 0 of selector and records would lie
-        for place, job in enumerate(jobs):
-            entry = self.stream.find(job.key)
+        begins = np.zeros((2, len(experts)), np.int32)  # where row 0 of selector and records would lie
+        for place, expert in enumerate(experts):
+            entry = self.stream.find(ExpertKey(layer_idx, expert))
             if entry is not None:
                 self._queues.wait_for(entry.copied)
                 begins[:, place] = self.stream.rows_at(entry)
-        chosen = torch.tensor([job.key.expert for job in jobs], device=self._device)
-        units = np.array([[kinds[job.key.expert].selector_units, kinds[job.key.expert].record_units] for job in jobs])
-        at, steps = (
-            torch.from_numpy(begins).to(self._device),
-            torch.from_numpy(units.T.astype(np.int32)).to(self._device),
-        )
+        chosen = torch.tensor(experts, device=self._device)
+        units = np.array([[kinds[expert].selector_units, kinds[expert].record_units] for expert in experts], np.int32)
+        at, steps = (torch.from_numpy(each).to(self._device) for each in (begins, np.ascontiguousarray(units.T)))
         rows = torch.arange(tables.record_at.shape[1], dtype=torch.int32, device=self._device)
 
         def places(table: Tensor, number: int) -> Tensor:
             known = table.index_select(0, chosen)
             return torch.where(known >= 0, known, at[number][:, None] + rows * steps[number][:, None])
 
-        return LayerTables(
+        return ExpertGroup(
             arena=tables.arena,
-            selector_at=None if tables.selector_at is None else places(tables.selector_at, 0),
-            record_at=places(tables.record_at, 1),
-            kind=tables.kind.index_select(0, chosen),
+            selector_units=None if tables.selector_at is None else places(tables.selector_at, 0),
+            record_units=places(tables.record_at, 1),
             thresholds=tables.thresholds.index_select(0, chosen),
             kinds=tables.kinds,
             down_bias=None if tables.down_bias is None else tables.down_bias.index_select(0, chosen),
         )
 
     def _run_by_tier(
-        self, tier: ExpertRunner, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, missing: list[_Job]
+        self, tier: ExpertRunner, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, missing: list[int]
     ) -> Tensor:
         """Returns the outputs of missing experts, computed by the CPU's own engine: float32 [T, d], on the CPU."""
-        is_missing = torch.isin(experts, torch.tensor([job.key.expert for job in missing]))
+        is_missing = torch.isin(experts, torch.tensor(missing))
         if len(x) == 1:
             return tier.run_experts(layer_idx, x.cpu(), experts[:, is_missing[0]], weights[:, is_missing[0]])
         # Choices of weight zero are left out where their expert has others.
-        chosen = torch.where(is_missing, experts, missing[0].key.expert)
+        chosen = torch.where(is_missing, experts, missing[0])
         return tier.run_experts(layer_idx, x.cpu(), chosen, torch.where(is_missing, weights, 0.0))
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A layer's experts in the order in which they run: those that are static as a whole, then the missing ones.
+
+    `pairs`: in this order; experts without tokens come last.
+    """
+
+    layer_idx: int
+    static: list[int]
+    missing: list[int]
+    experts: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    pairs: Pairs
+
+    @classmethod
+    def of(cls, layer_idx: int, experts: Tensor, weights: Tensor, stream: ExpertStream) -> "_Pass":
+        numbers = [(expert, ExpertKey(layer_idx, expert)) for expert in torch.unique(experts).tolist()]
+        static = [expert for expert, key in numbers if stream.is_static(key)]
+        missing = [expert for expert, key in numbers if not stream.is_static(key)]
+        missing.sort(key=lambda expert: stream.find(ExpertKey(layer_idx, expert)) is None)  # first what is on its way
+        num_experts = stream.num_experts(layer_idx)
+        others = sorted(set(range(num_experts)) - {expert for expert, _ in numbers})
+        order = np.array([*static, *missing, *others])
+        pairs = pairs_by_expert(experts.numpy(), weights.numpy(), order)
+        return cls(layer_idx, static, missing, experts.numpy(), weights.numpy(), pairs)
+
+    @property
+    def order(self) -> list[int]:
+        """The experts with tokens, in the order in which they run."""
+        return [*self.static, *self.missing]
+
+    def put_last(self, experts: list[int]) -> None:
+        """Puts some missing experts after all others."""
+        self.missing = [expert for expert in self.missing if expert not in experts] + experts
+        others = sorted(set(range(len(self.pairs.counts))) - set(self.order))
+        self.pairs = pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))
+
+
+class _PairsOnDevice(NamedTuple):
+    """`Pairs` on the device."""
+
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, pass_: _Pass, device: torch.device) -> "_PairsOnDevice":
+        pairs = pass_.pairs
+        return cls(*(torch.from_numpy(each).to(device) for each in (pairs.tokens, pairs.places, pairs.weights)))
