@@ -25,7 +25,7 @@ from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, p
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, PULLED, HostRows, RunningNeurons
+from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED, HostRows, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, NUM_TURNS, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder
@@ -53,9 +53,9 @@ class StepInputs:
 class TokenStep:
     """The launches of one token, experts included, and buffers for its experts.
 
-    `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 3], in page-locked memory: the token's experts, and
-    their neurons (HERE, PULLED, LEFT).   `changes`: int32 [turns, most_changes, 2], likewise: places and values for the
-    table of records.
+    `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 4], in page-locked memory: the token's experts, and
+    their neurons (HERE, PULLED, LEFT, MISSING).   `changes`: int32 [turns, most_changes, 2], likewise: places and
+    values for the table of records.
     Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
 
@@ -69,7 +69,7 @@ class TokenStep:
         num_layers = len(spec.moe_layers)
         is_locked = device.type == "cuda"
         running = RunningNeurons.allocate(k, f, device)
-        self._totals = torch.zeros((num_layers, k, 3), dtype=torch.int32, device=device)
+        self._totals = torch.zeros((num_layers, k, 4), dtype=torch.int32, device=device)
         self._running = [replace(running, totals=totals) for totals in self._totals]
         self._partials, self._pulled_partials = (
             torch.zeros((k, num_partials(k, f, num_sms), d), device=device) for _ in range(2)
@@ -84,7 +84,7 @@ class TokenStep:
         self._from_tier = torch.zeros(d, device=device)
         self.routes, self.totals = (
             torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
-            for shape in ((num_layers, k), (num_layers, k, 3))
+            for shape in ((num_layers, k), (num_layers, k, 4))
         )
         self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=torch.int32, pin_memory=is_locked)
 
@@ -389,7 +389,7 @@ class GpuDecoder(Decoder):
             sources_there, targets_there = self._sources_there[begin:end], self._targets_there[begin:end]
             sources_there.copy_(self._sources[begin:end], non_blocking=True)
             targets_there.copy_(self._targets[begin:end], non_blocking=True)
-            bring(sources_there, targets_there, end - begin, record_units, host.bytes, memory.arena)
+            bring(sources_there, targets_there, record_units, host.bytes, memory.arena)
             self._promoted_bytes += 16 * record_units * (end - begin)
 
     def _empty_slots(self) -> None:
@@ -406,8 +406,9 @@ class GpuDecoder(Decoder):
         self._undecided, self._slots_are_empty = False, True
 
     def _count(self, turn: int) -> None:
-        totals = self._step.totals[turn]
-        self._counts[:3] += [int(totals[..., place].clamp(min=0).sum()) for place in (HERE, PULLED, LEFT)]
+        sums = self._step.totals[turn].sum(dim=(0, 1))
+        left, missing = int(sums[LEFT]), int(sums[MISSING])
+        self._counts[:3] += [int(sums[HERE] + sums[PULLED]) + left - missing, missing - left, left]
         self._counts[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
         self._num_tokens += 1
 

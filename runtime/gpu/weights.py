@@ -7,6 +7,7 @@ on their way. Importing this needs Triton.
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 import torch
@@ -196,7 +197,8 @@ def _tables(
     put: Callable[[Tensor], Tensor],
 ) -> LayerTables:
     layouts, biases = pack.layout.experts[l], down_biases(pack, l)
-    kinds: list[ExpertLayout] = list(dict.fromkeys(layouts))
+    # All layers' kinds, in one order: kernels are compiled for each such list.
+    kinds: list[ExpertLayout] = list(dict.fromkeys(chain.from_iterable(pack.layout.experts)))
     return LayerTables(
         arena=arena,
         selector_at=selector_at,

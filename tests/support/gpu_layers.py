@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from random_experts import RandomExpert, Shape, random_expert
 
-from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import (
+    HostRows,
+    Landing,
+    LayerTables,
+    LeftToCpu,
+    RunningNeurons,
+    kind_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,121 @@ class RandomLayer:
             thresholds=held.thresholds.to(device),
             down_bias=None if held.down_bias is None else held.down_bias.to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PartlyThere:
+    """A layer of which the arena lacks some rows, on a device.
+
+    `landing`: its slots lie behind the layer's rows, one after another, and its scratch memory behind them.
+    `selectors_at`: scratch memory for selector rows, in units of 16 bytes.
+    """
+
+    tables: LayerTables
+    host: HostRows
+    landing: Landing
+    selectors_at: int
+
+    def pinned(self, k: int) -> LeftToCpu:
+        """Memory for what is left to the CPU of k experts, filled with a number that is none of it."""
+        f, num_slots = self.tables.record_at.shape[1], self.landing.slots.shape[1]
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            values = torch.full(shape, value, dtype=dtype)
+            return values.pin_memory() if self.tables.arena.is_cuda else values
+
+        return LeftToCpu(
+            counts=full(-7, torch.int32, k),
+            neurons=full(-7, torch.int32, k, f),
+            a=full(-7, torch.float32, k, f),
+            pulled_counts=full(-7, torch.int32, k),
+            pulled=full(-7, torch.int32, k, num_slots),
+        )
+
+
+def partly_there(
+    layer: RandomLayer,
+    device: torch.device,
+    share: float,
+    k: int,
+    num_slots: int = 0,
+    missing_selectors: Sequence[int] = (),
+    seed: int = 0,
+) -> PartlyThere:
+    """The layer without this share of its records, and without some experts' selectors; their old bytes are 0xFF."""
+    draw, tables = np.random.default_rng(seed), layer.tables
+    f, arena = tables.record_at.shape[1], tables.arena.clone()
+    record_at = tables.record_at.clone()
+    selector_at = None if tables.selector_at is None else tables.selector_at.clone()
+    for e, number in enumerate(tables.kind.tolist()):
+        kind = tables.kinds[number]
+        for neuron in np.flatnonzero(draw.random(f) < share).tolist():
+            _forget(arena, record_at, e, neuron, kind.record_units)
+        for neuron in range(f) if selector_at is not None and e in missing_selectors else ():
+            _forget(arena, selector_at, e, neuron, kind.selector_units)
+    units = max(kind.record_units for kind in tables.kinds)
+    end = len(arena) // 16
+    places = end + units * draw.permutation(k * num_slots).reshape(k, num_slots).astype(np.int32)
+    scratch_at = end + units * k * num_slots
+    selectors_at = scratch_at + units * k * f
+    num_units = selectors_at + k * f * max(kind.selector_units for kind in tables.kinds)
+    whole = torch.from_numpy(draw.integers(256, size=16 * num_units, dtype=np.uint8))
+    whole[: len(arena)] = arena
+    on_device = RandomLayer(
+        layer.experts, replace(tables, arena=whole, record_at=record_at, selector_at=selector_at)
+    ).tables_on(device)
+    host, landing = host_rows(layer), torch.from_numpy(places).to(device)
+    host = HostRows(host.rows.pin_memory() if device.type == "cuda" else host.rows, host.extent_at.to(device))
+    return PartlyThere(on_device, host, Landing(landing, scratch_at, units), selectors_at)
+
+
+def _forget(arena: torch.Tensor, at: torch.Tensor | None, e: int, neuron: int, units: int) -> None:
+    assert at is not None
+    begin = 16 * int(at[e, neuron])
+    arena[begin : begin + 16 * units] = 0xFF
+    at[e, neuron] = -1
+
+
+def host_rows(layer: RandomLayer) -> HostRows:
+    """The layer's extents in host memory, with gaps between them."""
+    pieces, begins, end = [], [], 0
+    for number, expert in enumerate(layer.experts):
+        gap = np.full(16 * (number % 3), 0xFF, np.uint8)
+        begins.append((end + len(gap)) // 16)
+        pieces += [gap, expert.extent]
+        end += len(gap) + len(expert.extent)
+    return HostRows(torch.from_numpy(np.concatenate(pieces)), torch.tensor(begins))
+
+
+def random_running(
+    tables: LayerTables, experts: Sequence[int], share: float, seed: int, without: Sequence[int] = ()
+) -> RunningNeurons:
+    """What `select` may write: each neuron runs with this probability, all of the first block, none of the last.
+
+    None runs of the experts in `without`. The lists that `compact` writes contain a number that is no neuron.
+    """
+    draw, f = np.random.default_rng(seed), tables.record_at.shape[1]
+    running = RunningNeurons.allocate(len(experts), f, torch.device("cpu"))
+    running.a.copy_(torch.from_numpy(draw.standard_normal(running.a.shape)))
+    for place, e in enumerate(experts):
+        for block in range(running.counts.shape[2]):
+            begin = block * running.block
+            is_chosen = draw.random(min(running.block, f - begin)) < share
+            is_chosen |= block == 0
+            is_chosen &= (block == 0 or block < running.counts.shape[2] - 1) and e not in without
+            listed = torch.from_numpy(begin + np.flatnonzero(is_chosen)).to(torch.int32)
+            running.blocks[place, begin : begin + len(listed)] = listed
+            running.counts[0, place, block] = len(listed)
+            running.counts[1, place, block] = (tables.record_at[e, listed.to(tables.arena.device).long()] < 0).sum()
+    for values in (running.neurons, running.units, running.totals):
+        values.fill_(-7)
+    return running
+
+
+def running_on(running: RunningNeurons, device: torch.device) -> RunningNeurons:
+    """A copy on a device."""
+    each = ("a", "blocks", "counts", "neurons", "units", "totals")
+    return replace(running, **{name: getattr(running, name).clone().to(device) for name in each})
 
 
 def random_layer(

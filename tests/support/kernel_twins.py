@@ -5,7 +5,17 @@ from torch import Tensor
 
 from moe_pack.formats import RowLayout
 from moe_pack.runtime.gpu.kernels.cache import BYTES, HITS, NEEDED, ROWS, CacheState, Selection
-from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, HostRows, LayerTables
+from moe_pack.runtime.gpu.kernels.tables import (
+    HERE,
+    PULLED,
+    SELECT_BLOCK,
+    WHOLE,
+    HostRows,
+    Landing,
+    LayerTables,
+    LeftToCpu,
+    RunningNeurons,
+)
 from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
 
@@ -18,6 +28,89 @@ def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
 def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum in plain torch, float32 [d]."""
     return (partials.sum(1) * weights[:, None]).sum(0)
+
+
+def listed_in_blocks(running: RunningNeurons, place: int) -> list[int]:
+    """The running neurons of a place, as `select` lists them."""
+    blocks, counts = torch.split(running.blocks[place], running.block), running.counts[0, place].tolist()
+    return [neuron for block, n in zip(blocks, counts, strict=True) for neuron in block[:n].tolist()]
+
+
+def compact_plain(
+    experts: Tensor,
+    tables: LayerTables,
+    running: RunningNeurons,
+    landing: Landing,
+    share: Tensor,
+    left: LeftToCpu,
+    is_split: bool,
+) -> None:
+    """Does as `compact`, on the host, a neuron at a time."""
+    f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
+    for place, e in enumerate(experts.tolist()):
+        listed = listed_in_blocks(running, place)
+        at = tables.record_at[e].tolist()
+        missing = [neuron for neuron in listed if at[neuron] < 0]
+        num_pulled = min(int((len(missing) * share).floor()) if is_split else len(missing), num_slots)
+        to_slot = dict(zip(missing[:num_pulled], landing.slots[place].tolist(), strict=False))
+        if is_split:
+            here = [neuron for neuron in listed if at[neuron] >= 0]
+            entries = [(neuron, at[neuron]) for neuron in here] + list(to_slot.items())
+            to_cpu = missing[num_pulled:]
+            running.totals[place] = torch.tensor([len(here), num_pulled, len(to_cpu), num_pulled + len(to_cpu)])
+            is_whole = tables.selector_at is not None and tables.selector_at[e, 0] < 0
+            left.counts[place] = WHOLE if is_whole else len(to_cpu)
+            left.neurons[place, : len(to_cpu)] = torch.tensor(to_cpu, dtype=torch.int32)
+            if tables.selector_at is not None:
+                left.a[place, : len(to_cpu)] = running.a[place, to_cpu]
+        else:
+            scratch = [landing.scratch_at + (place * f + j) * landing.slot_units for j in range(len(missing))]
+            target = dict(zip(missing, scratch, strict=True)) | to_slot
+            entries = [(neuron, target.get(neuron, at[neuron])) for neuron in listed]
+            running.totals[place] = torch.tensor([len(entries), 0, 0, len(missing)])
+        left.pulled_counts[place] = num_pulled
+        left.pulled[place, :num_pulled] = torch.tensor(list(to_slot), dtype=torch.int32)
+        for number, (neuron, units) in enumerate(entries):
+            running.neurons[place, number], running.units[place, number] = neuron, units
+
+
+def pull_records_plain(
+    experts: Tensor, tables: LayerTables, running: RunningNeurons, host: HostRows, is_split: bool
+) -> None:
+    """Does as `pull_records`, on the host, a row at a time."""
+    for place, e in enumerate(experts.tolist()):
+        kind = tables.kinds[int(tables.kind[e])]
+        here, pulled = running.totals[place, [HERE, PULLED]].tolist()
+        for entry in range(here, here + pulled) if is_split else range(here):
+            neuron, units = int(running.neurons[place, entry]), int(running.units[place, entry])
+            if tables.record_at[e, neuron] < 0:
+                source = int(host.extent_at[e]) + kind.num_rows * kind.selector_units + neuron * kind.record_units
+                _copy_row(host.rows, source, tables.arena, units, kind.record_units)
+
+
+def pull_selectors_plain(
+    experts: Tensor, tables: LayerTables, host: HostRows, scratch_at: int, selector_units: Tensor
+) -> None:
+    """Does as `pull_selectors`, on the host, a row at a time."""
+    assert tables.selector_at is not None
+    f, most = tables.selector_at.shape[1], max(kind.selector_units for kind in tables.kinds)
+    for place, e in enumerate(experts.tolist()):
+        units = tables.kinds[int(tables.kind[e])].selector_units
+        selector_units[place] = tables.selector_at[e]
+        for neuron in range(f) if tables.selector_at[e, 0] < 0 else ():
+            target = scratch_at + place * f * most + neuron * units
+            selector_units[place, neuron] = target
+            _copy_row(host.rows, int(host.extent_at[e]) + neuron * units, tables.arena, target, units)
+
+
+def bring_plain(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
+    """Does as `bring`, on the host, a row at a time."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        _copy_row(host_rows, source, arena, target, row_units)
+
+
+def _copy_row(host_rows: Tensor, source: int, arena: Tensor, target: int, units: int) -> None:
+    arena[16 * target : 16 * (target + units)] = host_rows[16 * source : 16 * (source + units)]
 
 
 def lru_update_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:

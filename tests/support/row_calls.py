@@ -12,8 +12,11 @@ from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
+from moe_pack.runtime.gpu.kernels.neurons import compact
+from moe_pack.runtime.gpu.kernels.neurons import neurons as sum_listed
+from moe_pack.runtime.gpu.kernels.neurons import select as select_running
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
-from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
 
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 
@@ -64,3 +67,43 @@ def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction,
     select(x, numbers, tables, selection)
     neurons(x, numbers, tables, selection, partials)
     reduce(partials, torch.empty(k), x, residual=x)
+
+
+def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A token's running neurons: all selector kinds, few neurons and many, and layers of several kinds."""
+    for d in dims:
+        for width in widths:
+            for selector in SELECTORS:
+                yield f"running {selector} {label(width)} d{d}", partial(_running, (width,), selector, d)
+        if 16 in widths:
+            for selector in SELECTORS:
+                yield f"running mixed {selector} d{d}", partial(_running, MIXED, selector, d)
+    if "mxfp4" in widths and 4096 in dims:
+        for selector in SELECTORS:
+            yield f"gpt_oss running {selector}", partial(_run, [gpt_oss_layout(selector)], selector, "clamped_swiglu")
+
+
+MIXED: tuple[Name, ...] = (1, 3, 4, 16, "t5")  # whose rows take from one warp to eight
+
+
+def _running(widths: tuple[Name, ...], selector: Selector, d: int) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _run([expert_layout(named_expert(width), selector, spec, d) for width in widths], selector, "silu")
+
+
+def _run(layouts: list[ExpertLayout], selector: Selector, function: NeuronFunction, k: int = 8) -> None:
+    f, d, device = layouts[0].num_rows, layouts[0].records.num_cols, torch.device("cpu")
+    at, numbers = torch.zeros(16, f, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layouts[0].extra else None
+    kinds = tuple(kind_of(layout, selector, function) for layout in layouts)
+    selector_at = None if selector == "none" else at
+    tables = LayerTables(arena, selector_at, at, numbers, torch.zeros(16), kinds, down_bias)
+    experts, x, partials = numbers[:k], torch.empty(d), torch.empty(k, 16, d)
+    running = RunningNeurons.allocate(k, f, device)
+    left = LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], at[:k])
+    for selector_units in (None, running.units):
+        select_running(x, experts, tables, running, selector_units)
+    for is_split in (False, True):
+        compact(experts, tables, running, Landing(at[:k], 8, 4), torch.zeros(1), left, is_split)
+    sum_listed(x, experts, tables, running, partials, "here")
+    sum_listed(x, experts, tables, running, partials, "pulled")

@@ -27,10 +27,11 @@ from moe_pack.runtime.gpu.kernels.cache import (
 )
 from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
 from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
-from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
 from moe_pack.runtime.model.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]
@@ -179,3 +180,25 @@ def _cache(d: int, width: int) -> None:
         gather_selectors_from_host(experts, tables, state, host)
         gather_records_from_host(experts, selection, tables, state, host)
         gather_records_from_host(experts[:1], None, tables, state, host)
+
+
+def pull_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+    """Rows copied from host memory for a token."""
+    for d in dims:
+        for width in widths:
+            yield f"pull w{width} d{d}", partial(_pull, d, width)
+
+
+def _pull(d: int, width: int) -> None:
+    part, f, k = part_format(width, 64), 768, 8
+    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
+    kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up", "silu")
+    at, each = torch.zeros(16, f, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(16), (kind, kind))
+    host = HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64))
+    experts, running = each[:k], RunningNeurons.allocate(k, f, CPU)
+    for is_split in (False, True):
+        pull_records(experts, tables, running, host, is_split)
+    pull_selectors(experts, tables, host, 8, at[:k])
+    bring(torch.zeros(16, dtype=torch.int64), each, kind.record_units, host.rows, tables.arena)
+    enter_rows(torch.zeros((16, 2), dtype=torch.int32), each[:1], at.view(-1))

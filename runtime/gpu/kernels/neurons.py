@@ -7,7 +7,7 @@ record in one pass, each byte once. Each of P programs takes an equal share of a
 in, and writes a partial sum; `reduce` adds partial sums in a fixed order.
 
 Each takes one launch, whatever kinds of experts a layer has. Programs of all kinds have as many threads; an expert
-whose rows have fewer words takes several rows at a time instead (`rows.row_groups`).
+whose rows have fewer words takes several rows at a time instead (`products.zero_part`).
 
 While a program multiplies some rows, the next ones are on their way. It loads a row's place just before the row: list
 entries lie side by side, so that all but the first are in the nearest cache.
@@ -30,7 +30,7 @@ from moe_pack.runtime.gpu.kernels.products import (
     store_part,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import RowPart, Tile, dot_tile, lookup_for, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import RowPart, Tile, ahead_tile, dot_tile, lookup_for, sum_tile
 from moe_pack.runtime.gpu.kernels.tables import (
     PER_LAYER,
     WHOLE,
@@ -56,9 +56,6 @@ class _Products(NamedTuple):
     gate: RowPart | None
     up: RowPart | None
     down: RowPart | None
-    gate_words: int
-    up_words: int
-    down_words: int
     is_gated: bool
     is_selected: bool
     function: int
@@ -71,6 +68,13 @@ def _part(kinds: tuple[_Products, ...], number: int, field: str) -> RowPart | No
     """Returns a part of a kind; Triton passes named tuples as plain ones."""
     part: RowPart | None = getattr(_Products(*kinds[number]), field)
     return None if part is None else RowPart(*part)
+
+
+@triton.constexpr_function
+def _words(kinds: tuple[_Products, ...], number: int, field: str) -> int:
+    """Returns NW of a part of a kind, 0 without the part."""
+    part: RowPart | None = getattr(_Products(*kinds[number]), field)
+    return 0 if part is None else RowPart(*part).num_words
 
 
 @triton.constexpr_function
@@ -95,7 +99,7 @@ def select(
     """
     f, at = tables.record_at.shape[1], tables.selector_at if selector_units is None else selector_units
     parts = [(_part_in(True, kind.gate), _part_in(True, kind.up)) for kind in tables.kinds]
-    tiles = [dot_tile(stored) if (stored := _stored(*pair)) else Tile(running.block, 1) for pair in parts]
+    tiles = [_select_tile(_stored(*pair), running.block) for pair in parts]
     num_warps = max(tile.num_warps for tile in tiles)
     _select_kernel[running.counts.shape[1:]](
         x,
@@ -130,6 +134,18 @@ def _stored(*parts: RowPart | None) -> tuple[RowPart, ...]:
     return tuple(part for part in parts if part is not None)
 
 
+def _select_tile(parts: tuple[RowPart, ...], block: int) -> Tile:
+    """Returns the tile for selector rows; one matrix of four bits or more leaves registers for two whole tiles."""
+    if not parts:
+        return Tile(block, 1)
+    tile = dot_tile(parts)
+    return ahead_tile(tile, parts) if len(parts) > 1 or parts[0].bits < 4 else tile
+
+
+def _sum_tile(parts: tuple[RowPart, ...]) -> Tile:
+    return ahead_tile(sum_tile(parts), parts)
+
+
 def _products(
     kind: ExpertKind,
     gate: RowPart | None,
@@ -145,9 +161,6 @@ def _products(
         gate=gate,
         up=up,
         down=down,
-        gate_words=0 if gate is None else gate.num_words,
-        up_words=0 if up is None else up.num_words,
-        down_words=0 if down is None else down.num_words,
         is_gated=kind.gate is not None,
         is_selected=kind.selector != "none",
         function=FUNCTIONS[kind.function],
@@ -213,8 +226,8 @@ def _activate(
     R: tl.constexpr = _value(KINDS, NUMBER, "rows")
     GATE: tl.constexpr = _part(KINDS, NUMBER, "gate")
     UP: tl.constexpr = _part(KINDS, NUMBER, "up")
-    GATE_NW: tl.constexpr = _value(KINDS, NUMBER, "gate_words")
-    UP_NW: tl.constexpr = _value(KINDS, NUMBER, "up_words")
+    GATE_NW: tl.constexpr = _words(KINDS, NUMBER, "gate")
+    UP_NW: tl.constexpr = _words(KINDS, NUMBER, "up")
     IS_GATED: tl.constexpr = _value(KINDS, NUMBER, "is_gated")
     FUNCTION: tl.constexpr = _value(KINDS, NUMBER, "function")
     lanes = tl.arange(0, R)
@@ -274,7 +287,7 @@ def compact(
     Of an expert's m running neurons without a record in the arena, ascending,
     - if not `is_split`, all are pulled: the first S to the landing's slots, the others to its scratch memory. The list
       has all running neurons in ascending order, so that sums do not depend on what is in the arena.
-      `totals` is (their number, 0, 0), and `left.counts`, `left.neurons` and `left.a` are not written;
+      `totals` is (their number, 0, 0, m), and `left.counts`, `left.neurons` and `left.a` are not written;
     - if `is_split`, the first min(floor(m * share), S) are pulled to slots and listed after those whose records are in
       the arena, and the CPU computes the others. It computes the whole expert if selector rows are missing.
     `left.pulled` and `left.pulled_counts` say what is pulled to slots.
@@ -395,9 +408,10 @@ def _compact_kernel(
                 left_count = tl.where(tl.load(selector_at_ptr + expert * F) < 0, WHOLE, num_left)
             tl.store(left_counts_ptr + place, left_count)
         tl.store(pulled_counts_ptr + place, num_pulled)
-        tl.store(totals_ptr + place * 3, num_here)
-        tl.store(totals_ptr + place * 3 + 1, num_pulled_too)
-        tl.store(totals_ptr + place * 3 + 2, num_left)
+        tl.store(totals_ptr + place * 4, num_here)
+        tl.store(totals_ptr + place * 4 + 1, num_pulled_too)
+        tl.store(totals_ptr + place * 4 + 2, num_left)
+        tl.store(totals_ptr + place * 4 + 3, num_missing)
 
 
 def neurons(
@@ -411,7 +425,7 @@ def neurons(
     """
     k, num_partials, _ = partials.shape
     parts = [(_part_in(False, kind.gate), _part_in(False, kind.up), kind.down.part) for kind in tables.kinds]
-    tiles = [sum_tile(_stored(*trio)) for trio in parts]
+    tiles = [_sum_tile(_stored(*trio)) for trio in parts]
     num_warps = max(tile.num_warps for tile in tiles)
     _neurons_kernel[k, num_partials](
         x,
@@ -423,11 +437,11 @@ def neurons(
         running.neurons,
         running.units,
         running.totals,
-        tables.down_bias if part == "here" else None,
+        tables.down_bias,
         partials,
         lookup_for(x.device, *(each for trio in parts for each in trio)),
+        int(part == "pulled"),
         F=tables.record_at.shape[1],
-        IS_PULLED=part == "pulled",
         KINDS=tuple(
             _products(kind, *trio, tile, num_warps, 64)
             for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
@@ -437,7 +451,7 @@ def neurons(
     )
 
 
-@triton.jit(do_not_specialize=PER_LAYER)
+@triton.jit(do_not_specialize=(*PER_LAYER, "is_pulled"))
 def _neurons_kernel(
     x_ptr,
     experts_ptr,
@@ -451,16 +465,15 @@ def _neurons_kernel(
     down_bias_ptr,
     partials_ptr,
     lookup_ptr,
+    is_pulled,
     F: tl.constexpr,
-    IS_PULLED: tl.constexpr,
     KINDS: tl.constexpr,
 ):
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
     kind = tl.load(kind_ptr + expert)
-    first, count = 0, tl.load(totals_ptr + place * 3)
-    if IS_PULLED:
-        first, count = count, tl.load(totals_ptr + place * 3 + 1)
+    first = tl.load(totals_ptr + place * 4) * is_pulled
+    count = tl.load(totals_ptr + place * 4 + is_pulled)
     start = first + count * program // tl.num_programs(1)
     last = first + count * (program + 1) // tl.num_programs(1)
     D: tl.constexpr = _part(KINDS, 0, "down").num_cols
@@ -471,7 +484,7 @@ def _neurons_kernel(
                     units_ptr + place * F, start, last, partial_ptr, lookup_ptr, KINDS, number)  # fmt: skip
     if down_bias_ptr is not None:
         tl.debug_barrier()  # other threads wrote what is read below
-        if program == 0:
+        if program + is_pulled == 0:
             _add_bias(partial_ptr, down_bias_ptr + expert.to(tl.int64) * D, D)
 
 
@@ -484,12 +497,12 @@ def _sum_up(
     R: tl.constexpr = _value(KINDS, NUMBER, "rows")
     GATE: tl.constexpr = _part(KINDS, NUMBER, "gate")
     UP: tl.constexpr = _part(KINDS, NUMBER, "up")
-    GATE_NW: tl.constexpr = _value(KINDS, NUMBER, "gate_words")
-    UP_NW: tl.constexpr = _value(KINDS, NUMBER, "up_words")
+    GATE_NW: tl.constexpr = _words(KINDS, NUMBER, "gate")
+    UP_NW: tl.constexpr = _words(KINDS, NUMBER, "up")
     IS_GATED: tl.constexpr = _value(KINDS, NUMBER, "is_gated")
     FUNCTION: tl.constexpr = _value(KINDS, NUMBER, "function")
     DOWN: tl.constexpr = _part(KINDS, NUMBER, "down")
-    NW: tl.constexpr = _value(KINDS, NUMBER, "down_words")
+    NW: tl.constexpr = _words(KINDS, NUMBER, "down")
     IS_SELECTED: tl.constexpr = _value(KINDS, NUMBER, "is_selected")
     lanes = tl.arange(0, R)
     # The first records are on their way while x is loaded.

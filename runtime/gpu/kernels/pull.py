@@ -2,7 +2,8 @@
 
 `pull_records` brings the records that a token needs and the arena lacks to where `neurons.compact` says, and
 `pull_selectors` brings missing selector rows to scratch memory. Neither changes a table, so what they bring is there
-for one token's layer, unless the host enters it. `bring` copies a list of rows that the host makes.
+for one token's layer, unless the host enters it. `bring` copies a list of rows that the host makes, and `enter_rows`
+changes a table as the host says.
 
 Every byte is loaded by one program, once. Host memory must be page-locked where the arena is on a GPU.
 """
@@ -120,9 +121,9 @@ def _pull_records_kernel(
     kind = tl.load(kind_ptr + expert)
     row_units = _of_kind(kind, RECORD_UNITS)
     records = tl.load(extent_at_ptr + expert) + f * _of_kind(kind, SELECTOR_UNITS)
-    first, count = 0, tl.load(totals_ptr + place * 3)
+    first, count = 0, tl.load(totals_ptr + place * 4)
     if IS_SPLIT:
-        first, count = count, tl.load(totals_ptr + place * 3 + 1)
+        first, count = count, tl.load(totals_ptr + place * 4 + 1)
     start = first + count * program // tl.num_programs(1)
     last = first + count * (program + 1) // tl.num_programs(1)
     while start < last:
@@ -229,28 +230,25 @@ def _pull_selectors_kernel(
 def bring(
     sources: Tensor,
     targets: Tensor,
-    count: Tensor | int,
     row_units: int,
     host_rows: Tensor,
     arena: Tensor,
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
-    """Copies the first `count` rows of a list from host memory to the arena.
+    """Copies a list of rows from host memory to the arena.
 
     Args:    sources: int64 [n], targets: int32 [n], on the arena's device: offsets in `host_rows` and in `arena`, in
-             units of 16 bytes.   count: int32 [1] on that device, or a number; at most n.   row_units: of a row, in
-             such units.   host_rows, arena: u8.
+             units of 16 bytes.   row_units: of a row, in such units.   host_rows, arena: u8.
     """
     block_words = _block_words(row_units)
     block_rows = _TILE_WORDS // block_words
     _bring_kernel[(max(1, min(num_programs, triton.cdiv(len(sources), block_rows))),)](
         sources,
         targets,
-        count,
+        len(sources),
         host_rows,
         arena,
         row_units,
-        IS_ON_DEVICE=isinstance(count, Tensor),
         BLOCK_R=block_rows,
         BLOCK_W=block_words,
         num_warps=4,
@@ -258,19 +256,17 @@ def bring(
     )
 
 
-@triton.jit(do_not_specialize=("count", "row_units"))
+@triton.jit(do_not_specialize=("sources_ptr", "targets_ptr", "num_rows", "row_units"))
 def _bring_kernel(
     sources_ptr,
     targets_ptr,
-    count,
+    num_rows,
     host_ptr,
     arena_ptr,
     row_units,
-    IS_ON_DEVICE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    num_rows = tl.load(count) if IS_ON_DEVICE else count
     first = tl.program_id(0) * BLOCK_R
     while first < num_rows:
         row = first + tl.arange(0, BLOCK_R)

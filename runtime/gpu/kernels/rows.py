@@ -462,6 +462,16 @@ def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     return _tile(parts[-1], 2 if has_many else 4)
 
 
+def ahead_tile(tile: Tile, parts: tuple[RowPart, ...]) -> Tile:
+    """Returns the tile for a loop that has two in registers: the rows that it multiplies and the next ones.
+
+    It has half as many rows, so as many bytes are on their way, and more programs fit; but no fewer than give each
+    thread `_thread_words` of every part.
+    """
+    least = max(32 * tile.num_warps * _thread_words(part) // part.num_words for part in parts)
+    return Tile(max(1, tile.rows // 2, min(tile.rows, least)), tile.num_warps)
+
+
 def has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
     """Whether a part is a trellis of width 7 or 8: an entry of its table takes two registers."""
     return any(part.kind == TRELLIS.value and half_bytes(part.bits) == 4 for part in parts)

@@ -14,11 +14,12 @@ from torch import Tensor
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
-SELECT_BLOCK = 64  # neurons that are selected and listed together
+SELECT_BLOCK = 64  # neurons that are selected and listed together, or fewer (`RunningNeurons.allocate`)
 _SMALLEST_BLOCK = 16  # where an expert has few neurons
 _NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
-# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
+# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another. Slots and
+# scratch memory are a layer's own.
 PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin", "slots_ptr", "num_slots", "scratch_at")
 
 
@@ -79,7 +80,8 @@ class LayerTables:
     """Where the rows of a layer's experts lie; all tensors are on one device.
 
     `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
-    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored.
+    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored. An expert's selector
+    rows are all there or all missing.
     `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
     `down_bias`: float32 [E, d], contiguous, if experts have one.
     """
@@ -93,7 +95,7 @@ class LayerTables:
     down_bias: Tensor | None = None
 
 
-HERE, PULLED, LEFT = range(3)  # places in `RunningNeurons.totals`
+HERE, PULLED, LEFT, MISSING = range(4)  # places in `RunningNeurons.totals`
 WHOLE = -1  # in `LeftToCpu.counts`: the CPU selects and computes the whole expert
 
 
@@ -105,7 +107,8 @@ class RunningNeurons:
     `block` neurons stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
     and how many of these have no record in the arena.   `neurons`, `units`: int32 [k, f], the neurons that the GPU
     computes, and the offset of each one's record in units of 16 bytes: `totals[:, HERE]` of them, then
-    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 3]; the last, LEFT, is left to the CPU.
+    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 4]; then come LEFT,
+    which are left to the CPU, and MISSING, all that have no record in the arena.
     """
 
     a: Tensor
@@ -133,7 +136,7 @@ class RunningNeurons:
             counts=numbers(2, k, num_blocks),
             neurons=numbers(k, num_rows),
             units=numbers(k, num_rows),
-            totals=numbers(k, 3),
+            totals=numbers(k, 4),
             block=block,
         )
 
