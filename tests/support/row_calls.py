@@ -67,6 +67,7 @@ def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction,
     select(x, numbers, tables, selection)
     neurons(x, numbers, tables, selection, partials)
     reduce(partials, torch.empty(k), x, residual=x)
+    reduce(partials, torch.empty(k), x, pulled=partials, host=x, residual=x, shared=x)
 
 
 def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -2,8 +2,8 @@
 
 A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
 Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's
-own. `reduce` adds the partial sums of a token's experts in a fixed order, times the router's
-weights.
+own. `reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's
+share.
 """
 
 import triton

@@ -232,3 +232,24 @@ def test_partial_sums_are_added_with_the_routers_weights(
     torch.testing.assert_close(out.cpu(), plain, rtol=1e-5, atol=1e-5)
     reduce(partials, weights, residual, residual=residual, shared=shared, scale=2.5)
     torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_pulled", [0, 1, 5])
+@pytest.mark.parametrize("has_host", [False, True])
+def test_partial_sums_of_pulled_records_and_the_cpus_share_are_added(
+    num_pulled: int, has_host: bool, kernel_device: torch.device
+) -> None:
+    here, pulled, weights = torch.randn(3, 4, 70), torch.randn(3, num_pulled, 70), torch.rand(3)
+    residual, host = torch.randn(70), torch.randn(70)
+    expected = residual + 0.5 * (reduce_twin(here, weights) + reduce_twin(pulled, weights) + has_host * host)
+    here, pulled, weights, residual = (each.to(kernel_device) for each in (here, pulled, weights, residual))
+    reduce(
+        here,
+        weights,
+        residual,
+        pulled=pulled if num_pulled else None,
+        host=(host.pin_memory() if kernel_device.type == "cuda" else host) if has_host else None,
+        residual=residual,
+        scale=0.5,
+    )
+    torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)
