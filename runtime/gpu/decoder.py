@@ -13,34 +13,40 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.formats.spec import LatentSpec
+from moe_pack.formats.spec import LatentSpec, Projection
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     QkNorms,
-    StoredRows,
     attend,
     enter,
     enter_latent,
     leave_latent,
 )
-from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, rms_norm
-from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
+from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
+from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import Angles, KVCache, PackWeights
 
 
-def device_matrix(weights: PackWeights, role: str) -> DeviceMatrix:
+def stored(weights: PackWeights, role: str) -> StoredRows:
     """Returns a dense matrix as it is stored on the device."""
     matrix = weights.matrix(role)
     assert isinstance(matrix, DeviceMatrix), "weights of a GPU"
-    return matrix
+    return matrix.stored
+
+
+def norm_of(weights: PackWeights, role: str) -> Norm:
+    """Returns one of the norms that the spec's `norm` describes."""
+    bias = weights.vector(f"{role}_bias") if weights.spec.norm.kind == "layer" else None
+    return Norm(weights.vector(role), bias, weights.spec.norm.eps)
 
 
 class TokenAttention(Protocol):
     """One token's attention, layer by layer."""
 
-    def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention for the normed state to the hidden state x, both float32 [d].
+    def run(self, layer: int, x: Tensor, position: Tensor) -> None:
+        """Adds a layer's attention to the hidden state x, float32 [d], whose norm it gets.
 
         Args:    position: int32 [1], the token's; its keys and values enter the cache there.
         """
@@ -65,13 +71,14 @@ class GroupedAttention:
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
         )
 
-    def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
+    def run(self, layer: int, x: Tensor, position: Tensor) -> None:
         """Adds a layer's attention to x; arguments as for `TokenAttention`."""
-        spec, role = self._spec, f"layers.{layer}.attention"
-        self._project(role, "q", normed, self._q)
-        self._project(role, "k", normed, self._k)
-        self._project(role, "v", normed, self._v)
-        weights = self._weights
+        weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
+        projections: tuple[tuple[Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
+        products = [
+            Product(stored(weights, f"{role}.{name}"), out, self._bias(role, name)) for name, out in projections
+        ]
+        normed_gemv(x, norm_of(weights, f"{role}_norm"), products)
         norms = None
         if spec.qk_norm != "none":
             norms = QkNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps)
@@ -81,13 +88,11 @@ class GroupedAttention:
         enter(projected, norms, self._angles, interleaved, position, spec, self._rotated, cache)
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
         attend(self._rotated, cache, position, spec.scale, spec.window(layer), self._workspace, self._mixed, sinks)
-        self._project(role, "o", self._mixed.view(-1), x, x)
+        bias, scale = self._bias(role, "o"), weights.spec.residual_multiplier
+        gemv(self._mixed.view(-1), stored(weights, f"{role}.o"), x, bias=bias, residual=x, scale=scale)
 
-    def _project(self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        weights = self._weights
-        bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
-        scale = 1.0 if residual is None else weights.spec.residual_multiplier
-        device_matrix(weights, f"{role}.{name}").times(inputs, out, bias, residual, scale)
+    def _bias(self, role: str, name: Projection) -> Tensor | None:
+        return self._weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
 
 
 class LatentAttention:
@@ -109,17 +114,18 @@ class LatentAttention:
         self._values = torch.zeros(heads * spec.v_head_dim, device=device)
         self._workspace = AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
-    def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
+    def run(self, layer: int, x: Tensor, position: Tensor) -> None:
         """Adds a layer's attention to x; arguments as for `TokenAttention`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
+        kv = Product(stored(weights, f"{role}.kv_a"), self._kv)
         if spec.q_lora_rank is None:
-            device_matrix(weights, f"{role}.q").times(normed, self._q)
+            normed_gemv(x, norm_of(weights, f"{role}_norm"), [Product(stored(weights, f"{role}.q"), self._q), kv])
         else:
-            device_matrix(weights, f"{role}.q_a").times(normed, self._low)
-            rms_norm(self._low, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, self._low)
-            device_matrix(weights, f"{role}.q_b").times(self._low, self._q)
-        device_matrix(weights, f"{role}.kv_a").times(normed, self._kv)
-        kv_b = StoredRows(device_matrix(weights, f"{role}.kv_b").stored, device_matrix(weights, f"{role}.kv_b").part)
+            low = Product(stored(weights, f"{role}.q_a"), self._low)
+            normed_gemv(x, norm_of(weights, f"{role}_norm"), [low, kv])
+            low_norm = Norm(weights.vector(f"{role}.q_a_norm"), None, spec.lora_norm_eps)
+            normed_gemv(self._low, low_norm, [Product(stored(weights, f"{role}.q_b"), self._q)])
+        kv_b = stored(weights, f"{role}.kv_b")
         norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rotation.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
@@ -127,7 +133,7 @@ class LatentAttention:
         attend(self._moved, (keys, values), position, spec.scale, None, self._workspace, self._mixed)
         leave_latent(self._mixed, spec, kv_b, self._values)
         scale = weights.spec.residual_multiplier
-        device_matrix(weights, f"{role}.o").times(self._values, x, residual=x, scale=scale)
+        gemv(self._values, stored(weights, f"{role}.o"), x, residual=x, scale=scale)
 
 
 def token_attention(weights: PackWeights, cache: KVCache, angles: Angles) -> TokenAttention:
@@ -147,7 +153,7 @@ class TokenLayers:
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
         spec, device = weights.spec, cache.device
-        self._weights, self._router = weights, spec.router
+        self._weights = weights
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
 
         def floats(*shape: int) -> Tensor:
@@ -156,69 +162,64 @@ class TokenLayers:
         k = spec.router.num_experts_per_tok
         self.control = torch.zeros(2, dtype=torch.int32, device=device)
         self.routes = torch.zeros((len(spec.moe_layers), k), dtype=torch.int32, device=device)
-        self.router_weights, self.logits = floats(k), floats(spec.vocab_size)
-        self.x, self.normed, self._shared = (floats(spec.hidden_size) for _ in range(3))
-        self._scores, self._gated = floats(spec.router.num_experts), floats(1)
+        self.x, self.logits, self._shared = floats(spec.hidden_size), floats(spec.vocab_size), floats(spec.hidden_size)
+        self._routed = Routed.allocate(spec.hidden_size, spec.router, device)
+        self.normed, self.router_weights = self._routed.normed, self._routed.weights
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
-        widest = max(spec.dense_intermediate_size or 0, shared)
-        self._hidden, self._gate = floats(widest), floats(widest)
+        self._hidden = floats(max(spec.dense_intermediate_size or 0, shared))
         self._attention = token_attention(weights, cache, angles)
 
     def start(self) -> None:
         """Launches the token's embedding."""
-        device_matrix(self._weights, "embed").gather(self.control[:1], self.x, self._weights.spec.embedding_multiplier)
+        embed, scale = stored(self._weights, "embed"), self._weights.spec.embedding_multiplier
+        gather_row(embed, self.control[:1], self.x, scale=scale)
 
     def run(self, layer: int) -> Tensor | None:
         """Launches a layer up to its routed experts, whose numbers it writes to `routes`.
 
         Returns the shared experts' output, float32 [d], if there is one. A layer with a dense expert is run whole.
         """
-        role, spec = f"layers.{layer}", self._weights.spec
-        self._norm(f"{role}.attention_norm")
-        self._attention.run(layer, self.normed, self.x, self.control[1:])
-        self._norm(f"{role}.mlp_norm")
+        role, spec, x = f"layers.{layer}", self._weights.spec, self.x
+        self._attention.run(layer, x, self.control[1:])
         if layer not in self._layer_idx:
-            self._dense_expert(f"{role}.mlp", self.x, self.x, spec.residual_multiplier)
+            hidden = self._neurons(f"{role}.mlp", x, norm_of(self._weights, f"{role}.mlp_norm"), None)
+            gemv(hidden, stored(self._weights, f"{role}.mlp.down"), x, residual=x, scale=spec.residual_multiplier)
             return None
-        logit_bias = self._weights.vector(f"{role}.router_logit_bias") if self._router.logit_bias else None
-        self._matrix(f"{role}.router").times(self.normed, self._scores, logit_bias)
-        bias = self._weights.vector(f"{role}.router_bias") if self._router.bias else None
-        route(self._scores, self._router, bias, self.routes[self._layer_idx[layer]], self.router_weights)
-        return self._shared_expert(role)
+        route(x, self._router(role), self.routes[self._layer_idx[layer]], self._routed)
+        shared = spec.shared_expert
+        if shared is None:
+            return None
+        weight = self._routed.shared_weight if shared.gated else None
+        hidden = self._neurons(f"{role}.shared", self.normed, None, weight)
+        gemv(hidden, stored(self._weights, f"{role}.shared.down"), self._shared)
+        return self._shared
 
     def finish(self) -> None:
         """Launches the last norm and the head."""
         weights, spec = self._weights, self._weights.spec
-        self._norm("norm")
+        # Apart: the head has many programs, and each of them would read the norm's weights.
+        norm(self.x, norm_of(weights, "norm"), self.normed)
         bias = weights.vector("head_bias") if spec.head_bias else None
-        head = self._matrix("embed" if spec.tied_head else "head")
-        head.times(self.normed, self.logits, bias, scale=1 / spec.logits_scaling)
+        head = stored(weights, "embed" if spec.tied_head else "head")
+        gemv(self.normed, head, self.logits, bias=bias, scale=1 / spec.logits_scaling)
 
-    def _matrix(self, role: str) -> DeviceMatrix:
-        return device_matrix(self._weights, role)
+    def _router(self, role: str) -> Router:
+        weights, spec = self._weights, self._weights.spec
+        is_gated = spec.shared_expert is not None and spec.shared_expert.gated
+        return Router(
+            spec=spec.router,
+            norm=norm_of(weights, f"{role}.mlp_norm"),
+            rows=stored(weights, f"{role}.router"),
+            logit_bias=weights.vector(f"{role}.router_logit_bias") if spec.router.logit_bias else None,
+            bias=weights.vector(f"{role}.router_bias") if spec.router.bias else None,
+            shared=stored(weights, f"{role}.shared_router") if is_gated else None,
+        )
 
-    def _norm(self, role: str) -> None:
-        weights = self._weights
-        bias = weights.vector(f"{role}_bias") if weights.spec.norm.kind == "layer" else None
-        norm(self.x, weights.vector(role), bias, weights.spec.norm, self.normed)
-
-    def _shared_expert(self, role: str) -> Tensor | None:
-        shared = self._weights.spec.shared_expert
-        if shared is None:
-            return None
-        self._dense_expert(f"{role}.shared", self._shared, None, 1.0)
-        if shared.gated:
-            self._matrix(f"{role}.shared_router").times(self.normed, self._gated)
-            torch.sigmoid(self._gated, out=self._gated)
-            torch.mul(self._shared, self._gated, out=self._shared)
-        return self._shared
-
-    def _dense_expert(self, role: str, out: Tensor, residual: Tensor | None, scale: float) -> None:
-        up = self._matrix(f"{role}.up")
-        hidden, gate = self._hidden[: up.num_rows], None
-        up.times(self.normed, hidden)
-        if "gate" in self._weights.spec.expert.matrices:
-            gate = self._gate[: up.num_rows]
-            self._matrix(f"{role}.gate").times(self.normed, gate)
-        activate(hidden, gate, hidden, self._weights.spec.expert.function)
-        self._matrix(f"{role}.down").times(hidden, out, residual=residual, scale=scale)
+    def _neurons(self, role: str, x: Tensor, norm: Norm | None, weight: Tensor | None) -> Tensor:
+        """Launches the neurons of a dense expert, float32 [f], for x, which is normalized first if there is a norm."""
+        weights, expert = self._weights, self._weights.spec.expert
+        up = stored(weights, f"{role}.up")
+        gate = stored(weights, f"{role}.gate") if "gate" in expert.matrices else None
+        hidden = self._hidden[: len(up.rows)]
+        gated(x, gate, up, expert.function, hidden, norm=norm, weight=weight)
+        return hidden

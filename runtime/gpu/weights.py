@@ -17,8 +17,8 @@ from torch import Tensor
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.formats.layout import DenseLayout, check_rows
 from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena
-from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
-from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import ExpertKind, Landing, LayerTables, kind_of
 from moe_pack.runtime.gpu.placement import REACH_BYTES, GpuPlacement
 from moe_pack.runtime.model import RowMatrix, StoredMatrix
@@ -35,18 +35,18 @@ class DeviceMatrix(InMemoryMatrix):
         self.num_rows, self.num_cols = dense.role.shape
         self._plain: RowMatrix | StoredMatrix
         if dense.rows is not None:
-            self._stored = raw.view(-1, dense.rows.row_bytes)
-            self.part: RowPart = part_of(dense.rows, dense.rows.parts[0].name)
-            self._plain = RowMatrix(dense.rows, self._stored)
+            rows = raw.view(-1, dense.rows.row_bytes)
+            self._rows = StoredRows(rows, part_of(dense.rows, dense.rows.parts[0].name))
+            self._plain = RowMatrix(dense.rows, rows)
         else:
-            self._stored = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
-            self.part = stored_part(dense.dtype, self.num_cols)
-            self._plain = StoredMatrix(self._stored)
+            rows = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
+            self._rows = StoredRows(rows, stored_part(dense.dtype, self.num_cols))
+            self._plain = StoredMatrix(rows)
 
     @property
-    def stored(self) -> Tensor:
-        """The rows as they are stored: u8 [num_rows, row bytes], or values [num_rows, num_cols]."""
-        return self._stored
+    def stored(self) -> StoredRows:
+        """The rows as they are stored, [num_rows, num_cols]."""
+        return self._rows
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns rows `start` to `stop`: float32 [stop - start, num_cols]."""
@@ -60,21 +60,10 @@ class DeviceMatrix(InMemoryMatrix):
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         out = torch.empty((len(x), self.num_rows), device=x.device)
         if len(x) == 1:
-            gemv(x[0].contiguous(), self._stored, self.part, out[0])
+            gemv(x[0].contiguous(), self._rows, out[0])
         else:
-            row_units = self._stored.stride(0) * self._stored.element_size() // 16
-            gemm(x.contiguous(), self._stored.view(torch.uint8), self.part, row_units, out)
+            gemm(x.contiguous(), self._rows.raw, self._rows.part, self._rows.row_units, out)
         return out
-
-    def times(
-        self, x: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, scale: float = 1.0
-    ) -> None:
-        """Writes `residual + scale * (matrix @ x + bias)` to `out`, float32 [num_rows], for x float32 [num_cols]."""
-        gemv(x, self._stored, self.part, out, bias=bias, residual=residual, scale=scale)
-
-    def gather(self, row_id: Tensor, out: Tensor, scale: float) -> None:
-        """Writes the row whose number is in `row_id`, int32 [1], times `scale` to `out`, float32 [num_cols]."""
-        gather_row(self._stored, self.part, row_id, out, scale=scale)
 
 
 def down_biases(pack: Pack, layer_idx: int) -> Tensor | None:

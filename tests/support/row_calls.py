@@ -9,9 +9,9 @@ from named_formats import Name, gpt_oss_layout, label, named_expert, named_forma
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.cache import Selection
-from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
-from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
+from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact
 from moe_pack.runtime.gpu.kernels.neurons import neurons as sum_listed
 from moe_pack.runtime.gpu.kernels.neurons import select as select_running
@@ -35,9 +35,19 @@ def dense_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tup
 
 
 def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
-    x, out = torch.empty(d), torch.empty(64)
-    gemv(x, rows, part, out)
-    gather_row(rows, part, torch.zeros(1, dtype=torch.int32), x)
+    """A product with few rows, and with so many that a program multiplies several blocks; norms, and a dense expert."""
+    x, many = torch.empty(d), 16 * 1024
+    few, matrix = StoredRows(rows, part), StoredRows(rows[:1].expand(many, -1).contiguous(), part)
+    rms, layer = Norm(x, None, 1e-6), Norm(x, x, 1e-6)
+    gemv(x, few, torch.empty(64))
+    gemv(x, matrix, torch.empty(many), residual=torch.empty(many))
+    gather_row(few, torch.zeros(1, dtype=torch.int32), x)
+    product, biased = Product(matrix, torch.empty(many)), Product(few, torch.empty(64), torch.empty(64))
+    normed_gemv(x, rms, [product] * 3)
+    normed_gemv(x, layer, [biased] * 2)
+    gated(x, few, few, "silu", torch.empty(64))
+    gated(x, matrix, matrix, "silu", torch.empty(many), norm=rms)
+    gated(x, None, matrix, "silu", torch.empty(many), norm=layer, weight=torch.empty(1))
 
 
 def expert_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:

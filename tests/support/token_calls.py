@@ -12,7 +12,6 @@ from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     QkNorms,
-    StoredRows,
     attend,
     enter,
     enter_latent,
@@ -25,13 +24,15 @@ from moe_pack.runtime.gpu.kernels.cache import (
     gather_selectors_from_host,
     lru_update,
 )
-from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
-from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
+from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
 from moe_pack.runtime.model.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]
@@ -53,7 +54,7 @@ ROUTERS = (
 
 
 def token_calls() -> Iterator[Call]:
-    """Attention of grouped queries, norms, routers, activations: shapes of published models."""
+    """Attention of grouped queries, norms, routers: shapes of published models."""
     for case in (
         (32, 4, 128, F32),
         (32, 8, 128, BF16, 4096, CONTEXT),
@@ -68,7 +69,7 @@ def token_calls() -> Iterator[Call]:
     yield "enter projection", partial(_enter, 16, 16, 128, "projection", False, 64, BF16)
     yield "enter none", partial(_enter, 32, 8, 80, "none", True, 20, F32)
     for d in (2048, 7168):
-        yield f"norm rms d{d}", partial(rms_norm, torch.empty(d), torch.empty(d), 1e-6, torch.empty(d))
+        yield f"norm rms d{d}", partial(norm, torch.empty(d), Norm(torch.empty(d), None, 1e-6), torch.empty(d))
     for d in (2880, 4096, 7168, 8192):
         x, out = torch.empty(d), torch.empty(d)
         matrix, vectors = rotation_matrix(d, CPU), Rotation(x, x)
@@ -76,13 +77,11 @@ def token_calls() -> Iterator[Call]:
         back = partial(rotate_back, x, vectors, matrix, out, residual=out, shared=torch.empty(d), scale=0.5)
         yield f"rotate back d{d}", back
     x = torch.empty(4096)
-    yield "norm layer", partial(layer_norm, x, x, x, 1e-6, x)
+    yield "norm layer", partial(norm, x, Norm(x, x, 1e-6), x)
     for spec in ROUTERS:
-        yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec)
-    f = torch.empty(768)
-    yield "activate gated", partial(activate, f, f, f, "silu")
-    yield "activate clamped", partial(activate, f, f, f, "clamped_swiglu")
-    yield "activate", partial(activate, f, None, f, "silu")
+        yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec, 2048, "BF16")
+    for dtype in ("F16", "F32"):
+        yield f"route {dtype} d7168", partial(_route, ROUTERS[3], 7168, dtype)
 
 
 def _attend(
@@ -125,10 +124,15 @@ def _enter(
     enter((q, k, v), norms, angles, interleaved, POSITION, spec, torch.empty(heads, width), (cache[0], cache[1]))
 
 
-def _route(spec: RouterSpec) -> None:
-    bias = torch.empty(spec.num_experts) if spec.bias else None
-    k = spec.num_experts_per_tok
-    route(torch.empty(spec.num_experts), spec, bias, torch.empty(k, dtype=torch.int32), torch.empty(k))
+def _route(spec: RouterSpec, d: int, dtype: str) -> None:
+    """Without and with biases and a shared expert."""
+    k, x, num_experts = spec.num_experts_per_tok, torch.empty(d), spec.num_experts
+    rows = StoredRows(torch.empty((num_experts, d), dtype=TORCH_DTYPES[dtype]), stored_part(dtype, d))
+    shared = StoredRows(torch.empty((1, d), dtype=BF16), stored_part("BF16", d))
+    bias, each = torch.empty(num_experts) if spec.bias else None, torch.empty(num_experts)
+    experts, routed = torch.empty(k, dtype=torch.int32), Routed.allocate(d, spec, CPU)
+    route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed)
+    route(x, Router(spec, Norm(x, x, 1e-6), rows, each, bias, shared), experts, routed)
 
 
 def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
-from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import lookup_for
 from moe_pack.runtime.model import Angles
 
 _NORMS = {"none": 0, "head": 1, "projection": 2}
@@ -389,16 +390,6 @@ def _combine_kernel(
 _ROWS = 16  # rows that are read at once
 
 
-class StoredRows(NamedTuple):
-    """A matrix's rows as they are stored, [rows, values or bytes], contiguous, with their part.
-
-    A row is a multiple of 16 bytes.
-    """
-
-    rows: Tensor
-    part: RowPart
-
-
 def enter_latent(
     projected: tuple[Tensor, Tensor],
     norm: Tensor,
@@ -421,12 +412,12 @@ def enter_latent(
     """
     q, kv = projected
     cos, sin = angles
-    stored, part = kv_b.rows.view(torch.uint8), kv_b.part
+    stored, part = kv_b.raw, kv_b.part
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     _enter_latent_kernel[(spec.num_heads + 1,)](
         q, kv, norm, cos, sin, position, stored, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
         spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
-        stored.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
+        kv_b.row_units, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -436,10 +427,10 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor)
 
     Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
     """
-    stored, part = kv_b.rows.view(torch.uint8), kv_b.part
+    stored, part = kv_b.raw, kv_b.part
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
         mixed, stored, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
-        stored.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
+        kv_b.row_units, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

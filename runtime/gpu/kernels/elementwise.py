@@ -1,16 +1,15 @@
 """Operations of one token on vectors: neuron functions, norms, and the sum of experts' outputs.
 
 A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
-Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's
-own. `reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's
-share.
+Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's own.
+`reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's share.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from moe_pack.formats import NeuronFunction, NormSpec
 
 SILU, RELU, CLAMPED_SWIGLU = (tl.constexpr(number) for number in range(3))
 FUNCTIONS = {"silu": SILU.value, "relu": RELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
@@ -38,86 +37,57 @@ def factor(u, FUNCTION: tl.constexpr):
     return u
 
 
-_BLOCK = 1024
+NORM_WARPS = 8  # 32 values a thread of the widest hidden states, 8,192
 
 
-def activate(up: Tensor, gate: Tensor | None, out: Tensor, function: NeuronFunction) -> None:
-    """Writes `act(gate) * factor(up)`, or act(up) without a gate, to `out`; all float32 [f], `out` may be an input."""
-    n = len(up)
-    _activate[(triton.cdiv(n, _BLOCK),)](
-        up,
-        gate,
+class Norm(NamedTuple):
+    """A norm with its weights: `x / rms(x) * weight`; with a bias `(x - mean) / deviation * weight + bias`.
+
+    `weight`, `bias`: float32 [d]; the bias is None for an rms norm.   `eps`: added to the mean square.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def norm(x: Tensor, by: Norm, out: Tensor) -> None:
+    """Writes `x`, normalized, to `out`, which may be `x`.
+
+    Args:    x, out: float32 [d] or [T, d], contiguous.
+    """
+    d = x.shape[-1]
+    _norm_kernel[(x.numel() // d,)](
+        x,
+        by.weight,
+        by.bias,
         out,
-        n,
-        FUNCTION=FUNCTIONS[function],
-        num_warps=4,
+        by.eps,
+        d,
+        triton.next_power_of_2(d),
+        num_warps=NORM_WARPS,
         enable_fp_fusion=True,
     )
 
 
 @triton.jit
-def _activate(up_ptr, gate_ptr, out_ptr, n, FUNCTION: tl.constexpr):
-    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    u = tl.load(up_ptr + i, mask=i < n, other=0.0)
-    if gate_ptr is None:
-        h = act(u, FUNCTION)
-    else:
-        h = act(tl.load(gate_ptr + i, mask=i < n, other=0.0), FUNCTION) * factor(u, FUNCTION)
-    tl.store(out_ptr + i, h, mask=i < n)
-
-
-_WARPS = 8  # 32 values a thread of the widest hidden states, 8,192
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Writes `x / rms(x) * weight` to `out`, which may be `x`.
-
-    Args:    x, out: float32 [d] or [T, d], contiguous.   weight: float32 [d].
-    """
-    d = x.shape[-1]
-    grid, block = (x.numel() // d,), triton.next_power_of_2(d)
-    _rms_norm_kernel[grid](x, weight, out, eps, d, block, num_warps=_WARPS, enable_fp_fusion=True)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
-    """Writes `(x - mean) / deviation * weight + bias` to `out`, which may be `x`.
-
-    Args:    x, out: float32 [d] or [T, d], contiguous.   weight, bias: float32 [d].
-    """
-    d = x.shape[-1]
-    grid, block = (x.numel() // d,), triton.next_power_of_2(d)
-    _layer_norm_kernel[grid](x, weight, bias, out, eps, d, block, num_warps=_WARPS, enable_fp_fusion=True)
-
-
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, out: Tensor) -> None:
-    """Writes `x`, normalized by the model's norm, to `out`, which may be `x`; bias with layer norms only."""
-    if spec.kind == "rms":
-        rms_norm(x, weight, spec.eps, out)
-    else:
-        assert bias is not None, "a layer norm has a bias"
-        layer_norm(x, weight, bias, spec.eps, out)
+def _norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * D
+    normalize(x_ptr + row, weight_ptr, bias_ptr, out_ptr + row, eps, D, BLOCK)
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * D
+def normalize(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes a vector, normalized, to `out_ptr`; `bias_ptr` is None for an rms norm."""
     c = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row + c, mask=c < D, other=0.0)
+    x = tl.load(x_ptr + c, mask=c < D, other=0.0)
     weight = tl.load(weight_ptr + c, mask=c < D, other=0.0)
+    if bias_ptr is not None:
+        x = tl.where(c < D, x - tl.sum(x) / D, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
-    tl.store(out_ptr + row + c, y, mask=c < D)
-
-
-@triton.jit
-def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * D
-    c = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row + c, mask=c < D, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0)
-    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0)
-    x = tl.where(c < D, x - tl.sum(x) / D, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight + bias
-    tl.store(out_ptr + row + c, y, mask=c < D)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + c, mask=c < D, other=0.0)
+    tl.store(out_ptr + c, y, mask=c < D)
 
 
 _COLUMNS = 32  # that a program takes: 128 bytes, a cache line

@@ -179,12 +179,50 @@ def load_part(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
 def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Loads a hidden state as `dot_part` takes it: for the first plane, its sums by chunk, for the second plane."""
     x = load_x(x_ptr, PART, 0, NW)
-    x_sums, x_high = x, x
+    x_high = x
+    if has_two_planes(PART):
+        x_high = load_x(x_ptr, PART, 1, NW // 2)
+    return _lifted(x, x_high, PART)
+
+
+@triton.jit
+def load_normed_part(x_ptr, weight_ptr, bias_ptr, eps, PART: tl.constexpr, NW: tl.constexpr):
+    """Loads a normed hidden state as `dot_part` takes it, and the factor by which its products are multiplied.
+
+    The factor is that of an rms norm, so that no product waits for it; it is 1 for a layer norm.
+    Args:    weight_ptr, bias_ptr: of the norm, float32 [d]; the bias is None for an rms norm.
+    """
+    x, weight = load_x(x_ptr, PART, 0, NW), load_x(weight_ptr, PART, 0, NW)
+    x_high = x
+    if has_two_planes(PART):
+        x_high = load_x(x_ptr, PART, 1, NW // 2)
+    factor = 1.0
+    if bias_ptr is not None:
+        mean = tl.sum(tl.sum(x, 0), 0) / PART.num_cols
+        centered = tl.where(is_word(PART, 0, NW)[None, :], x - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(tl.sum(centered * centered, 0), 0) / PART.num_cols + eps)
+        x = centered * scale * weight + load_x(bias_ptr, PART, 0, NW)
+        if has_two_planes(PART):
+            weight, bias = load_x(weight_ptr, PART, 1, NW // 2), load_x(bias_ptr, PART, 1, NW // 2)
+            x_high = (x_high - mean) * scale * weight + bias
+    else:
+        factor = tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) / PART.num_cols + eps)
+        x *= weight
+        if has_two_planes(PART):
+            x_high *= load_x(weight_ptr, PART, 1, NW // 2)
+    x, x_sums, x_high = _lifted(x, x_high, PART)
+    return x, x_sums, x_high, factor
+
+
+@triton.jit
+def _lifted(x, x_high, PART: tl.constexpr):
+    """Returns a hidden state in the order of a part's codes as `dot_part` takes it."""
+    x_sums = x
     if _are_lifted(PART):
         x_sums = _chunk_sums(x[None, :, :], _scales(PART, plane_bits(PART, 0)), _chunk(PART, 0))
         x = x * (_unplaced(PART, 0) * _LIFT)[:, None]
         if has_two_planes(PART):
-            x_high = load_x(x_ptr, PART, 1, NW // 2) * (_unplaced(PART, 1) * _LIFT)[:, None]
+            x_high = x_high * (_unplaced(PART, 1) * _LIFT)[:, None]
     return x, x_sums, x_high
 
 

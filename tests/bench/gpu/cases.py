@@ -45,7 +45,6 @@ from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     QkNorms,
-    StoredRows,
     attend,
     enter,
     enter_latent,
@@ -57,11 +56,12 @@ from moe_pack.runtime.gpu.kernels.cache import (
     gather_selectors_from_host,
     lru_update,
 )
-from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
-from moe_pack.runtime.gpu.kernels.experts import route as route_kernel
-from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
+from moe_pack.runtime.gpu.kernels.router import Routed, Router
+from moe_pack.runtime.gpu.kernels.router import route as route_kernel
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, LayerTables
 from moe_pack.runtime.model import (
@@ -95,6 +95,7 @@ _NEURONS: dict[Size, int] = {"real": 642, "tiny": 66}  # few enough that twins d
 # bits or more, and cut sums off: their bound is of the answer's root mean square.
 _FLOAT32, _TENSOR_CORES, _EXP = 1e-6, 3e-5, 1e-5
 _FAULT_LINES = 12
+_NORMS = (NormSpec("rms", 1e-6), NormSpec("layer", 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +131,18 @@ class Case:
 def cases(size: Size) -> Iterator[Case]:
     """All of them, simple ones first."""
     f, d = _NEURONS[size], _COLS[size]
-    for kind in ("rms", "layer"):
-        yield Case("norm", f"{kind} {d}", partial(_norm, NormSpec(kind, 1e-6), d))
+    for norm_spec in _NORMS:
+        yield Case("norm", f"{norm_spec.kind} {d}", partial(_norm, norm_spec, d))
     for hidden in (2048, 2880, 4096, 7168) if size == "real" else (64, 192):
         yield Case("rotate", f"{hidden}", partial(_rotate, hidden))
     for function in ("silu", "relu", "clamped_swiglu"):
-        yield Case("activate", function, partial(_activate, function, f))
+        yield Case("gated", function, partial(_gated, function, f, d))
     for spec in _ROUTERS:
-        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec))
+        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
     for name in FORMATS[size]:
         yield Case("gemv", label(name), partial(_gemv, name, size))
+        for norm_spec in _NORMS:
+            yield Case("normed_gemv", f"{label(name)}, {norm_spec.kind}", partial(_normed_gemv, name, norm_spec, size))
         yield Case("gather_row", label(name), partial(_gather, name, d))
         for num_tokens in (3, 70) if size == "real" else (3,):
             yield Case("gemm", f"{label(name)}, {num_tokens} tokens", partial(_gemm, name, num_tokens, size))
@@ -195,17 +198,23 @@ def _nans(like: Tensor | tuple[int, ...], device: torch.device) -> Tensor:
 # --- what lies between products
 
 
+def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Callable[[Tensor], Tensor]]:
+    """A norm on the device, and torch's."""
+    weight, bias = 1 + _random(d, seed=1) / 4, _random(d, seed=2) if spec.kind == "layer" else None
+    there = Norm(weight.to(device), None if bias is None else bias.to(device), spec.eps)
+
+    def plain(x: Tensor) -> Tensor:
+        if bias is None:
+            return TORCH.rms_norm(x, weight, spec.eps)
+        return torch.nn.functional.layer_norm(x, (d,), weight, bias, spec.eps)
+
+    return there, plain
+
+
 def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
-    x, weight = 5 + _random(d), 1 + _random(d, seed=1) / 4
-    bias = _random(d, seed=2) if spec.kind == "layer" else None
-    given = [None if each is None else each.to(device) for each in (x, weight, bias)]
-    out = _nans(x, device)
-    expected = (
-        TORCH.rms_norm(x, weight, spec.eps)
-        if bias is None
-        else torch.nn.functional.layer_norm(x, (d,), weight, bias, spec.eps)
-    )
-    launch = partial(norm, given[0], given[1], given[2], spec, out)  # type: ignore[arg-type]  # two of them are there
+    x, (there, plain) = 5 + _random(d), _random_norm(spec, d, device)
+    out, expected = _nans(x, device), plain(x)
+    launch = partial(norm, x.to(device), there, out)
     return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
 
 
@@ -228,12 +237,18 @@ def _rotate(d: int, device: torch.device) -> Prepared:
     return Prepared(launch, compare)
 
 
-def _activate(function: NeuronFunction, f: int, device: torch.device) -> Prepared:
-    up, gate = 5 * _random(f), 5 * _random(f, seed=1)
-    there, out = [each.to(device) for each in (up, gate)], _nans(up, device)
-    expected = NEURONS[function].h(gate, up)
-    launch = partial(activate, there[0], there[1], out, function)
-    return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
+def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Prepared:
+    """Two formats, a norm and a weight."""
+    x, (there, plain) = _random(d), _random_norm(NormSpec("rms", 1e-6), d, device)
+    stored, products = [], []
+    for name in cast(tuple[Name, ...], (4, 16)):
+        rows, matrix, _ = _matrix(name, f, d)
+        stored.append(StoredRows(rows.to(device), _part(name, d)))
+        products.append(linear(plain(x)[None], matrix)[0])
+    weight, out = torch.tensor([0.5], device=device), _nans((f,), device)
+    expected = 0.5 * NEURONS[function].h(products[0], products[1])
+    launch = partial(gated, x.to(device), stored[0], stored[1], function, out, norm=there, weight=weight)
+    return Prepared(launch, lambda: Difference(_against_rms(out, expected), 16 * _FLOAT32))
 
 
 _ROUTERS = (
@@ -246,19 +261,30 @@ _ROUTERS = (
 )
 
 
-def _route(spec: RouterSpec, device: torch.device) -> Prepared:
-    k, logits = spec.num_experts_per_tok, _random(spec.num_experts)
+def _route(spec: RouterSpec, d: int, device: torch.device) -> Prepared:
+    """The norm, a router of values in 16 bits, and the weight of a shared expert; what is chosen follows its logits."""
+    k, x, (there, plain) = spec.num_experts_per_tok, _random(d), _random_norm(NormSpec("rms", 1e-6), d, device)
+    rows, shared = (_random(n, d, seed=n).bfloat16() for n in (spec.num_experts, 1))
     bias = _random(spec.num_experts, seed=1) / 10 if spec.bias else None
-    experts, weights = torch.zeros(k, dtype=torch.int32, device=device), _nans((k,), device)
-    chosen, expected = TORCH.route(logits[None], spec, bias)
-    given = (logits.to(device), spec, None if bias is None else bias.to(device), experts, weights)
+    experts, routed = torch.zeros(k, dtype=torch.int32, device=device), Routed.allocate(d, spec, device)
+    stored = [StoredRows(each.to(device), stored_part("BF16", d)) for each in (rows, shared)]
+    router = Router(spec, there, stored[0], None, None if bias is None else bias.to(device), stored[1])
+    normed = plain(x)
+    logits, shared_weight = normed @ rows.float().T, torch.sigmoid(normed @ shared.float()[0])
 
     def compare() -> Difference:
+        chosen, weights = TORCH.route(routed.logits.cpu()[None], spec, bias)
         if not torch.equal(experts.cpu().long(), chosen[0]):
             return _exact(False)
-        return Difference(_excess(weights, expected[0], expected[0].abs()), _EXP)
+        error = max(
+            _excess(routed.normed, normed, 1 + normed.abs()),
+            _against_rms(routed.logits, logits),
+            _excess(routed.weights, weights[0], weights[0].abs()),
+            _excess(routed.shared_weight[0], shared_weight, torch.tensor(1.0)),
+        )
+        return Difference(error, 2 * _EXP)
 
-    return Prepared(partial(route_kernel, *given), compare)
+    return Prepared(partial(route_kernel, x.to(device), router, experts, routed), compare)
 
 
 # --- dense matrices
@@ -280,19 +306,33 @@ def _gemv(name: Name, size: Size, device: torch.device) -> Prepared:
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, magnitude = _matrix(name, n, d)
     x, out = random_tokens(1, d), _nans((n,), device)
-    there, stored, part, expected = x[0].to(device), rows.to(device), _part(name, d), linear(x, matrix)[0]
+    there, stored, expected = x[0].to(device), StoredRows(rows.to(device), _part(name, d)), linear(x, matrix)[0]
     bounds = product_magnitudes(x, magnitude)[0]
-    return Prepared(
-        lambda: gemv(there, stored, part, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32)
-    )
+    return Prepared(lambda: gemv(there, stored, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32))
+
+
+def _normed_gemv(name: Name, spec: NormSpec, size: Size, device: torch.device) -> Prepared:
+    """Three matrices of one format, of other sizes; the last with so many rows that programs take several blocks."""
+    d, (there, plain), x = _COLS[size], _random_norm(spec, _COLS[size], device), random_tokens(1, _COLS[size])[0]
+    normed, products, compared = plain(x)[None], [], []
+    for n in (5, _ROWS[size], 8 * _ROWS[size]):
+        rows, matrix, magnitude = _matrix(name, n, d)
+        products.append(Product(StoredRows(rows.to(device), _part(name, d)), _nans((n,), device)))
+        compared.append((linear(normed, matrix)[0], product_magnitudes(normed, magnitude)[0]))
+
+    def compare() -> Difference:
+        errors = [_excess(each.out, *known) for each, known in zip(products, compared, strict=True)]
+        return Difference(max(errors), 4 * _FLOAT32)
+
+    return Prepared(partial(normed_gemv, x.to(device), there, products), compare)
 
 
 def _gather(name: Name, d: int, device: torch.device) -> Prepared:
     rows, matrix, magnitude = _matrix(name, 5, d)
     row_id, out = torch.tensor([3], dtype=torch.int32, device=device), _nans((d,), device)
-    stored, part, expected = rows.to(device), _part(name, d), 2 * matrix.rows(3, 4)[0]
+    stored, expected = StoredRows(rows.to(device), _part(name, d)), 2 * matrix.rows(3, 4)[0]
     return Prepared(
-        lambda: gather_row(stored, part, row_id, out, scale=2.0),
+        lambda: gather_row(stored, row_id, out, scale=2.0),
         lambda: Difference(_excess(out, expected, 2 * magnitude[3]), _FLOAT32),
     )
 
@@ -372,13 +412,16 @@ def _many(name: Name, selector: Selector, num_tokens: int, f: int, d: int, devic
 
 
 def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared:
-    partials, weights, residual = _random(k, num_partials, d), _random(k, seed=1), _random(d, seed=2)
-    expected = residual + 2.5 * reduce_twin(partials, weights)
-    given, out = [each.to(device) for each in (partials, weights, residual)], _nans(residual, device)
-    bounds = residual.abs() + 2.5 * reduce_twin(partials.abs(), weights.abs())
+    """Sums of neurons that are here and of pulled ones, the CPU's share, and a residual."""
+    partials, pulled, weights = _random(k, num_partials, d), _random(k, num_partials + 3, d, seed=3), _random(k, seed=1)
+    residual, host = _random(d, seed=2), _random(d, seed=4)
+    expected = residual + 2.5 * (reduce_twin(partials, weights) + reduce_twin(pulled, weights) + host)
+    bounds = reduce_twin(partials.abs(), weights.abs()) + reduce_twin(pulled.abs(), weights.abs()) + host.abs()
+    given, out = [each.to(device) for each in (partials, weights, pulled, residual)], _nans(residual, device)
+    locked = host.pin_memory() if device.type == "cuda" else host
     return Prepared(
-        lambda: reduce(given[0], given[1], out, residual=given[2], scale=2.5),
-        lambda: Difference(_excess(out, expected, bounds), _FLOAT32),
+        lambda: reduce(given[0], given[1], out, pulled=given[2], host=locked, residual=given[3], scale=2.5),
+        lambda: Difference(_excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
     )
 
 

@@ -28,7 +28,7 @@ from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
 from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
-from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 
 MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
@@ -155,7 +155,8 @@ def _times(
 def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
     device, matrices = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
     x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices.rows)
-    timed = timer.timed(matrices.num_bytes, lambda i: gemv(x, matrices.rows[i], matrices.part, out), copies)
+    stored = [StoredRows(each, matrices.part) for each in matrices.rows]
+    timed = timer.timed(matrices.num_bytes, lambda i: gemv(x, stored[i], out), copies)
     results.add(DenseTime("gemv", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
     if bits == 16:
         half = x.to(torch.bfloat16)
@@ -331,7 +332,7 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     vocabulary = 32_000 if is_mixtral else 151_936
     for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
         matrices, out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
-        product = partial(gemv, torch.randn(cols).to(device), matrices.rows[-1], matrices.part, out)
+        product = partial(gemv, torch.randn(cols).to(device), StoredRows(matrices.rows[-1], matrices.part), out)
         found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
     caches = torch.randn((1, 2, kv_heads, context, dim), device=device).to(torch.bfloat16)

@@ -14,7 +14,7 @@ from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import row_layout, write_rows
 from moe_pack.formats.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
-from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gather_row, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
 # The interpreter's numpy warns of what becomes infinite or no number, as it does for the codec.
@@ -26,7 +26,7 @@ PARTS = [*NUMBERS, BF16, part_format(3, 64), part_format(4, 64, 8), *TRELLISES]
 def gathered(rows: Tensor, part: RowPart, row: int, device: torch.device) -> Tensor:
     """A row as `gather_row` reads it, on the host."""
     out = torch.full((part.num_cols,), torch.inf, device=device)
-    gather_row(rows.to(device), part, torch.tensor([row], dtype=torch.int32, device=device), out)
+    gather_row(StoredRows(rows.to(device), part), torch.tensor([row], dtype=torch.int32, device=device), out)
     return out.cpu()
 
 
@@ -34,7 +34,7 @@ def multiplied(x: Tensor, rows: Tensor, part: RowPart, device: torch.device) -> 
     """Rows times the first of tokens as `gemv` has them, times all as `gemm` does; on the host."""
     one, many = torch.full((len(rows),), torch.inf), torch.full((len(x), len(rows)), torch.inf)
     one, many, x, rows = one.to(device), many.to(device), x.to(device), rows.to(device)
-    gemv(x[0], rows, part, one)
+    gemv(x[0], StoredRows(rows, part), one)
     gemm(x, rows, part, rows.shape[1] // 16, many)
     return one.cpu(), many.cpu()
 
@@ -102,7 +102,7 @@ def test_every_window_is_what_the_codec_says(width: int, kernel_device: torch.de
     for row, values in enumerate(expected):
         assert_same(gathered(rows, part, row, kernel_device), values)
     x, out = random_tokens(1, layout.num_cols), torch.full((len(rows),), torch.inf, device=kernel_device)
-    gemv(x[0].to(kernel_device), rows.to(kernel_device), part, out)
+    gemv(x[0].to(kernel_device), StoredRows(rows.to(kernel_device), part), out)
     assert_near(out.cpu()[None], x @ expected.T, product_magnitudes(x, 64 + expected.double().abs()))
 
 

@@ -37,6 +37,8 @@ READERS = {
         "_neurons",
         "_select_kernel",
         "_neurons_kernel",
+        "_gated",
+        "_route_kernel",
         "_enter_latent_kernel",
         "_leave_latent_kernel",
     },

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from moe_pack.formats import part_format
 from moe_pack.formats.spec import LatentSpec
-from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, StoredRows, attend, enter_latent, leave_latent
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend, enter_latent, leave_latent
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import TORCH, Matrix, RowMatrix, StoredMatrix, Weights, linear
 from moe_pack.runtime.model.attention import attend_latent

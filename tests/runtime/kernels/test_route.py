@@ -1,4 +1,7 @@
-"""The router's kernel against plain torch: the same experts, ties to the lowest index, weights to rounding."""
+"""The router's kernel against plain torch: the same experts, ties to the lowest index, weights to rounding.
+
+Most tests give the logits themselves: the router's rows have one value each, and the hidden state is ones.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,10 @@ from cases import case
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
+from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
+from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.model import TORCH
 
 SPECS = [
@@ -37,13 +43,19 @@ def name_of(spec: RouterSpec) -> str:
 
 
 def found(logits: Tensor, spec: RouterSpec, bias: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The kernel's, of each row."""
-    k = spec.num_experts_per_tok
+    """The kernel's, of each row; all launches use one counter."""
+    k, ones = spec.num_experts_per_tok, torch.ones(4, device=device)
     experts = torch.full((len(logits), k), -1, dtype=torch.int32, device=device)
-    weights = torch.full((len(logits), k), torch.nan, device=device)
+    weights, routed = torch.full((len(logits), k), torch.nan, device=device), Routed.allocate(4, spec, device)
     held = None if bias is None else bias.to(device)
     for row in range(len(logits)):
-        route(logits[row].to(device), spec, held, experts[row], weights[row])
+        routed.weights.fill_(torch.nan)
+        rows = torch.zeros((spec.num_experts, 4))
+        rows[:, 0] = logits[row]
+        stored = StoredRows(rows.to(device), stored_part("F32", 4))
+        route(ones, Router(spec, Norm(ones, None, 0.0), stored, None, held, None), experts[row], routed)
+        weights[row] = routed.weights
+        assert routed.num_done == 0
     return experts.cpu(), weights.cpu()
 
 
@@ -95,3 +107,67 @@ def test_logits_that_are_no_numbers_still_give_experts(kernel_device: torch.devi
             assert experts.unique().numel() == spec.num_experts_per_tok
             assert experts.min() >= 0 and experts.max() < spec.num_experts
             assert weights.isnan().all(), "what is wrong is seen"
+
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@pytest.mark.parametrize("is_layer_norm", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "d"), [(1, 8), (7, 64), (130, 200)])
+def test_the_norm_the_logits_and_the_shared_experts_weight_are_torchs(
+    num_experts: int, d: int, dtype: str, is_layer_norm: bool, kernel_device: torch.device
+) -> None:
+    draw = torch.Generator().manual_seed(num_experts)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    spec = RouterSpec("softmax_topk", num_experts, min(3, num_experts), True, logit_bias=True)
+    x, weight, logit_bias = 2 + 3 * random(d), 1 + random(d) / 4, random(num_experts)
+    bias = random(d) if is_layer_norm else None
+    rows, shared = (random(n, d).to(DTYPES[dtype]) for n in (num_experts, 1))
+    if is_layer_norm:
+        expected = torch.nn.functional.layer_norm(x, (d,), weight, bias, 1e-5)
+    else:
+        expected = TORCH.rms_norm(x, weight, 1e-5)
+
+    there = Norm(weight.to(kernel_device), None if bias is None else bias.to(kernel_device), 1e-5)
+    part, shared_part = stored_part(dtype, d), stored_part("BF16", d)
+    router = Router(
+        spec,
+        there,
+        StoredRows(rows.to(kernel_device), part),
+        logit_bias.to(kernel_device),
+        None,
+        StoredRows(shared.bfloat16().to(kernel_device), shared_part),
+    )
+    experts = torch.full((spec.num_experts_per_tok,), -1, dtype=torch.int32, device=kernel_device)
+    routed = Routed.allocate(d, spec, kernel_device)
+    for written in (routed.normed, routed.logits, routed.weights, routed.shared_weight):
+        written.fill_(torch.nan)
+    route(x.to(kernel_device), router, experts, routed)
+
+    alone = torch.full_like(routed.normed, torch.nan)
+    norm(x.to(kernel_device), there, alone)
+    assert torch.equal(routed.normed, alone), "experts get the values that the norm's kernel gives"
+    torch.testing.assert_close(alone.cpu(), expected, rtol=2e-6, atol=2e-6)
+    logits = expected @ rows.float().T + logit_bias
+    bound = 1e-6 * (expected.abs() @ rows.float().abs().T + logit_bias.abs())
+    assert ((routed.logits.cpu() - logits).abs() <= 4 * bound).all()
+    of_shared = torch.sigmoid(shared.bfloat16().float() @ expected)
+    torch.testing.assert_close(routed.shared_weight.cpu(), of_shared, rtol=2e-5, atol=1e-6)
+    chosen, weights = TORCH.route(routed.logits.cpu()[None], spec, None)
+    assert torch.equal(experts.cpu().long(), chosen[0])
+    assert (routed.weights.cpu() - weights[0]).abs().max() < 1e-6
+
+
+def test_without_a_shared_expert_its_weight_is_not_written(kernel_device: torch.device) -> None:
+    spec = RouterSpec("softmax_topk", 5, 2, True)
+    ones = torch.ones(4, device=kernel_device)
+    routed, experts = Routed.allocate(4, spec, kernel_device), torch.zeros(2, dtype=torch.int32, device=kernel_device)
+    routed.shared_weight.fill_(7.0)
+    stored = StoredRows(torch.zeros((5, 4), device=kernel_device), stored_part("F32", 4))
+    route(ones, Router(spec, Norm(ones, None, 0.0), stored, None, None, None), experts, routed)
+    assert routed.shared_weight == 7.0
+    assert experts.tolist() == [0, 1] and routed.weights.tolist() == [0.5, 0.5]
