@@ -16,9 +16,9 @@ from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec, Projection
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
+    Entering,
     QkNorms,
     attend,
-    enter,
     enter_latent,
     leave_latent,
 )
@@ -83,11 +83,18 @@ class GroupedAttention:
         if spec.qk_norm != "none":
             norms = QkNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps)
         cache = (self._cache.keys[layer], self._cache.values[layer])
-        projected = (self._q, self._k, self._v)
-        interleaved = weights.spec.rotation.interleaved
-        enter(projected, norms, self._angles, interleaved, position, spec, self._rotated, cache)
+        entering = Entering(
+            self._q,
+            self._k,
+            self._v,
+            norms,
+            is_norm_whole=spec.qk_norm == "projection",
+            angles=self._angles,
+            interleaved=weights.spec.rotation.interleaved,
+        )
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-        attend(self._rotated, cache, position, spec.scale, spec.window(layer), self._workspace, self._mixed, sinks)
+        window, workspace = spec.window(layer), self._workspace
+        attend(self._rotated, cache, position, spec.scale, window, workspace, self._mixed, sinks, entering)
         bias, scale = self._bias(role, "o"), weights.spec.residual_multiplier
         gemv(self._mixed.view(-1), stored(weights, f"{role}.o"), x, bias=bias, residual=x, scale=scale)
 

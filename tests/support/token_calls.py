@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 
-from moe_pack.formats import ExpertFormat, ExpertSpec, GroupedQuerySpec, RouterSpec, part_format
+from moe_pack.formats import ExpertFormat, ExpertSpec, RouterSpec, part_format
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
+    Entering,
     QkNorms,
     attend,
-    enter,
     enter_latent,
     leave_latent,
 )
@@ -56,18 +56,16 @@ ROUTERS = (
 def token_calls() -> Iterator[Call]:
     """Attention of grouped queries, norms, routers: shapes of published models."""
     for case in (
-        (32, 4, 128, F32),
-        (32, 8, 128, BF16, 4096, CONTEXT),
-        (16, 2, 256, F32),
-        (8, 8, 80, BF16),
-        (16, 16, 64, F32, None, 16),
-        (64, 8, 64, BF16, 128, 639, True),  # a ring of gpt_oss
-        (64, 8, 64, BF16, None, CONTEXT, True),
+        (32, 4, 128, F32, "head"),
+        (32, 8, 128, BF16, "none", 4096, CONTEXT),
+        (16, 2, 256, F32, "head"),
+        (8, 8, 80, BF16, "none"),
+        (16, 16, 128, BF16, "projection"),
+        (16, 16, 64, F32, "none", None, 16),
+        (64, 8, 64, BF16, "none", 128, 639, True),  # a ring of gpt_oss
+        (64, 8, 64, BF16, "none", None, CONTEXT, True),
     ):
         yield f"attend {case}", partial(_attend, *case)
-    yield "enter head", partial(_enter, 32, 4, 128, "head", False, 64, F32)
-    yield "enter projection", partial(_enter, 16, 16, 128, "projection", False, 64, BF16)
-    yield "enter none", partial(_enter, 32, 8, 80, "none", True, 20, F32)
     for d in (2048, 7168):
         yield f"norm rms d{d}", partial(norm, torch.empty(d), Norm(torch.empty(d), None, 1e-6), torch.empty(d))
     for d in (2880, 4096, 7168, 8192):
@@ -89,39 +87,26 @@ def _attend(
     kv_heads: int,
     width: int,
     dtype: torch.dtype,
+    qk_norm: Literal["none", "head", "projection"],
     window: int | None = None,
     num_places: int = CONTEXT,
     has_sinks: bool = False,
 ) -> None:
     keys = torch.empty((kv_heads, num_places, width), dtype=dtype)
-    room = AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU)
+    q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
+    norms = None if qk_norm == "none" else QkNorms(q, k, 1e-6)
+    angles = torch.empty(CONTEXT, width // 2), torch.empty(CONTEXT, width // 2)
     attend(
         torch.empty(heads, width),
         (keys, torch.empty_like(keys)),
         POSITION,
         0.1,
         window,
-        room,
+        AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU),
         torch.empty(heads, width),
         torch.empty(heads) if has_sinks else None,
+        Entering(q, k, v, norms, qk_norm == "projection", angles, interleaved=width == 80),
     )
-
-
-def _enter(
-    heads: int,
-    kv_heads: int,
-    width: int,
-    qk_norm: Literal["none", "head", "projection"],
-    interleaved: bool,
-    half: int,
-    dtype: torch.dtype,
-) -> None:
-    spec = GroupedQuerySpec("grouped_query", heads, kv_heads, width, None, 0.1, (), qk_norm)
-    q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
-    angles = torch.empty(CONTEXT, half), torch.empty(CONTEXT, half)
-    cache = torch.empty((2, kv_heads, CONTEXT, width), dtype=dtype)
-    norms = None if qk_norm == "none" else QkNorms(q, k, 1e-6)
-    enter((q, k, v), norms, angles, interleaved, POSITION, spec, torch.empty(heads, width), (cache[0], cache[1]))
 
 
 def _route(spec: RouterSpec, d: int, dtype: str) -> None:

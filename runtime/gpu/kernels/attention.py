@@ -1,15 +1,16 @@
 """Attention of one token: its queries, keys and values are made, the cache is read, and heads are mixed.
 
-`enter` normalizes and rotates heads and writes keys and values to the cache, one program a head of queries, keys or
-values. With fewer places than positions the cache is a ring: the token overwrites a position that no query sees any
-more. The twin is `Operations.attend`, up to its product.
+`attend` runs one token's queries over the cache. With grouped queries it normalizes and rotates heads first, and writes
+keys and values to the cache: each program makes its queries, and the split with the last position its key. With fewer
+places than positions the cache is a ring: the token overwrites a position that no query sees any more. The twin is
+`Operations.attend`.
 
-`attend` runs one token's queries over the cache. The positions that it sees are divided into splits; each split is a
-program, and the results of splits are combined. Up to 16 query heads that share keys are in one tile. Positions are
-divided evenly whatever their number, so nothing depends on values that only the host knows; splits without positions
-return at once. A layer whose window is shorter than the context may keep its positions in a ring, and a head may have a
-sink, a logit without a value. In latent attention the values are the first columns of the keys. Products are 3xTF32 on
-a GPU, which lose no more than float32 sums do. The twin is torch's own attention, as in `runtime.model.attention`.
+The positions that a token sees are divided into splits; each split is a program, and the results of splits are
+combined, by a launch of their own: the last program of the heads that share keys would read up to 2 MiB for them. Up to
+16 query heads that share keys are in one tile. Positions are divided evenly whatever their number, so nothing depends
+on values that only the host knows; splits without positions return at once. A layer whose window is shorter than the
+context may keep its positions in a ring, and a head may have a sink, a logit without a value. In latent attention the
+values are the first columns of the keys. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
 
 `enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
 mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie:
@@ -25,14 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rows import lookup_for
 from moe_pack.runtime.model import Angles
-
-_NORMS = {"none": 0, "head": 1, "projection": 2}
 
 
 class QkNorms(NamedTuple):
@@ -43,90 +41,28 @@ class QkNorms(NamedTuple):
     eps: float
 
 
-def enter(
-    projected: tuple[Tensor, Tensor, Tensor],
-    norms: QkNorms | None,
-    angles: Angles,
-    interleaved: bool,
-    position: Tensor,
-    spec: GroupedQuerySpec,
-    rotated: Tensor,
-    cache: tuple[Tensor, Tensor],
-) -> None:
-    """Writes one token's rotated queries to `rotated`, its rotated keys and its values to the cache at `position`.
+class Entering(NamedTuple):
+    """A token's queries, keys and values before they are normalized and rotated, and what that takes.
 
-    Args:    projected: queries, keys and values, float32 [heads * head_dim].
-             norms: if the spec's `qk_norm` is not none.
-             angles: of all positions, float32 [positions, rotary_dim / 2] each, from `Rope`.
-             position: int32 [1]; its place in the cache is the position modulo `places`.
-             rotated: float32 [num_heads, head_dim].
-             cache: keys and values, float32 or bfloat16 [num_kv_heads, places, head_dim], contiguous.
+    `q`, `k`, `v`: float32 [heads * head_dim].   `norms`: of queries and keys, if there are any.   `is_norm_whole`: they
+    norm the whole projection at once, not each head.   `angles`: of all positions, float32 [positions, rotary_dim / 2]
+    each, from `Rope`.
     """
-    q, k, v = projected
-    keys, values = cache
-    cos, sin = angles
-    assert (norms is None) == (spec.qk_norm == "none"), "norms are given if the spec has them"
-    q_norm, k_norm, eps = (q, k, 0.0) if norms is None else norms  # not read if there are none
-    num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    _enter_kernel[(num_heads + 2 * num_kv_heads,)](
-        q, k, v, q_norm, k_norm, cos, sin, position, rotated, keys, values, keys.shape[1], eps,
-        num_heads, num_kv_heads, head_dim, cos.shape[1], interleaved, _NORMS[spec.qk_norm],
-        triton.next_power_of_2(head_dim), triton.next_power_of_2(num_heads * head_dim),
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: QkNorms | None
+    is_norm_whole: bool
+    angles: Angles
+    interleaved: bool
 
 
 @triton.jit
-def _enter_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    rotated_ptr,
-    keys_ptr,
-    values_ptr,
-    num_places,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
-):
-    head = tl.program_id(0)
-    position = tl.load(position_ptr).to(tl.int64)
-    cos_ptr += position * HALF
-    sin_ptr += position * HALF
-    place = position % num_places
-    c = tl.arange(0, BLOCK)
-    if head < HEADS:
-        q = _rotated_head(
-            q_ptr, head, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
-        )
-        tl.store(rotated_ptr + head * DIM + c, q, mask=c < DIM)
-    elif head < HEADS + KV_HEADS:
-        head -= HEADS
-        k = _rotated_head(
-            k_ptr, head, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
-        )
-        tl.store(keys_ptr + (head * num_places + place) * DIM + c, k, mask=c < DIM)
-    else:
-        head -= HEADS + KV_HEADS
-        v = tl.load(v_ptr + head * DIM + c, mask=c < DIM)
-        tl.store(values_ptr + (head * num_places + place) * DIM + c, v, mask=c < DIM)
-
-
-@triton.jit
-def _rotated_head(
+def _rotated_heads(
     x_ptr,
-    head,
+    heads,
+    is_head,
     norm_ptr,
     cos_ptr,
     sin_ptr,
@@ -135,25 +71,25 @@ def _rotated_head(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
+    IS_NORM_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
 ):
-    """Returns one head, normalized and rotated: float32 [BLOCK]."""
+    """Returns some heads, normalized if there is a norm, and rotated: float32 [heads, BLOCK]."""
     c = tl.arange(0, BLOCK)
     other = partner(c, HALF, INTERLEAVED)
-    x = tl.load(x_ptr + head * DIM + c, mask=c < DIM, other=0.0)
-    x_other = tl.load(x_ptr + head * DIM + other, mask=c < DIM, other=0.0)
-    if NORM:
-        if NORM == 1:
-            factor = tl.rsqrt(tl.sum(x * x) / DIM + eps)
-        else:  # each head's program sums the whole projection, 16 KiB at most, and saves a launch
-            norm_ptr += head * DIM
+    mask, at = is_head[:, None] & (c < DIM)[None, :], heads[:, None] * DIM
+    x = tl.load(x_ptr + at + c[None, :], mask=mask, other=0.0)
+    x_other = tl.load(x_ptr + at + other[None, :], mask=mask, other=0.0)
+    if norm_ptr is not None:
+        if IS_NORM_WHOLE:  # each program sums the whole projection, 16 KiB at most, and saves a launch
             all_c = tl.arange(0, BLOCK_ALL)
             whole = tl.load(x_ptr + all_c, mask=all_c < HEADS * DIM, other=0.0)
             factor = tl.rsqrt(tl.sum(whole * whole) / (HEADS * DIM) + eps)
-        x = x * factor * tl.load(norm_ptr + c, mask=c < DIM, other=0.0)
-        x_other = x_other * factor * tl.load(norm_ptr + other, mask=c < DIM, other=0.0)
+        else:
+            at, factor = at * 0, tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = x * factor * tl.load(norm_ptr + at + c[None, :], mask=mask, other=0.0)
+        x_other = x_other * factor * tl.load(norm_ptr + at + other[None, :], mask=mask, other=0.0)
     return rotate(x, x_other, c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
 
 
@@ -230,14 +166,17 @@ def attend(
     workspace: AttentionWorkspace,
     out: Tensor,
     sinks: Tensor | None = None,
+    entering: Entering | None = None,
 ) -> None:
     """Writes each head's mix of values at positions up to `position`; only of the last `window`, if there is one.
 
-    Args:    q: float32 [heads, width], rotated.
+    Args:    q: float32 [heads, width], rotated; written first if a token enters.
              cache: keys and values, float32 or bfloat16 [kv heads, places, width]; keys contiguous, and values
              either contiguous too or the first columns of the keys. A position's place is the position modulo `places`.
-             position: int32 [1], this token's, which is in the cache already.
+             position: int32 [1], this token's, not checked against the cache's size.
              out: float32 [heads, values' width].   sinks: float32 [heads].
+             entering: this token, whose rotated keys and values are written to the cache at `position`; if None, they
+             are in the cache already.
     """
     keys, values = cache
     (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
@@ -245,10 +184,17 @@ def attend(
     tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
     block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
+    norms = entering.norms if entering is not None else None
+    cos, sin = (None, None) if entering is None else entering.angles
     _attend_kernel[(num_kv_heads * tiles, splits)](
         q, keys, values, position, sinks, workspace.sums, workspace.mixed, out, num_places, scale,
+        None if entering is None else entering.q, None if entering is None else entering.k,
+        None if entering is None else entering.v, None if norms is None else norms.q,
+        None if norms is None else norms.k, cos, sin, 0.0 if norms is None else norms.eps,
         num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
         _BLOCK_H, block_s, max(16, block_c), block_v,
+        0 if cos is None else cos.shape[1], entering is not None and entering.interleaved,
+        entering is not None and entering.is_norm_whole, triton.next_power_of_2(num_heads * width),
         num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
@@ -281,6 +227,14 @@ def _attend_kernel(
     out_ptr,
     num_places,
     scale,
+    new_q_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
@@ -294,6 +248,10 @@ def _attend_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IS_NORM_WHOLE: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
 ):
     kv_head, tile, split = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -306,6 +264,27 @@ def _attend_kernel(
     end = tl.minimum(begin + share, stop)
     cv = tl.arange(0, BLOCK_V)
     first = kv_head.to(tl.int64) * num_places
+    if new_q_ptr is not None:  # the cache's values have the keys' width
+        cos_ptr += (stop - 1).to(tl.int64) * HALF
+        sin_ptr += (stop - 1).to(tl.int64) * HALF
+        # Every split of these heads writes the same values, and reads those that it wrote.
+        new_q = _rotated_heads(
+            new_q_ptr, heads, is_head, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, WIDTH, HALF, INTERLEAVED,
+            IS_NORM_WHOLE, BLOCK_V, BLOCK_ALL,
+        )  # fmt: skip
+        is_value = (cv < WIDTH)[None, :]
+        tl.store(q_ptr + heads[:, None] * WIDTH + cv[None, :], new_q, mask=is_head[:, None] & is_value)
+        if end == stop:
+            one = kv_head + tl.zeros([1], tl.int32)
+            new_k = _rotated_heads(
+                new_k_ptr, one, one >= 0, k_norm_ptr, cos_ptr, sin_ptr, eps, HEADS // GROUP, WIDTH, HALF, INTERLEAVED,
+                IS_NORM_WHOLE, BLOCK_V, BLOCK_ALL,
+            )  # fmt: skip
+            last = first + (stop - 1) % num_places
+            tl.store(keys_ptr + last * stride_ks + cv[None, :], new_k, mask=is_value)
+            new_v = tl.load(new_v_ptr + kv_head * WIDTH + cv, mask=cv < WIDTH)
+            tl.store(values_ptr + last * stride_vs + cv, new_v, mask=cv < WIDTH)
+        tl.debug_barrier()  # other threads wrote what is read below
     before = begin - begin % num_places  # the positions cross the ring's end once at most
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)

@@ -44,9 +44,9 @@ from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
+    Entering,
     QkNorms,
     attend,
-    enter,
     enter_latent,
     leave_latent,
 )
@@ -158,7 +158,7 @@ def cases(size: Size) -> Iterator[Case]:
     yield Case("select, neurons", biased, partial(_token, "mxfp4", "both", "clamped_swiglu", size))
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(_reduce, 8, 16, d))
     for shape in _ATTENTION[size]:
-        yield Case("enter, attend", str(shape), partial(_attention, shape))
+        yield Case("attend", str(shape), partial(_attention, shape))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
         yield Case("enter_latent, attend, leave_latent", str(stored), partial(_latent, stored, size))
     for keeps in (True, False):
@@ -485,18 +485,10 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     on_device = None if sinks is None else sinks.to(device)
     qk_norms = QkNorms(there[5], there[6], 1e-6)
 
+    entering = Entering(there[0], there[1], there[2], qk_norms, False, (there[3], there[4]), interleaved=False)
+
     def launch() -> None:
-        enter(
-            (there[0], there[1], there[2]),
-            qk_norms,
-            (there[3], there[4]),
-            False,
-            position,
-            spec,
-            rotated,
-            (keys, values),
-        )
-        attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device)
+        attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device, entering)
 
     def compare() -> Difference:
         error = _against_rms(out, expected.view(shape.heads, dim))

@@ -6,7 +6,7 @@ from combinations import Combination, sample
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, QkNorms, attend, enter
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering, QkNorms, attend
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
@@ -85,27 +85,27 @@ class Case:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.draw)
 
-    def entered(self, cache: Cache) -> Tensor:
-        """The kernel's rotated queries; keys and values enter the cache."""
-        turned = torch.full((self.spec.num_heads, self.spec.head_dim), torch.nan, device=self.device)
+    def entering(self) -> Entering:
+        """The token on the device."""
         q, k, v, cos, sin = (each.to(self.device) for each in (*self.projected, *self.angles))
         norms = self.norms and QkNorms(self.norms.q.to(self.device), self.norms.k.to(self.device), self.norms.eps)
-        at = self.at.to(self.device)
-        enter((q, k, v), norms, (cos, sin), self.interleaved, at, self.spec, turned, cache)
-        return turned
+        return Entering(q, k, v, norms, self.spec.qk_norm == "projection", (cos, sin), self.interleaved)
 
-    def attended(self, turned: Tensor, cache: Cache) -> Tensor:
-        """The kernels' output."""
+    def attended(self, cache: Cache, rotated: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The kernels' output, and the rotated queries; the token enters the cache if these are not given."""
         spec = self.spec
         room = AttentionWorkspace.allocate(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache[0].shape[1], self.device
         )
         room.sums.fill_(torch.nan)  # what is left of another token's
         room.mixed.fill_(torch.nan)
-        out = torch.full_like(turned, torch.nan)
+        entering = self.entering() if rotated is None else None
+        q = torch.full((spec.num_heads, spec.head_dim), torch.nan, device=self.device) if rotated is None else rotated
+        out = torch.full_like(q, torch.nan)
         sinks = None if self.sinks is None else self.sinks.to(self.device)
-        attend(turned, cache, self.at.to(self.device), spec.scale, spec.sliding_window, room, out, sinks)
-        return out
+        at, window = self.at.to(self.device), spec.sliding_window
+        attend(q, cache, at, spec.scale, window, room, out, sinks, entering)
+        return out, q
 
     def expected(self) -> tuple[Tensor, Cache]:
         """Torch's output, and the cache afterwards."""
@@ -132,7 +132,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 def test_attention_is_torchs(number: int, kernel_device: torch.device) -> None:
     held = Case(SAMPLE[number], number, kernel_device)
     keys, values = (each.to(kernel_device, copy=True) for each in held.cache)
-    y = held.attended(held.entered((keys, values)), (keys, values))
+    y, _ = held.attended((keys, values))
     expected, (expected_keys, expected_values) = held.expected()
     assert_near(y, expected)
     assert_near(keys, expected_keys)
@@ -147,14 +147,14 @@ def test_a_cache_in_16_bit_is_read_as_the_values_it_holds(number: int, kernel_de
     wide, narrow = (
         [each.to(kernel_device, dtype, copy=True) for each in held.cache] for dtype in (torch.float32, torch.bfloat16)
     )
-    turned = held.entered((wide[0], wide[1]))
-    assert torch.equal(held.entered((narrow[0], narrow[1])), turned)
-    for found, whole in zip(narrow, wide, strict=True):
-        entered = whole[:, held.place]
+    _, turned = held.attended((wide[0], wide[1]))
+    found, also_turned = held.attended((narrow[0], narrow[1]))
+    assert torch.equal(also_turned, turned)
+    for entered, whole in zip(narrow, wide, strict=True):
+        exact = whole[:, held.place]
         # A GPU rounds to the nearest; the interpreter cuts off.
-        assert ((found[:, held.place].float() - entered).abs() <= 2**-7 * entered.abs()).all()
-    expected = held.attended(turned, (narrow[0].float(), narrow[1].float()))
-    found = held.attended(turned, (narrow[0], narrow[1]))
+        assert ((entered[:, held.place].float() - exact).abs() <= 2**-7 * exact.abs()).all()
+    expected, _ = held.attended((narrow[0].float(), narrow[1].float()), turned)
     if kernel_device.type == "cpu":
         assert torch.equal(found, expected)
     else:  # compiled apart, sums may be in another order
