@@ -524,7 +524,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         spec=SimpleNamespace(rotation=SimpleNamespace(interleaved=True)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm_weight,
-        kernels=None,
+        operations=TORCH,
     )
     cache = LayerCache(keys.clone(), keys[..., :rank], at)
     expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, (cos[at:], sin[at:]), None)[0]
