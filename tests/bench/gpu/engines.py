@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,20 +25,16 @@ from synthetic import shrunk
 from torch import profiler
 
 from gpu.measuring import Clock, Results
+from gpu.packs import CORRELATION, SKEW, PackRequest
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import (
-    ExpertFormat,
     GroupedQuerySpec,
     ModelSpec,
     Pack,
-    Plan,
     dense_roles,
-    part_format,
-    uniform_plan,
 )
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.gpu.device import HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import CountsCache
@@ -47,8 +43,6 @@ from moe_pack.runtime.gpu.placement import least_placement
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 
 MEMORY = Path("/dev/shm")
-_GROUP = 64
-_SKEW, _CORRELATION = 0.5, 0.5
 _SPARE_BYTES = 2 << 30  # that stay free in a file system
 _DEMO_BYTES = 10 << 20
 _TINY_VOCABULARY = 256
@@ -66,38 +60,6 @@ class PackFacts:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class PackRequest:
-    """A synthetic pack. `model`: a published one's name.   `plan`: made for the model's spec."""
-
-    name: str
-    model: str
-    plan: Callable[[ModelSpec], Plan]
-    sparsity: float
-
-
-def mixed_plan(spec: ModelSpec) -> Plan:
-    """Returns a plan with selectors of 2 bits, records of 2 and 4 bits in turn, and a dense part of 4 bits."""
-    low, high = part_format(2, _GROUP), part_format(4, _GROUP)
-    formats = (ExpertFormat(low, low, low), ExpertFormat(high, low, high))
-    experts = tuple(
-        tuple(formats[(l + e) % 2] for e in range(spec.router.num_experts)) for l in range(len(spec.moe_layers))
-    )
-    return Plan("up", "nearest", experts, uniform_dense(spec, high))
-
-
-def even_plan(bits: int) -> Callable[[ModelSpec], Plan]:
-    """Returns a plan with all parts in this width."""
-    part = part_format(bits, _GROUP)
-    return lambda spec: uniform_plan(spec, "up", part, part, part, "nearest")
-
-
-# Mixtral-8x7B with selectors of 2 bits, records of 2 and 4 by turns, 80% of the neurons not running; Qwen3-30B-A3B in 4
-# bits, all neurons running.
-MIXTRAL = PackRequest("mixtral-8x7b-mixed", "mixtral-8x7b", mixed_plan, 0.8)
-QWEN3 = PackRequest("qwen3-30b-a3b-4bit", "qwen3-30b-a3b", even_plan(4), 0.0)
-
-
 def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False) -> Path:
     """Makes a pack and returns its folder; if tiny, and in a rehearsal, of a model with two narrow layers."""
     spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
@@ -107,7 +69,7 @@ def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False)
     start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
     if not was_there:
         folder.mkdir(parents=True, exist_ok=True)
-        character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, _SKEW, 0), _CORRELATION, 0)
+        character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, SKEW, 0), CORRELATION, 0)
         synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
     seconds = 0.0 if was_there else time.perf_counter() - start
     results.add(PackFacts(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))

@@ -18,13 +18,10 @@ from models import BOOK
 from torch import Tensor
 
 from gpu.engines import (
-    MIXTRAL,
-    QWEN3,
     EngineBench,
     EngineName,
     EngineRequest,
     KvDtype,
-    PackRequest,
     Running,
     Speed,
     link_rate,
@@ -34,6 +31,7 @@ from gpu.engines import (
     remove_packs,
 )
 from gpu.measuring import Clock, Results, host_seconds
+from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, Text
