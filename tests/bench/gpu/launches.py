@@ -1,0 +1,192 @@
+"""The launches of a token, counted: kernels by name, copies, calls of the CPU, and waits of the host.
+
+The engine of a shrunk model runs a token in plain memory, as under Triton's interpreter, and every launch is counted
+where it is made. What is launched does not run: a CUDA graph repeats the same launches whatever the values are. Memory
+counts as the GPU's if it was allocated for the engine's device, and as the host's if it would be page-locked there; a
+copy between the two is one over the link. What a layer adds is the difference between models of three layers and of
+two. Importing this needs Triton, as its interpreter.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+from unittest.mock import patch
+
+import torch
+from gpu_runs import GpuRun, gpu_decoder
+from synthetic import character, made, shrunk
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from moe_pack.formats.families import model_spec
+from moe_pack.runtime.gpu import token_step
+from moe_pack.runtime.gpu.cpu_share import PoolShare
+from moe_pack.runtime.gpu.device import Queues
+
+Queue = Literal["main", "cpu", "link"]
+Mode = Literal["split", "pull", "resident"]
+# The names of what is counted and is no kernel.
+TO_GPU, TO_HOST, CPU_CALL, WAIT = "copy to the GPU", "copy to the host", "call of the CPU", "wait of the host"
+_PULLS = ("pull_records", "pull_selectors")  # one launch each
+# With these shares of memory, and neurons that do not always run, every selector is resident, and of each layer a part
+# of the records.
+_RUNS = {"split": GpuRun(0.6), "pull": GpuRun(0.6, misses="pull"), "resident": GpuRun(1.0)}
+_SPARSITY = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kind of launch. `queue`: main, or a fork of it."""
+
+    queue: Queue
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLaunches:
+    """The launches of a model's token. `per_layer`: of a MoE layer; `others`: of all else, dense layers included."""
+
+    model: str
+    mode: Mode
+    num_layers: int
+    per_layer: dict[Launch, int]
+    others: dict[Launch, int]
+
+    def total(self, is_counted: Callable[[Launch], bool]) -> int:
+        """Returns how many launches of some kinds the real model's token has."""
+        return sum(
+            number * times
+            for numbers, times in ((self.per_layer, self.num_layers), (self.others, 1))
+            for launch, number in numbers.items()
+            if is_counted(launch)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all fields as values of JSON; launches by queue and name."""
+        values: dict[str, Any] = {"model": self.model, "mode": self.mode, "num_layers": self.num_layers}
+        for name, numbers in (("per_layer", self.per_layer), ("others", self.others)):
+            values[name] = {}
+            for launch, number in numbers.items():
+                values[name].setdefault(launch.queue, {})[launch.name] = number
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "TokenLaunches":
+        """Returns what `as_json` wrote."""
+
+        def numbers(name: str) -> dict[Launch, int]:
+            queues = values[name].items()
+            return {Launch(queue, kind): number for queue, kinds in queues for kind, number in kinds.items()}
+
+        return cls(values["model"], values["mode"], values["num_layers"], numbers("per_layer"), numbers("others"))
+
+
+def is_kernel(launch: Launch) -> bool:
+    """Whether it is a kernel."""
+    return launch.name not in (TO_GPU, TO_HOST, CPU_CALL, WAIT)
+
+
+def count(model: str, folder: Path) -> list[TokenLaunches]:
+    """Counts a model's launches in every mode.
+
+    Args:    folder: for packs, which are kept.
+    """
+    found = []
+    real = model_spec(model, None)
+    for mode in get_args(Mode):
+        few, more = (_count(model, number, folder, _RUNS[mode]) for number in (2, 3))
+        per_layer, num_layers = more - few, len(real.moe_layers)
+        shrunk_layers = len(shrunk(model, 2).moe_layers)
+        assert real.num_hidden_layers - num_layers == 2 - shrunk_layers, "as many layers without experts"
+        others = {launch: few[launch] - shrunk_layers * per_layer[launch] for launch in few}
+        assert min(others.values()) >= 0, f"layers of {model} do not launch the same"
+        others = {launch: number for launch, number in others.items() if number}
+        found.append(TokenLaunches(model, mode, num_layers, dict(per_layer), others))
+    return found
+
+
+def _count(model: str, num_layers: int, folder: Path, run: GpuRun) -> Counter[Launch]:
+    spec, packed = shrunk(model, num_layers), folder / f"{model}-{num_layers}"
+    if not packed.exists():
+        made(spec, packed, character(spec, _SPARSITY))
+    counter = _Counter()
+    with counter.watching(), gpu_decoder(packed, run) as decoder:
+        counter.launches.clear()
+        with counter:
+            decoder.next_logits([0])
+    return Counter(counter.launches)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Counts launches: within `watching` those of kernels and calls, as a mode torch's own operations on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.launches: Counter[Launch] = Counter()
+        self._queue: Queue = "main"
+        self._memory = _Memory()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Replaces the functions that launch by ones that count."""
+
+        def add_kernel(executor: GridExecutor, *_: object, **__: object) -> None:
+            self._add(executor.fn.__name__)
+
+        def add(name: str) -> Callable[..., None]:
+            return lambda *_, **__: self._add(name)
+
+        with ExitStack() as stack:
+            for owner, name, action in (
+                (GridExecutor, "__call__", add_kernel),
+                (PoolShare, "launch", add(CPU_CALL)),
+                (Queues, "forked", lambda _, fork: self._on(fork)),
+                *((token_step, name, add(name)) for name in _PULLS),
+            ):
+                stack.enter_context(patch.object(owner, name, action))
+            stack.enter_context(self._memory)
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, is_gpu = func(*args, **(kwargs or {})), self._memory.is_gpu
+        name = func._schema.name.removeprefix("aten::")
+        if name == "_local_scalar_dense" and is_gpu(args[0]):
+            self._add(WAIT)
+        elif name == "copy_" and is_gpu(args[0]) != is_gpu(args[1]):
+            self._add(TO_GPU if is_gpu(args[0]) else TO_HOST)
+        elif func._schema.is_mutable and any(map(is_gpu, tree_leaves(found))):
+            self._add(name)
+        return found
+
+    def _add(self, name: str) -> None:
+        self.launches[Launch(self._queue, name)] += 1
+
+    @contextmanager
+    def _on(self, queue: Queue) -> Iterator[None]:
+        self._queue = queue
+        yield
+        self._queue = "main"
+
+
+class _Memory(TorchFunctionMode):
+    """Notes the memory that is allocated for a device; page-locked memory is asked for without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gpu: dict[int, Tensor] = {}  # by address; kept, so that no other memory gets the address
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and kwargs and isinstance(kwargs.get("device"), torch.device):
+            self._gpu[found.untyped_storage().data_ptr()] = found
+        return found
+
+    def is_gpu(self, tensor: object) -> bool:
+        """Whether a tensor has values in memory that is a GPU's."""
+        return isinstance(tensor, Tensor) and bool(tensor.numel()) and tensor.untyped_storage().data_ptr() in self._gpu

@@ -1,0 +1,359 @@
+"""A token's time on a GPU, predicted: bytes that must be moved, divided by rates, and the launches between.
+
+    seconds of a token = others + sum over layers of (serial + max(here, CPU, link))
+
+`serial` is everything outside of forks: dense matrices, attention, selectors, the sum of parts, and a gap for each
+launch. `here`: neurons whose records are in GPU memory. `CPU`: a call of the CPU and the records that it computes
+from host memory. `link`: records that the GPU pulls, and their neurons. If every missing record is pulled, the link is
+serial. Routes are drawn; of an expert's neurons as many run as are expected.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.launches import CPU_CALL, Mode, TokenLaunches
+from gpu.packs import SKEW, PackRequest
+from moe_pack.convert import skewed_popularity
+from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, GPUS, LINK_SHARE
+from moe_pack.convert.plan.speed import drawn_passes
+from moe_pack.formats import PackLayout, dense_roles
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.spec import cache_values
+from moe_pack.runtime.gpu.kernels.rows import num_partials
+from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
+
+Array = NDArray[Any]
+Misses = Literal["cpu", "pull", "auto"]
+Order = Literal["falling", "even"]
+
+CONTEXT_TOKENS = 1024
+LAUNCH_S, CALL_S, TOKEN_S = 1e-6, 15e-6, 50e-6
+CPU_RATES = {"DDR5": 60e9, "DDR4": 40e9}
+# Streaming multiprocessors, which decide on the number of partial sums.
+NUM_SMS = {"RTX 3090": 82, "RTX 4090": 128, "H200": 132}
+_DRAWN_TOKENS = 128
+_UNITS_BYTES = 4  # of a row's offset in a table or a list, and of a neuron's number
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of a GPU, its link and a CPU in bytes a second, and the time of launches and calls in seconds."""
+
+    memory: float
+    link: float
+    cpu: float
+    launch_s: float = LAUNCH_S
+    call_s: float = CALL_S
+    token_s: float = TOKEN_S
+
+    @property
+    def pulled_share(self) -> float:
+        """The share of missing records that the link brings while the CPU computes the others."""
+        return self.link / (self.link + self.cpu)
+
+
+def rates_of(gpu: str, cpu_rate: float) -> Rates:
+    """Returns a known GPU's rates, as shares of its data sheet's."""
+    return Rates(BANDWIDTH_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate, cpu_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """The launches that a token waits for: `layer` of a layer, `cpu` and `link` of its forks, `others` of a token."""
+
+    layer: int
+    cpu: int
+    link: int
+    others: int
+
+    @classmethod
+    def of(cls, counted: TokenLaunches) -> "Launches":
+        """Returns the sums of launches by queue; calls of the CPU have a time of their own."""
+        numbers = {"main": 0, "cpu": 0, "link": 0}
+        for launch, number in counted.per_layer.items():
+            numbers[launch.queue] += 0 if launch.name == CPU_CALL else number
+        return cls(numbers["main"], numbers["cpu"], numbers["link"], sum(counted.others.values()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerBytes:
+    """The bytes of a token's layers. `select`, `here`, `pulled`, `left`, `selectors`: float64 [T, L], of the selectors
+    that are read, of records in GPU memory, of pulled records, of what the CPU reads, of pulled selectors.
+
+    `dense`, `attention`: of a layer.   `partials`: float32 sums of neurons, which are written and then read.
+    """
+
+    dense: float
+    attention: float
+    partials: float
+    select: Array
+    here: Array
+    pulled: Array
+    left: Array
+    selectors: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forks:
+    """The seconds of a token's layers, float64 [T, L]: what is serial, and what runs at the same time."""
+
+    serial: Array
+    here: Array
+    cpu: Array
+    link: Array
+
+    @property
+    def seconds(self) -> Array:
+        """The time of each layer."""
+        seconds: Array = self.serial + np.maximum(self.here, np.maximum(self.cpu, self.link))
+        return seconds
+
+
+def forks(moved: LayerBytes, launches: Launches, rates: Rates, is_pull: bool, is_split: Array) -> Forks:
+    """Returns the times of layers.
+
+    Args:    is_pull: whether all that is missing is pulled, before neurons run.   is_split: bool [L], the layers that
+             have forks because rows may be missing, if they are not pulled.
+    """
+    partials = moved.partials / rates.memory  # written, or read
+    serial = launches.layer * rates.launch_s + (moved.dense + moved.attention + moved.select) / rates.memory + partials
+    here, none = moved.here / rates.memory + partials, np.zeros_like(moved.here)
+    over_link = (moved.pulled + moved.selectors) / rates.link
+    if is_pull:  # a launch more where selectors are missing
+        serial = serial + over_link + np.where(moved.selectors > 0, rates.launch_s, 0.0)
+        return Forks(serial, here + moved.pulled / rates.memory, none, none)
+    cpu = rates.call_s + launches.cpu * rates.launch_s + moved.left / rates.cpu
+    pulls = is_split & (moved.pulled > 0)
+    link = launches.link * rates.launch_s + over_link + moved.pulled / rates.memory + partials
+    serial = serial + np.where(pulls, partials, 0.0)
+    return Forks(serial, here, np.where(is_split, cpu, 0.0), np.where(pulls, link, 0.0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A pack that need not exist, and what its tokens choose. `routes`: int [T, L, k]."""
+
+    request: PackRequest
+    layout: PackLayout
+    popularity: Array
+    heat: Array
+    routes: Array
+
+    @classmethod
+    def of(cls, request: PackRequest) -> "Subject":
+        """Lays out the pack and draws tokens' routes."""
+        spec = model_spec(request.model, None)
+        layout = pack_layout(spec, request.plan(spec), ["BF16"] * len(dense_roles(spec)))
+        popularity = skewed_popularity(spec, SKEW, 0)
+        heat = usual_heat(layout, np.full(popularity.shape, request.sparsity))
+        routes = drawn_passes(popularity, spec.router.num_experts_per_tok, _DRAWN_TOKENS).routes
+        return cls(request, layout, popularity, heat, routes.astype(np.int64))
+
+    @property
+    def head_bytes(self) -> int:
+        """Dense bytes that a token reads once: those of no layer, without the embedding if the head is another."""
+        spec = self.layout.spec
+        others = [each for each in self.layout.dense if not each.role.name.startswith("layers.")]
+        return sum(each.entry.num_bytes for each in others if each.role.name != "embed" or spec.tied_head)
+
+    @property
+    def layer_bytes(self) -> float:
+        """Dense bytes of a layer."""
+        layers = [each for each in self.layout.dense if each.role.name.startswith("layers.")]
+        return sum(each.entry.num_bytes for each in layers) / self.layout.spec.num_hidden_layers
+
+    def runs(self, order: Order) -> Array:
+        """Returns how often rows run: float64 [L, E, H], the mean of an expert is the share of neurons that run.
+
+        With `falling` it falls evenly, as placement assumes; with `even` all run equally often, as in synthetic packs.
+        """
+        mean = 1 - self.request.sparsity
+        runs = self.heat * mean / self.heat.mean(axis=2, keepdims=True) if order == "falling" else 0 * self.heat + mean
+        assert (runs <= 1).all(), "at most half of the neurons run, or all"
+        return np.broadcast_to(runs, (*self.popularity.shape, runs.shape[2]))
+
+    @cache  # noqa: B019  # subjects live as long as the program
+    def expert_bytes(self, budget_bytes: int) -> int:
+        """Returns what a budget leaves for experts, by the planner's estimate.
+
+        Raises:  RunError if that is too little.
+        """
+        needs = gpu_needs(self.layout, CONTEXT_TOKENS, 0)
+        return divide_gpu(needs, budget_bytes, CONTEXT_TOKENS).experts
+
+    @cache  # noqa: B019  # likewise
+    def place(self, expert_bytes: int, is_pull: bool) -> GpuPlacement:
+        """Returns the engine's placement in so many bytes.
+
+        Raises:  RunError if that is too little.
+        """
+        misses: Literal["pull", "split"] = "pull" if is_pull else "split"
+        return place_experts(self.layout, expert_bytes, misses, self.popularity, self.heat)
+
+
+def moved_bytes(
+    subject: Subject, placement: GpuPlacement, runs: Array, pulled_share: float, num_sms: int
+) -> LayerBytes:
+    """Returns the bytes of the drawn tokens' layers.
+
+    Slots have a random part of the missing records. Those that wait for pulled records have none.
+    Args:    runs: [L, E, H], of `Subject.runs`.   pulled_share: of missing records, if not all are pulled.
+    """
+    spec, is_pull = subject.layout.spec, placement.misses == "pull"
+    k, f = spec.router.num_experts_per_tok, spec.expert.intermediate_size
+    selector, record = _row_bytes(subject.layout)
+    before = placement.first_dynamic
+    static = _rows_before(runs, before, f)
+    missing = _rows_before(runs, np.full_like(before, f), f) - static
+    has_slots = placement.has_selector | is_pull  # of experts whose selector is missing the CPU has all rows
+    num_free = np.maximum(placement.num_slots - k * placement.num_landing, 0)
+    num_missing = ((f - before) * has_slots).sum(axis=1)
+    in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing
+    missing = missing - in_slots
+    if is_pull:
+        pulled, left = missing, np.zeros_like(missing)
+    else:
+        pulled = np.minimum(pulled_share * missing, placement.num_landing[:, None])
+        left = missing - pulled
+    is_whole = ~has_slots  # the CPU selects, and computes all rows
+    # With each record comes its place in the list and its neuron; with each selector row two tables' offsets.
+    here_bytes = np.where(is_whole, 0.0, (static + in_slots) * (record + 2 * _UNITS_BYTES))
+    left_bytes = np.where(is_whole, f * selector + (static + in_slots + missing) * record, left * record)
+    selector_bytes = f * (selector + 2 * _UNITS_BYTES)
+
+    def of_tokens(by_expert: Array) -> Array:
+        sums: Array = by_expert[np.arange(len(by_expert))[:, None], subject.routes].sum(axis=2)
+        return sums
+
+    return LayerBytes(
+        dense=subject.layer_bytes,
+        attention=BF16_BYTES * cache_values(spec, CONTEXT_TOKENS, 1) / spec.num_hidden_layers,
+        partials=4.0 * k * num_partials(k, f, num_sms) * spec.hidden_size,
+        select=of_tokens(np.where(is_whole, 0.0, selector_bytes)),
+        here=of_tokens(here_bytes),
+        pulled=of_tokens(np.where(is_whole, 0.0, pulled * record)),
+        left=of_tokens(left_bytes),
+        selectors=of_tokens(np.where(placement.has_selector, 0.0, f * selector) * is_pull),
+    )
+
+
+def _row_bytes(layout: PackLayout) -> tuple[Array, Array]:
+    """Returns the bytes of selector rows and of records: int64 [L, E] each."""
+    experts = layout.experts
+    selector = np.array([[each.selector.row_bytes if each.selector else 0 for each in layer] for layer in experts])
+    return selector, np.array([[each.records.row_bytes for each in layer] for layer in experts])
+
+
+def _rows_before(runs: Array, number: Array, num_rows: int) -> Array:
+    """Returns how many of an expert's first rows run, as expected: float64 [L, E].
+
+    Args:    runs: [L, E, H].   number: int64 [L, E], of the first rows.
+    """
+    edges = np.linspace(0, num_rows, runs.shape[2] + 1)
+    covered = np.clip(number[:, :, None] - edges[:-1], 0, np.diff(edges))
+    expected: Array = (runs * covered).sum(axis=2)
+    return expected
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A token's means. `resident`: of running neurons' bytes, those in GPU memory.   `missing_bytes`: of the others.
+
+    `serial_s`, `here_s`, `cpu_s`, `link_s`: sums over layers; `serial_s` with what runs once a token.   `token_s`: of
+    the critical path.
+    """
+
+    resident: float
+    missing_bytes: float
+    serial_s: float
+    here_s: float
+    cpu_s: float
+    link_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is predicted: a GPU, a CPU's memory, a budget in bytes, who has missing records, and which rows run."""
+
+    gpu: str
+    cpu: str
+    budget_bytes: int
+    misses: Misses
+    order: Order
+
+
+def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
+    """Predicts a token's time.
+
+    Args:    counted: the model's launches, by mode.
+    Raises:  RunError if the budget is too small.
+    """
+    rates = rates_of(setup.gpu, CPU_RATES[setup.cpu])
+    share = rates.pulled_share if setup.misses == "auto" else 0.0
+    placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses == "pull")
+    moved = moved_bytes(subject, placement, subject.runs(setup.order), share, NUM_SMS[setup.gpu])
+    is_pull = setup.misses == "pull"
+    mode: Mode = "resident" if placement.is_whole else "pull" if is_pull else "split"
+    launches = Launches.of(counted[mode])
+    f = subject.layout.spec.expert.intermediate_size
+    is_split = ~((placement.first_dynamic == f) & placement.has_selector).all(axis=1)
+    layers = forks(moved, launches, rates, is_pull, is_split)
+    logits_bytes = 4 * subject.layout.spec.vocab_size
+    once = rates.token_s + launches.others * rates.launch_s + subject.head_bytes / rates.memory
+    once += logits_bytes / rates.link
+    missing = moved.pulled + moved.left + moved.selectors
+    needed = missing + moved.here
+
+    def mean(values: Array) -> float:
+        return float(values.sum(axis=1).mean())
+
+    return Prediction(
+        resident=1 - mean(missing) / mean(needed),
+        missing_bytes=mean(missing),
+        serial_s=once + mean(layers.serial),
+        here_s=mean(layers.here),
+        cpu_s=mean(layers.cpu),
+        link_s=mean(layers.link),
+        token_s=once + mean(layers.seconds),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """A part of a token with everything resident: bytes that it must move, and seconds; None for gaps' bytes."""
+
+    name: str
+    num_bytes: float | None
+    seconds: float
+
+
+def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches) -> list[KernelTime]:
+    """Returns a token's parts with all experts resident; their sum is the token's time."""
+    rates, launches = rates_of(gpu, CPU_RATES["DDR5"]), Launches.of(counted)
+    moved = moved_bytes(subject, subject.place(1 << 62, False), subject.runs("even"), 0.0, NUM_SMS[gpu])
+    num_layers = len(subject.layout.experts)
+
+    def moves(name: str, num_bytes: float) -> KernelTime:
+        return KernelTime(name, num_bytes, num_bytes / rates.memory)
+
+    num_launches = num_layers * launches.layer + launches.others
+    logits_bytes = 4.0 * subject.layout.spec.vocab_size
+    return [
+        moves("dense matrices of layers", num_layers * moved.dense),
+        moves(f"attention over {CONTEXT_TOKENS:,} tokens", num_layers * moved.attention),
+        moves("select", float(moved.select.sum(axis=1).mean())),
+        moves("neurons: records", float(moved.here.sum(axis=1).mean())),
+        moves("neurons: partial sums", num_layers * moved.partials),
+        moves("reduce", num_layers * moved.partials),
+        moves("head", float(subject.head_bytes)),
+        KernelTime("logits to the host, over the link", logits_bytes, logits_bytes / rates.link),
+        KernelTime(f"gaps of {num_launches:,} launches and copies", None, num_launches * rates.launch_s),
+        KernelTime("start and end of a token", None, rates.token_s),
+    ]

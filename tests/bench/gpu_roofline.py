@@ -1,0 +1,332 @@
+"""A page of predictions for the GPU's engine: launches of a token, counted, and its time, from bytes and rates.
+
+    python tests/bench/gpu_roofline.py
+
+counts the launches (half a minute), and writes docs/benchmarks/gpu-roofline.md and a file of the counts. Figures of
+`make gpu-check` in the same folder appear next to the predictions. No GPU is needed.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import fill
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # launches are counted in plain memory
+
+import click
+from benchlib import ROOT, table
+from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
+from gpu.packs import MIXTRAL, QWEN3, SKEW
+from gpu.roofline import (
+    CALL_S,
+    CONTEXT_TOKENS,
+    CPU_RATES,
+    LAUNCH_S,
+    NUM_SMS,
+    TOKEN_S,
+    Misses,
+    Order,
+    Setup,
+    Subject,
+    kernel_times,
+    predict,
+)
+
+from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, GPUS, LINK_SHARE, known_gpu
+from moe_pack.runtime.gpu.fit import usual_budget
+
+FOLDER = ROOT / "docs" / "benchmarks"
+PAGE, COUNTS = FOLDER / "gpu-roofline.md", FOLDER / "roofline-launches.json"
+_GIB = 1 << 30
+_BUDGETS = (8, 11, 16, 24)  # GiB
+_MODELS = {"Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN3}
+_COUNTED = {
+    "Mixtral-8x7B": "mixtral-8x7b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "DeepSeek-V2": "deepseek-v2",
+    "gpt-oss-20b": "gpt-oss-20b",
+}
+_BEFORE = {"Mixtral-8x7B": 640, "Qwen3-30B-A3B": 800}  # launches of the graph engine's token, as a review estimated
+_ANSWERS: tuple[tuple[Misses, str], ...] = (
+    ("cpu", "DDR5"),
+    ("cpu", "DDR4"),
+    ("pull", "DDR5"),
+    ("auto", "DDR5"),
+    ("auto", "DDR4"),
+)
+# Public sources of the rates and sizes.
+_SOURCES = {
+    "RTX 3090": "NVIDIA Ampere GA102 architecture paper",
+    "RTX 4090": "NVIDIA Ada architecture paper",
+    "H200": "NVIDIA H200 data sheet, H100 architecture paper",
+}
+
+_UNBROKEN = "\xa0"  # a space at which no line ends
+
+Measured = dict[tuple[str, str, int | None], float]  # milliseconds by GPU, pack and budget in bytes
+Table = tuple[list[str], list[list[object]]]  # header and rows
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counted launches of some models in all modes, and when and at which commit they were counted."""
+
+    commit: str
+    date: str
+    launches: tuple[TokenLaunches, ...]
+
+    def of(self, model: str) -> dict[Mode, TokenLaunches]:
+        """Returns a model's launches by mode."""
+        return {each.mode: each for each in self.launches if each.model == model}
+
+    @classmethod
+    def read(cls, path: Path) -> "Counts":
+        """Reads the file that `write` wrote."""
+        values = json.loads(path.read_text())
+        return cls(values["commit"], values["date"], tuple(map(TokenLaunches.from_json, values["launches"])))
+
+    def write(self, path: Path) -> None:
+        """Writes a file of JSON."""
+        values = {"commit": self.commit, "date": self.date, "launches": [each.as_json() for each in self.launches]}
+        path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def count_all() -> Counts:
+    """Counts the launches of all models, at this commit."""
+    found = list[TokenLaunches]()
+    with TemporaryDirectory() as folder:
+        for model in _COUNTED.values():
+            click.echo(f"counting {model}", err=True)
+            found += count(model, Path(folder))
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return Counts(commit, f"{datetime.now(UTC):%Y-%m-%d}", tuple(found))
+
+
+def read_measured(paths: Iterable[Path]) -> Measured:
+    """Returns the median milliseconds of a token by GPU, pack and budget in bytes (None: all free memory).
+
+    Of several runs the last one counts; rehearsals do not.
+    """
+    found: Measured = {}
+    for path in sorted(paths):
+        whole = json.loads(path.read_text())
+        gpu = None if whole["rehearsal"] else known_gpu(whole["gpu"]["name"])
+        if gpu is None:
+            continue
+        for row in (row for part in whole["parts"] for row in part["rows"] if row["kind"] == "Speed"):
+            found[gpu.name, row["pack"], row["wanted"]["budget_bytes"]] = row["median_token_ms"]
+    return found
+
+
+def page(counts: Counts, measured: Measured) -> str:
+    """Returns the page, in Markdown."""
+    subjects = {name: Subject.of(request) for name, request in _MODELS.items()}
+    blocks = [
+        "# The GPU's engine: predictions",
+        "**Every time and every speed on this page is a prediction, and none was measured**, except in columns named "
+        "*measured*, which are empty until `make gpu-check` has run on such a GPU. Launches are counted.",
+        "    python tests/bench/gpu_roofline.py",
+        f"Commit {counts.commit}, {counts.date}. The command needs no GPU.",
+        *_launches(counts),
+        *_assumptions(),
+        *_kernels(subjects, counts),
+        *_speeds(subjects, counts, measured),
+    ]
+    return "\n\n".join(map(_wrapped, blocks)) + "\n"
+
+
+def _wrapped(block: str) -> str:
+    """Returns a paragraph, or a list, in lines of at most 120 columns; everything else as it is."""
+    if block.startswith(("|", "#", "    ")):
+        return block
+    block = re.sub("`[^`]*`", lambda code: code[0].replace(" ", _UNBROKEN), block)
+    wrapped = "\n".join(
+        fill(line, 120, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False)
+        for line in block.splitlines()
+    )
+    return wrapped.replace(_UNBROKEN, " ")
+
+
+def _launches(counts: Counts) -> Iterator[str]:
+    """Returns the section on a token's launches."""
+    yield "## Launches of a token"
+    yield (
+        "Counted in plain memory, where the engine of a shrunk model makes the launches of one token. What a layer "
+        "adds is the difference between models of three layers and of two. Totals are for the real number of layers: "
+        "*layers* are those with experts. In mode `split` a part of the records is missing, and the link and the CPU "
+        "share them; in `pull` the link brings all of them; in `resident` nothing is missing. *Copies* are between GPU "
+        "and host. One CUDA graph has all of these. The host starts it once and waits once, for its end; *waits* also "
+        "counts reads of GPU memory by the host. Copies of promoted records are not counted: no token waits for them."
+    )
+    kinds = (
+        is_kernel,
+        lambda launch: launch.name in (TO_GPU, TO_HOST),
+        lambda launch: launch.name == CPU_CALL,
+        lambda launch: launch.name == WAIT,
+    )
+    rows = []
+    for name, model in _COUNTED.items():
+        for mode, each in counts.of(model).items():
+            kernels, copies, calls, waits = (each.total(is_counted) for is_counted in kinds)
+            in_layer = sum(number for launch, number in each.per_layer.items() if is_kernel(launch))
+            before = _BEFORE.get(name) if mode == "pull" else None
+            rows.append([name, mode, each.num_layers, in_layer, kernels, before, copies, calls, 1 + waits])
+    header = ["model", "mode", "layers", "kernels a layer", "a token", "before", "copies", "CPU calls", "waits"]
+    yield table(header, rows)
+    yield (
+        "*Before* is an estimate for the engine that this one replaces, `graph`, which pulled what was missing and "
+        "also waited once a token. Launches of a layer in mode `split`, by name; `cpu` and `link` are forks:"
+    )
+    found = {name: counts.of(model)["split"].per_layer for name, model in _COUNTED.items()}
+    names = dict.fromkeys(launch for per_layer in found.values() for launch in per_layer)
+    body = [[f"`{each.name}`", each.queue, *(layer.get(each) for layer in found.values())] for each in names]
+    yield table(["launch", "queue", *found], body)
+
+
+def _assumptions() -> Iterator[str]:
+    """Returns the section on what predictions are made of."""
+    yield "## What predictions assume"
+    body = []
+    for name, num_sms in NUM_SMS.items():
+        gpu = GPUS[name]
+        rates = (f"{gpu.memory_rate / 1e9:,.0f}", f"{gpu.link_rate / 1e9:.1f}")
+        body.append([name, *rates, num_sms, f"{gpu.memory_bytes / _GIB:.4g}", _SOURCES[name]])
+    yield table(["GPU", "memory, GB/s", "link, GB/s", "multiprocessors", "GiB", "source"], body)
+    rates_text = " and ".join(f"{rate / 1e9:g} GB/s with {name}" for name, rate in CPU_RATES.items())
+    yield "\n".join(
+        (
+            f"- Kernels reach {BANDWIDTH_SHARE:.0%} of the memory's rate, and pulled records {LINK_SHARE:.0%} of the "
+            "link's.",
+            f"- A launch or a copy in a graph costs a gap of {1e6 * LAUNCH_S:g} us, and a call of the CPU "
+            f"{1e6 * CALL_S:g} us. The start and the end of a token cost {1e6 * TOKEN_S:g} us. Not included are the "
+            "host's work between two tokens and the choice of the next token.",
+            f"- The CPU computes its share at {rates_text}: two thirds of two channels of DDR5-5600 (89.6 GB/s), and "
+            "three quarters of two channels of DDR4-3200 (51.2 GB/s).",
+            f"- Attention reads the keys and values of {CONTEXT_TOKENS:,} tokens in bfloat16. Partial sums are written "
+            "to memory and read from it, although a large L2 cache may have them.",
+            "- A layer takes the time of its serial part and of its longest fork: neurons whose records are in GPU "
+            "memory, the CPU, the link.",
+            "- Experts are as popular as in the synthetic packs of `make gpu-check` (Zipf's law with exponent "
+            f"{SKEW:g}), and routes are drawn independently. Rows are placed by `place_experts` with `usual_heat`.",
+            "- If an expert's selector is missing, the CPU selects and computes the whole expert: nothing of it is "
+            "pulled, and slots have none of its records. With `pull` the selector is pulled too.",
+            "- Slots have a random part of the other missing records. The routes of a real model repeat experts, which "
+            "makes slots worth more. Promotions take no time.",
+        )
+    )
+
+
+def _kernels(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
+    """Returns the section on a token's time by kernel."""
+    yield "## A token by kernel, everything resident"
+    yield "MB that must be moved, and the predicted ms."
+    for name, subject in subjects.items():
+        found = {gpu: kernel_times(subject, gpu, counts.of(subject.request.model)["resident"]) for gpu in NUM_SMS}
+        body = []
+        for parts in zip(*found.values(), strict=True):
+            cells = []
+            for part in parts:
+                cells += ["" if part.num_bytes is None else f"{part.num_bytes / 1e6:,.1f}", f"{1e3 * part.seconds:.3f}"]
+            body.append([parts[0].name, *cells])
+        totals = [sum(part.seconds for part in parts) for parts in found.values()]
+        body.append(["**token**", *(cell for total in totals for cell in ("", f"{1e3 * total:.2f}"))])
+        body.append(["**tokens a second**", *(cell for total in totals for cell in ("", f"{1 / total:.0f}"))])
+        yield f"### {name} by kernel"
+        yield table(["", *(f"{gpu.removeprefix('RTX ')}, {unit}" for gpu in found for unit in ("MB", "ms"))], body)
+
+
+def _speeds(subjects: dict[str, Subject], counts: Counts, measured: Measured) -> Iterator[str]:
+    """Returns the section on speeds by budget."""
+    yield "## Tokens a second by budget"
+    yield (
+        "With `--misses cpu` the CPU computes what is missing; with `pull` the link brings it; with `auto` the link "
+        "brings its share by rate, `link / (link + CPU)`, and the CPU computes the rest. *Resident* is the share of "
+        "the bytes of running neurons that is in GPU memory. *Missing* are the other bytes of a token, with selectors "
+        "that are missing. Both are for `cpu`. *All* is a budget of all free memory. *Measured* is the speed of the "
+        "median token in the last run of `make gpu-check`."
+    )
+    for name, subject in subjects.items():
+        yield f"### {name} by budget"
+        yield (
+            f"The pack is `{subject.request.name}`. Everything is resident from a budget of "
+            f"{_least_resident(subject) / _GIB:.1f} GiB on."
+        )
+        if subject.request.sparsity:
+            yield (
+                f"{subject.request.sparsity:.0%} of an expert's neurons do not run. If how often rows run falls evenly "
+                "from an expert's first row to its last, as placement assumes:"
+            )
+            yield table(*_speed_table(subject, counts, "falling", None))
+            yield "If all rows run equally often, as in the synthetic packs that `make gpu-check` runs:"
+        yield table(*_speed_table(subject, counts, "even", measured))
+        yield (
+            "Milliseconds of a token with `auto` and DDR5, by the last table. *Here* (neurons in GPU memory), *CPU* "
+            "and *link* run at the same time."
+        )
+        yield table(*_fork_table(subject, counts))
+
+
+def _budgets(gpu: str) -> Iterator[tuple[str, int | None, int]]:
+    """Returns a GPU's budgets: name, the option's bytes, and the bytes."""
+    most = usual_budget(GPUS[gpu].memory_bytes)
+    for gib in _BUDGETS:
+        if gib * _GIB < most:
+            yield str(gib), gib * _GIB, gib * _GIB
+    yield f"all, {most / _GIB:.1f}", None, most
+
+
+def _speed_table(subject: Subject, counts: Counts, order: Order, measured: Measured | None) -> Table:
+    """Returns predicted speeds, and measured ones if there may be any."""
+    launches, body = counts.of(subject.request.model), list[list[object]]()
+    for gpu in NUM_SMS:
+        for name, option, budget in _budgets(gpu):
+            found = [predict(subject, Setup(gpu, cpu, budget, misses, order), launches) for misses, cpu in _ANSWERS]
+            speeds = [f"{1 / each.token_s:.0f}" for each in found]
+            body.append([gpu, name, f"{found[0].resident:.0%}", f"{found[0].missing_bytes / 1e6:.0f}", *speeds])
+            if measured is not None:
+                ms = measured.get((gpu, subject.request.name, option))
+                body[-1].append(None if ms is None else f"{1e3 / ms:.0f}")
+    answers = [misses if misses == "pull" else f"{misses}, {cpu}" for misses, cpu in _ANSWERS]
+    header = ["GPU", "budget, GiB", "resident", "missing, MB", *answers]
+    return header if measured is None else [*header, "measured"], body
+
+
+def _fork_table(subject: Subject, counts: Counts) -> Table:
+    """Returns the predicted parts of a token's time."""
+    launches, body = counts.of(subject.request.model), list[list[object]]()
+    for gpu in NUM_SMS:
+        for name, _, budget in _budgets(gpu):
+            each = predict(subject, Setup(gpu, "DDR5", budget, "auto", "even"), launches)
+            times = (each.serial_s, each.here_s, each.cpu_s, each.link_s, each.token_s)
+            body.append([gpu, name, *(f"{1e3 * seconds:.2f}" for seconds in times)])
+    return ["GPU", "budget, GiB", "serial", "here", "CPU", "link", "token"], body
+
+
+def _least_resident(subject: Subject) -> int:
+    """Returns the smallest budget, to a tenth of a GiB, in which everything is resident."""
+    tenths = range(1, 10 * 200)
+    whole = subject.place(1 << 62, False).num_bytes
+    return next(
+        budget for tenth in tenths if (budget := tenth * _GIB // 10) > whole and subject.expert_bytes(budget) >= whole
+    )
+
+
+@click.command(help=__doc__)
+@click.option("--keep-counts", is_flag=True, help="Take the launches that were counted before.")
+def main(keep_counts: bool) -> None:
+    """Writes the page and the counts."""
+    if not keep_counts:
+        count_all().write(COUNTS)
+    PAGE.write_text(page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))))
+    click.echo(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
