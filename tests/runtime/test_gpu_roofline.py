@@ -1,0 +1,142 @@
+"""The page of predictions for the GPU's engine: its arithmetic, its counts of launches, and that it is up to date."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
+from gpu.packs import PackRequest
+from gpu.roofline import Launches, LayerBytes, Rates, Subject, forks, moved_bytes
+from gpu_roofline import COUNTS, FOLDER, PAGE, Counts, page, read_measured
+from synthetic import plan_for, small
+
+from moe_pack.formats import dense_roles
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.gpu.kernels.rows import num_partials
+from moe_pack.runtime.gpu.placement import GpuPlacement, Misses
+
+RATES = Rates(memory=100.0, link=10.0, cpu=20.0, launch_s=1.0, call_s=3.0, token_s=0.0)
+LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)
+
+
+def layer_bytes(pulled: float, left: float, selectors: float = 0.0) -> LayerBytes:
+    """One token and one layer; a second layer lacks nothing."""
+    values = {"select": (300, 300), "here": (400, 400), "pulled": (pulled, 0), "left": (left, 0)}
+    arrays = {name: np.array([each], float) for name, each in values.items()}
+    return LayerBytes(200, 100, 50, **arrays, selectors=np.array([[selectors, 0.0]]))
+
+
+def test_a_layer_takes_its_serial_part_and_the_longest_fork() -> None:
+    is_split = np.array([True, False])
+    found = forks(layer_bytes(pulled=60, left=100), LAUNCHES, RATES, False, is_split)
+    # 7 launches, 600 bytes, and 50 of partial sums; where records are pulled, twice as many sums.
+    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + 0.5, 7 + 6 + 0.5]])
+    np.testing.assert_allclose(found.here, [[4 + 0.5, 4 + 0.5]])
+    np.testing.assert_allclose(found.cpu, [[3 + 2 + 100 / 20, 0]])
+    np.testing.assert_allclose(found.link, [[1 + 60 / 10 + 0.6 + 0.5, 0]])
+    np.testing.assert_allclose(found.seconds, [[14 + 10, 13.5 + 4.5]])
+
+
+def test_a_layer_that_leaves_nothing_to_the_link_has_no_such_fork() -> None:
+    found = forks(layer_bytes(pulled=0, left=0), LAUNCHES, RATES, False, np.array([True, True]))
+    assert found.link.tolist() == [[0, 0]] and found.cpu.tolist() == [[5, 5]]
+
+
+def test_without_forks_the_link_comes_first() -> None:
+    found = forks(layer_bytes(pulled=60, left=0, selectors=40), LAUNCHES, RATES, True, np.array([True, True]))
+    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + (60 + 40) / 10 + 1, 7 + 6 + 0.5]])
+    np.testing.assert_allclose(found.here, [[4 + 0.5 + 0.6, 4 + 0.5]])
+    assert not found.cpu.any() and not found.link.any()
+
+
+def subject() -> Subject:
+    """A layer of three experts with 64 neurons, of which half run; the only token chooses the first two."""
+    spec = small(num_layers=1, num_experts=3)
+    layout = pack_layout(spec, plan_for(spec), ["BF16"] * len(dense_roles(spec)))
+    request = PackRequest("small", "", plan_for, 0.5)
+    return Subject(request, layout, np.ones((1, 3)), np.ones((1, 3, 4)), np.array([[[0, 1]]]))
+
+
+def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
+    """32 rows of the first expert and 16 of the second are resident, and 40 slots, of which 8 wait for records."""
+    first_dynamic, zeros = np.array([[32, 16 * has_selector, 64]]), np.zeros(1, np.int64)
+    return GpuPlacement(
+        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 40, slot_bytes=zeros,
+        num_landing=zeros + 4, scratch_bytes=0, dynamic_bytes=1, other_bytes=0, num_active=2,
+    )  # fmt: skip
+
+
+def test_bytes_of_neurons_by_where_their_records_are() -> None:
+    one, runs = subject(), subject().runs("even")
+    expert = one.layout.experts[0][0]
+    assert expert.selector is not None
+    record, selector = expert.records.row_bytes, 64 * expert.selector.row_bytes
+    found = moved_bytes(one, placement("split", True), runs, 0.25, num_sms=4)
+    # Of 32 and 48 missing records 32 are in slots: 40%. Of the others a quarter is pulled, or four.
+    np.testing.assert_allclose(found.here, [[(16 + 8 + 0.4 * 40) * (record + 8)]])
+    np.testing.assert_allclose(found.pulled, [[(0.25 * 9.6 + 0.25 * 14.4) * record]])
+    np.testing.assert_allclose(found.left, [[0.75 * 24 * record]])
+    np.testing.assert_allclose(found.select, [[2 * (selector + 2 * 4 * 64)]])
+    assert found.partials == 4 * 2 * num_partials(2, 64, 4) * 256
+    most = moved_bytes(one, placement("split", True), runs, 1.0, num_sms=4)
+    np.testing.assert_allclose(most.pulled, [[(4 + 4) * record]])
+
+    pulled = moved_bytes(one, placement("pull", True), runs, 0.25, num_sms=4)
+    np.testing.assert_allclose(pulled.pulled, [[24 * record]])
+    assert not pulled.left.any() and not pulled.selectors.any()
+
+
+def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
+    one, runs = subject(), subject().runs("even")
+    expert = one.layout.experts[0][0]
+    record, selector = expert.records.row_bytes, expert.selector_bytes
+    found = moved_bytes(one, placement("split", False), runs, 0.0, num_sms=4)
+    # The 32 missing records of the first expert are in slots; the CPU has all of the second.
+    np.testing.assert_allclose(found.here, [[32 * (record + 8)]])
+    np.testing.assert_allclose(found.left, [[selector + 32 * record]])
+    np.testing.assert_allclose(found.select, [[selector + 2 * 4 * 64]])
+
+    pulled = moved_bytes(one, placement("pull", False), runs, 0.0, num_sms=4)
+    np.testing.assert_allclose(pulled.selectors, [[selector]])
+    np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
+
+
+def test_rows_run_as_often_as_the_sparsity_says() -> None:
+    one = subject()
+    falling = Subject(one.request, one.layout, one.popularity, np.array([[[7, 5, 3, 1]] * 3]) / 8, one.routes)
+    for order, expected in (("even", [0.5] * 4), ("falling", [0.875, 0.625, 0.375, 0.125])):
+        np.testing.assert_allclose(falling.runs(order)[0, 0], expected)  # type: ignore[arg-type]  # one of both
+
+
+def test_measured_tokens_are_found(tmp_path: Path) -> None:
+    row = {"kind": "Speed", "pack": "a", "wanted": {"budget_bytes": 8 << 30}, "median_token_ms": 12.5}
+    other = {"kind": "Filled", "pack": "a"}
+    for name, rehearsal, gpu in (
+        ("gpu-1.json", False, {"name": "NVIDIA GeForce RTX 3090"}),
+        ("gpu-2.json", True, None),
+    ):
+        parts = [{"rows": [other, row]}]
+        (tmp_path / name).write_text(json.dumps({"rehearsal": rehearsal, "gpu": gpu, "parts": parts}))
+    assert read_measured(tmp_path.glob("gpu-*.json")) == {("RTX 3090", "a", 8 << 30): 12.5}
+
+
+def test_launches_are_those_on_the_page(tmp_path: Path) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("launches are counted in plain memory")
+    found = count("mixtral-8x7b", tmp_path)
+    assert found == list(Counts.read(COUNTS).of("mixtral-8x7b").values())
+    by_mode = {each.mode: each for each in found}
+    assert by_mode["split"].per_layer[Launch("cpu", CPU_CALL)] == 1
+    assert by_mode["pull"].total(lambda launch: launch.name == CPU_CALL) == 0
+
+
+def test_counts_come_back_from_json() -> None:
+    counted = TokenLaunches("a", "pull", 32, {Launch("main", "x"): 2}, {Launch("link", "y"): 1})
+    assert TokenLaunches.from_json(json.loads(json.dumps(counted.as_json()))) == counted
+    assert counted.total(lambda launch: True) == 32 * 2 + 1
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    assert page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))) == PAGE.read_text()
