@@ -235,6 +235,7 @@ class GpuDecoder(Decoder):
         self._coming: list[tuple[Mark, list[Promotion]]] = []
         self._token_seconds = _FIRST_TOKEN_SECONDS
         self._counts = np.zeros(4, np.int64)
+        self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in weights.memory.kinds])
         self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
         self._slots_are_empty = False
         self._empty_slots()
@@ -406,9 +407,12 @@ class GpuDecoder(Decoder):
         self._undecided, self._slots_are_empty = False, True
 
     def _count(self, turn: int) -> None:
-        sums = self._step.totals[turn].sum(dim=(0, 1))
-        left, missing = int(sums[LEFT]), int(sums[MISSING])
-        self._counts[:3] += [int(sums[HERE] + sums[PULLED]) + left - missing, missing - left, left]
+        totals = self._step.totals[turn].numpy()
+        running, left = totals[..., HERE] + totals[..., PULLED] + totals[..., LEFT], totals[..., LEFT]
+        pulled = totals[..., MISSING] - left
+        self._counts[:3] += [int((running - totals[..., MISSING]).sum()), int(pulled.sum()), int(left.sum())]
+        record_bytes = np.take_along_axis(self._record_bytes, self._step.routes[turn].numpy(), axis=1)
+        self._pulled_bytes += int((pulled * record_bytes).sum())
         self._counts[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
         self._num_tokens += 1
 

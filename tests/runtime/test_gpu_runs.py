@@ -11,9 +11,22 @@ from cases import case
 from gpt_oss_pack import CHUNK, WINDOW, packed_gpt_oss
 from gpt_oss_pack import IDS as GPT_OSS_IDS
 from gpt_oss_pack import PROMPT as GPT_OSS_PROMPT
-from gpu_runs import CPU, IDS, PROMPT, TOLERANCE, GpuRun, gpu_decoder, gpu_engine, gpu_logits, reference_logits
+from gpu_runs import (
+    CPU,
+    IDS,
+    PROMPT,
+    TOLERANCE,
+    GpuRun,
+    expert_bytes_for,
+    gpu_decoder,
+    gpu_engine,
+    gpu_logits,
+    reference_logits,
+)
 from late_queues import CarelessQueues, LateQueues
 from models import TinyMixtral, pack
+from native import kernels_limited_to
+from played_slots import played, recorded_tokens
 
 import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
 from moe_pack.convert import convert
@@ -22,7 +35,9 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
-from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.gpu.placement import place_experts, usual_heat
+from moe_pack.runtime.model import Decoder, NativeOperations, PackWeights
+from moe_pack.runtime.offload import PRESETS
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 LONG_IDS = [(37 * i + 5) % 96 for i in range(8)]
@@ -40,28 +55,35 @@ def check(folder: Path, run: GpuRun, ids: list[int] = IDS) -> None:
     assert (gpu_logits(folder, run, ids) - reference_logits(folder, ids)).abs().max() < TOLERANCE
 
 
+def test_logits_are_the_references_where_cpu_and_link_share_what_is_missing(tmp_path: Path) -> None:
+    check(packed(tmp_path, sparse=True), GpuRun(0.4), LONG_IDS[:5])
+
+
+def test_pulling_gives_the_same_bits_whatever_is_resident(tmp_path: Path) -> None:
+    folder = packed(tmp_path, sparse=True)
+    first, other = (gpu_logits(folder, GpuRun(share, "pull"), LONG_IDS[:4]) for share in (0.0, 0.5))
+    assert (first - reference_logits(folder, LONG_IDS[:4])).abs().max() < TOLERANCE
+    assert torch.equal(first, other)
+
+
+@pytest.mark.slow
 def test_logits_are_the_references_whoever_has_what_is_missing(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     expected = reference_logits(folder, LONG_IDS)
     for run in (
-        GpuRun(0.0, "split", cpu_share=0.3),
-        GpuRun(0.4, "split"),
-        GpuRun(0.6, "split", pulled_share=0.0, policy="corm"),
-        GpuRun(0.4, "split", pulled_share=1.0, dynamic_share=0.9),
+        GpuRun(0.0, cpu_share=0.3),
+        GpuRun(0.6, pulled_share=0.0, policy="corm"),
+        GpuRun(0.4, pulled_share=1.0, dynamic_share=0.9),
+        GpuRun(0.5, policy="fiddler", cpu_share=3.0),
         GpuRun(0.4, "disk"),
+        GpuRun(1.0),
     ):
         with case(str(run)):
             found = gpu_logits(folder, run, LONG_IDS)
             assert (found - expected).abs().max() < TOLERANCE
 
 
-def test_pulling_gives_the_same_bits_whatever_is_resident(tmp_path: Path) -> None:
-    folder = packed(tmp_path, sparse=True)
-    first, *others = (gpu_logits(folder, GpuRun(share, "pull"), LONG_IDS) for share in (0.0, 0.5, 1.0))
-    assert (first - reference_logits(folder, LONG_IDS)).abs().max() < TOLERANCE
-    assert all(torch.equal(first, other) for other in others)
-
-
+@pytest.mark.slow
 def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     found = {}
@@ -82,20 +104,23 @@ def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     assert all(counts.tokens == len(LONG_IDS) for counts in found.values())
 
 
-def test_rows_that_come_again_are_resident_in_the_end(tmp_path: Path) -> None:
-    """The same token at each position has about the same experts and neurons."""
-    folder = packed(tmp_path, sparse=True)
-    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=1.0)
+@pytest.mark.slow
+def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
+    """The engine's counts are those of a play of the same tokens, which computes nothing."""
+    folder, ids = packed(tmp_path, sparse=True), [*LONG_IDS, *LONG_IDS]
+    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.5)
     with gpu_decoder(folder, run) as decoder:
-        shares = []
-        for _ in range(3):
-            before = decoder.counts()
-            for _ in range(5):
-                decoder.next_logits([5])
-            after = decoder.counts()
-            needed = after.resident + after.left - before.resident - before.left
-            shares.append((after.resident - before.resident) / needed)
-    assert shares[-1] > shares[0]
+        for token in ids:
+            decoder.next_logits([token])
+        found = decoder.counts()
+    with Pack(folder) as opened:
+        tokens = recorded_tokens(opened, NativeOperations(kernels_limited_to("portable")), ids, 64)
+        popularity = np.ones(opened.index.size.shape)
+        heat, room = usual_heat(opened.layout, opened.thresholds), expert_bytes_for(opened, run.share)
+        placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share)
+        expected = played(placement, PRESETS["lru"], popularity, tokens)
+    assert expected.promoted and found.resident == expected.resident
+    assert (found.left, found.promoted) == (expected.left - expected.whole, expected.promoted)
 
 
 @pytest.mark.slow

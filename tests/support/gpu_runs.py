@@ -1,8 +1,9 @@
 """The GPU's engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, Pack
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, PolicyName
 from moe_pack.runtime.offload.presets import eviction_of
-from moe_pack.runtime.offload.split import fastest
+from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
 CPU = torch.device("cpu")
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
@@ -54,6 +55,10 @@ def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
     return least.num_bytes + round(share * (total + least.other_bytes))
 
 
+def _split(cpu_share: float, num_tokens: Sequence[int]) -> LoadOrCompute:
+    return fastest(num_tokens, cpu_share, 1.0)
+
+
 @contextmanager
 def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuEngine]:
     """Builds the engine."""
@@ -73,7 +78,7 @@ def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterato
             host=host,
             tier=tier,
             kernels=None if run.misses == "pull" else kernels,
-            split=None if run.cpu_share is None else lambda tokens: fastest(tokens, run.cpu_share, 1.0),
+            split=None if run.cpu_share is None else partial(_split, run.cpu_share),
             pulled_share=run.pulled_share,
             link_rate=float("inf"),
             popularity=np.ones(pack.index.size.shape),

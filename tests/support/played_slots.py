@@ -65,10 +65,14 @@ def recorded_tokens(
 
 @dataclass(frozen=True, slots=True)
 class PlayedSlots:
-    """Running neurons whose records were resident, and others; records that were promoted."""
+    """Running neurons whose records were resident, and others; records that were promoted.
+
+    `whole`: of the others, those of experts without a resident selector, which the CPU selects itself.
+    """
 
     resident: int
     left: int
+    whole: int
     promoted: int
 
 
@@ -88,7 +92,7 @@ def played(
     slots_at = 1 + ends - placement.num_slots * placement.slot_bytes // 16
     facts = CacheFacts(f - placement.first_dynamic, int(placement.num_slots.sum()), placement.num_active, popularity)
     residency = Residency(placement, static_at, slots_at, eviction_of(preset, facts)) if preset.keeps else None
-    at, resident, left = static_at.copy(), 0, 0
+    at, resident, left, whole = static_at.copy(), 0, 0, 0
     coming: list[Promotion] = []
     last: TokenRoutes | None = None
     for token in tokens:
@@ -99,6 +103,7 @@ def played(
                 is_here = (at[l, token.experts[l, place], neurons] >= 0) & has_selector
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
+                whole += 0 if has_selector else len(neurons)
                 missing[l, place] = neurons[~is_here] if has_selector else neurons[:0]
         if residency is None:
             continue
@@ -110,7 +115,7 @@ def played(
         for key, neurons in missing.items():
             counts[key] = len(neurons)
         last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-    return PlayedSlots(resident, left, 0 if residency is None else residency.promoted_rows)
+    return PlayedSlots(resident, left, whole, 0 if residency is None else residency.promoted_rows)
 
 
 def popularity_of(tokens: Sequence[PlayedToken], num_experts: int) -> NDArray[np.float64]:
