@@ -353,6 +353,7 @@ class Engine:
             popularity=popularity_shares(pack, Routing.open(pack)),
             eviction=lambda facts: eviction_of(preset, facts),
             dynamic_share=DYNAMIC_SHARE if preset.keeps else 0.0,
+            is_fast=options.numerics == "fast",
         )
 
     def _helping_kernels(self) -> Kernels | None:

@@ -18,6 +18,7 @@ ReadOption = Literal["auto", "direct", "pread", "map"]
 VerifyOption = Literal["lazy", "full", "off"]
 KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 MissesOption = Literal["auto", "cpu", "pull"]
+NumericsOption = Literal["strict", "fast"]
 KvDtype = Literal["f32", "bf16"]
 
 _GPU, _OFFLOAD = "gpu", "offload"  # marks: where an option has a meaning
@@ -63,6 +64,15 @@ class EngineOptions:
             mark=_GPU,
             help="With --device cuda: host memory for experts; if the pack is larger, experts come from the disk.  "
             "[default: three quarters of the free memory]",
+        ),
+    )
+    numerics: NumericsOption = field(
+        default="strict",
+        metadata=option(
+            "--numerics",
+            mark=_GPU,
+            help="With --device cuda: strict computes as exactly as float32; fast computes prompts in bfloat16, which "
+            "CHANGES THE ANSWER a little.",
         ),
     )
     kv_dtype: KvDtype | None = field(

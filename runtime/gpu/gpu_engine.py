@@ -35,7 +35,7 @@ class GpuInputs:
     experts that the CPU computes in passes of many tokens; None if none.   `pulled_share`: of missing records of one
     token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
     experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
-    memory for experts, for those that come and go.
+    memory for experts, for those that come and go.   `is_fast`: whether prompts are computed in bfloat16.
     """
 
     pack: Pack
@@ -50,6 +50,7 @@ class GpuInputs:
     popularity: NDArray[Any]
     eviction: Callable[[CacheFacts], Eviction]
     dynamic_share: float = DYNAMIC_SHARE
+    is_fast: bool = False
 
 
 class GpuEngine:
@@ -73,7 +74,14 @@ class GpuEngine:
         if is_cuda and inputs.host is not None:
             has_link = np.array([inputs.host.is_layer_locked(l) for l in range(len(pack.layout.experts))])
         placement = place_experts(
-            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, inputs.dynamic_share, has_link
+            pack.layout,
+            expert_bytes,
+            inputs.misses,
+            inputs.popularity,
+            heat,
+            inputs.dynamic_share,
+            has_link,
+            is_pulled=inputs.pulled_share > 0,
         )
         queues = Queues(device)
         with ExitStack() as opened:
@@ -93,7 +101,7 @@ class GpuEngine:
                             closing(PromptShare(pack, inputs.host, inputs.kernels, inputs.split))
                         )
             self.weights = GpuWeights(
-                pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share
+                pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
             step = StepInputs(queues, inputs.host, share, exchange, inputs.pulled_share)
             self.decoder = GpuDecoder(

@@ -23,12 +23,15 @@ Array = NDArray[Any]
 Misses = Literal["pull", "split", "disk"]
 
 REACH_BYTES = 16 * (2**31 - 1)  # the largest arena with one beginning: offsets are int32 in units of 16 bytes
-DYNAMIC_SHARE = 0.25  # of the memory for experts; not tuned
+# Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/policies.md), but a
+# prompt's experts stream through it.
+DYNAMIC_SHARE = 0.05
 # Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
 _LANDING_SHARE, _MOST_LANDING = 0.125, 256
-# A selector is worth more than records that are read as often: without it the CPU computes the whole expert, and no
-# record of it can come into a slot.
-_RECORD_WORTH = 0.05
+# What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
+# selector is worth far more: without it the CPU computes the whole expert, and the link brings nothing of it.
+_RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.05
+_USUAL_RUNNING = 0.2  # share of the neurons that run where some do not: the papers' packs are 80 to 90% sparse
 _NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
 _TABLES_A_LAYER = 16  # of tensors in the memory, each beginning on a line of its own
 
@@ -75,6 +78,7 @@ def place_experts(
     heat: Array | None = None,
     dynamic_share: float = DYNAMIC_SHARE,
     has_link: Array | None = None,
+    is_pulled: bool = False,
 ) -> GpuPlacement:
     """Divides a GPU's memory for experts between static rows and dynamic memory.
 
@@ -83,6 +87,7 @@ def place_experts(
     Args:    popularity: [L, E], in any unit; None: all equal.   heat: [L, E, H], the share of tokens for which a row
              runs, in each of H equal slices of an expert's rows; None: all rows are read equally often.   has_link:
              bool [L], layers whose experts a GPU can read in host memory: only these have slots; None: all.
+             is_pulled: whether the link brings some of a token's missing records.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
     sizes = _Sizes.of(layout, misses, has_link)
@@ -105,6 +110,7 @@ def place_experts(
         is_static = _most_popular(sizes.expert_bytes, popularity, static_bytes)
         return sizes.placement(is_static, sizes.num_rows * is_static, dynamic_bytes)
     heat = np.ones((*shape, 1)) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
+    heat = heat * (_PULLED_RECORD_WORTH if is_pulled or misses == "pull" else _RECORD_WORTH)
     return sizes.with_hottest(layout, popularity, heat, max(static_bytes, 0), dynamic_bytes)
 
 
@@ -121,7 +127,7 @@ def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
     Rows lie hottest first, so the frequency is assumed to fall evenly. Without a selector or a threshold all are read.
     Args:    thresholds: [L, E].
     """
-    falling = (np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES
+    falling = 2 * _USUAL_RUNNING * (np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES
     drops = (thresholds > 0) & (layout.experts[0][0].selector is not None)
     return np.where(drops[:, :, None], falling, 1.0)
 
@@ -192,7 +198,7 @@ class _Sizes:
         """Returns the placement whose static rows are those read most, in so many bytes."""
         # `resident_rows` itself leaves memory for biases.
         num_bytes = static_bytes + self.extra_bytes * self.record_rows.size
-        selector_share, row_shares = resident_rows(layout, popularity, _RECORD_WORTH * heat, num_bytes)[:2]
+        selector_share, row_shares = resident_rows(layout, popularity, heat, num_bytes)[:2]
         edges = np.diff(np.linspace(0, self.num_rows, row_shares.shape[2] + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
         is_full = np.cumprod(records == edges, axis=2)

@@ -150,6 +150,7 @@ class GpuWeights(PackWeights, ExpertRunner):
     `is_streaming`: whether a pass of many tokens has used the dynamic memory since `begin_token`.
     Args:    chunk_tokens: of a forward pass, at most.   tier: the CPU's own engine, which runs experts that are not in
              GPU memory; None if `host` has them all.   share: the CPU's of missing experts; None if all are copied.
+             is_fast: whether many tokens are multiplied in bfloat16; routers' products stay as exact as float32's.
     """
 
     def __init__(
@@ -162,7 +163,9 @@ class GpuWeights(PackWeights, ExpertRunner):
         chunk_tokens: int,
         tier: ExpertRunner | None = None,
         share: PromptShare | None = None,
+        is_fast: bool = False,
     ) -> None:
+        self._is_fast = is_fast
         super().__init__(pack, device, GpuOperations())
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
@@ -174,7 +177,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         super()._keep(held.to(self._device))  # one allocation, whose size is counted
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
-        return DeviceMatrix(dense, raw)
+        return DeviceMatrix(dense, raw, self._is_fast and not dense.role.name.endswith("router"))
 
     def run_experts(
         self,
@@ -193,7 +196,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         chosen, weights = experts.cpu(), router_weights.cpu()
         pass_ = _Pass.of(layer_idx, chosen, weights, self.stream)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][expert].num_bytes for expert in pass_.order)
-        outputs = self._outputs[: chosen.numel()]
+        outputs, x_of_gpu = self._outputs[: chosen.numel()], inputs.bfloat16() if self._is_fast else inputs
         others = on_cpu = None
         num_streamed = len(pass_.missing)
         if pass_.missing and self._tier is not None:
@@ -203,8 +206,8 @@ class GpuWeights(PackWeights, ExpertRunner):
         if num_streamed < len(pass_.missing):
             outputs.zero_()  # of those the GPU does not compute
         pairs = _PairsOnDevice.of(pass_, self._device)
-        self._run(pass_, pairs, 0, len(pass_.static), inputs, outputs)
-        self._stream_and_run(pass_, pairs, num_streamed, inputs, outputs)
+        self._run(pass_, pairs, 0, len(pass_.static), x_of_gpu, outputs)
+        self._stream_and_run(pass_, pairs, num_streamed, x_of_gpu, outputs)
         self._stream_ahead(layer_idx + 1, chosen.numel())
         y = torch.empty_like(x)
         combine(outputs, y)

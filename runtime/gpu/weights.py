@@ -28,11 +28,13 @@ from moe_pack.runtime.model.matrix import TORCH_DTYPES, InMemoryMatrix
 class DeviceMatrix(InMemoryMatrix):
     """A matrix [num_rows, num_cols] in the pack's row layout, or in plain values; see `Matrix`.
 
-    Args:    raw: u8, all bytes of the matrix, on the device.
+    Args:    raw: u8, all bytes of the matrix, on the device.   is_bf16: whether products of many tokens take them in
+             bfloat16.
     """
 
-    def __init__(self, dense: DenseLayout, raw: Tensor) -> None:
+    def __init__(self, dense: DenseLayout, raw: Tensor, is_bf16: bool = False) -> None:
         self.num_rows, self.num_cols = dense.role.shape
+        self._is_bf16 = is_bf16
         self._plain: RowMatrix | StoredMatrix
         if dense.rows is not None:
             rows = raw.view(-1, dense.rows.row_bytes)
@@ -62,7 +64,8 @@ class DeviceMatrix(InMemoryMatrix):
         if len(x) == 1:
             gemv(x[0].contiguous(), self._rows, out[0])
         else:
-            gemm(x.contiguous(), self._rows.raw, self._rows.part, self._rows.row_units, out)
+            x = x.bfloat16() if self._is_bf16 else x.contiguous()
+            gemm(x, self._rows.raw, self._rows.part, self._rows.row_units, out)
         return out
 
 

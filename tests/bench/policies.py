@@ -506,15 +506,17 @@ _GPU_SHARES = (0.25, 0.5, 0.75)
 def gpu_row(
     pack: Pack, policy: PolicyName, learned: Sequence[PlayedToken], tokens: Sequence[PlayedToken]
 ) -> tuple[str, ...]:
-    """Returns the line of a policy: the share of neurons that were resident on a GPU, and what it copied, by memory."""
+    """Returns the line of a policy, by memory: the share of neurons that a GPU had, and what the CPU read."""
     preset, layout = PRESETS[policy], pack.layout
     popularity, heat = popularity_of(learned, pack.spec.router.num_experts), usual_heat(layout, pack.thresholds)
     whole, cells = place_experts(layout, 1 << 40, "split").num_bytes, list[str]()
+    expert = layout.experts[0][0]
     for share in _GPU_SHARES:
         dynamic_share = DYNAMIC_SHARE if preset.keeps else 0.0
         placement = place_experts(layout, int(share * whole), "split", popularity, heat, dynamic_share)
         found = played(placement, preset, popularity, tokens)
-        cells += [f"{found.resident / (found.resident + found.left):.1%}", f"{found.promoted / len(tokens):.0f}"]
+        read = found.left * expert.records.row_bytes + found.whole_experts * expert.selector_bytes
+        cells += [f"{found.resident / (found.resident + found.left):.1%}", f"{read / len(tokens) / 1000:.0f}"]
     return policy, *cells
 
 
@@ -525,7 +527,7 @@ def gpu_row(
 @click.option("--sparsity", default=0.8, show_default=True, type=float, help="Share of neurons that do not run.")
 @json_option
 def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, as_json: bool) -> None:
-    """Prints, for each policy, which share of a token's neurons a GPU of some memory has resident.
+    """Prints, for each policy, which share of a token's neurons a GPU of some memory has, and what the CPU reads.
 
     The slots of `moe-run --device cuda --misses cpu` are played on the demo model's tokens, at 4 bit; nothing runs on a
     GPU. Memory is that of all experts times a share.
@@ -535,7 +537,7 @@ def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, as_jso
         ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * (learned + tokens)])[: learned + tokens]
         found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH)
         rows = [gpu_row(pack, policy, found[:learned], found[learned:]) for policy in SIMPLEST_FIRST]
-    shares = [f"{share:.0%} of the memory: resident, promoted a token" for share in _GPU_SHARES]
+    shares = [f"{share:.0%} of the memory: resident, KB by the CPU" for share in _GPU_SHARES]
     header = ("policy", *(cell for share in shares for cell in share.split(", ")))
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 

@@ -23,6 +23,7 @@ from gpu_runs import (
     gpu_logits,
     reference_logits,
 )
+from interpreted_bf16 import correct_bf16
 from late_queues import CarelessQueues, LateQueues
 from models import TinyMixtral, pack
 from native import kernels_limited_to
@@ -200,6 +201,17 @@ def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
         for token in IDS[PROMPT:]:
             got = decoder.next_logits([token]).clone()
     assert 0 < (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_fast_prompts_differ_by_rounding_and_single_tokens_do_not(tmp_path: Path) -> None:
+    correct_bf16()
+    folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
+    expected = reference_logits(folder, LONG_IDS)
+    prompt = (gpu_logits(folder, GpuRun(1.0, is_fast=True), LONG_IDS, len(LONG_IDS)) - expected).abs().max()
+    assert TOLERANCE < prompt < 0.05 * expected.abs().max()
+    alone = gpu_logits(folder, GpuRun(1.0, is_fast=True), LONG_IDS, 0)
+    assert (alone - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])

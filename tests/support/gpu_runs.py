@@ -32,7 +32,7 @@ IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 class GpuRun:
     """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
 
-    `misses`, `pulled_share`, `dynamic_share`: as in `GpuInputs`.   `policy`: whose eviction decides on the slots.
+    `misses`, `pulled_share`, `dynamic_share`, `is_fast`: as in `GpuInputs`.   `policy`: whose eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
     """
@@ -46,6 +46,7 @@ class GpuRun:
     cache_dtype: torch.dtype = torch.float32
     dynamic_share: float = DYNAMIC_SHARE
     cpu_share: float | None = None
+    is_fast: bool = False
 
 
 def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
@@ -84,6 +85,7 @@ def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterato
             popularity=np.ones(pack.index.size.shape),
             eviction=lambda facts: eviction_of(PRESETS[run.policy], facts),
             dynamic_share=run.dynamic_share,
+            is_fast=run.is_fast,
         )
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:
@@ -101,7 +103,7 @@ def gpu_decoder(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterat
 def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
     """Returns a pack's logits, in plain torch."""
     with Pack(folder) as pack:
-        return Decoder(PackWeights(pack, CPU), 64).logits(ids)
+        return Decoder(PackWeights(pack, CPU), max(64, len(ids))).logits(ids)
 
 
 def gpu_logits(folder: Path, run: GpuRun, ids: list[int] = IDS, num_prompt: int = PROMPT) -> torch.Tensor:

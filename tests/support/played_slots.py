@@ -67,12 +67,13 @@ def recorded_tokens(
 class PlayedSlots:
     """Running neurons whose records were resident, and others; records that were promoted.
 
-    `whole`: of the others, those of experts without a resident selector, which the CPU selects itself.
+    `whole`: of the others, those of experts without a resident selector, `whole_experts`, which the CPU selects itself.
     """
 
     resident: int
     left: int
     whole: int
+    whole_experts: int
     promoted: int
 
 
@@ -92,7 +93,7 @@ def played(
     slots_at = 1 + ends - placement.num_slots * placement.slot_bytes // 16
     facts = CacheFacts(f - placement.first_dynamic, int(placement.num_slots.sum()), placement.num_active, popularity)
     residency = Residency(placement, static_at, slots_at, eviction_of(preset, facts)) if preset.keeps else None
-    at, resident, left, whole = static_at.copy(), 0, 0, 0
+    at, resident, left, whole, whole_experts = static_at.copy(), 0, 0, 0, 0
     coming: list[Promotion] = []
     last: TokenRoutes | None = None
     for token in tokens:
@@ -104,6 +105,7 @@ def played(
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
                 whole += 0 if has_selector else len(neurons)
+                whole_experts += not has_selector
                 missing[l, place] = neurons[~is_here] if has_selector else neurons[:0]
         if residency is None:
             continue
@@ -115,7 +117,7 @@ def played(
         for key, neurons in missing.items():
             counts[key] = len(neurons)
         last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-    return PlayedSlots(resident, left, whole, 0 if residency is None else residency.promoted_rows)
+    return PlayedSlots(resident, left, whole, whole_experts, 0 if residency is None else residency.promoted_rows)
 
 
 def popularity_of(tokens: Sequence[PlayedToken], num_experts: int) -> NDArray[np.float64]:
