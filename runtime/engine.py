@@ -273,7 +273,7 @@ class Engine:
             locked = size_text(self.host.locked_bytes)
             self._fall_back(
                 f"only {locked} of {size_text(self.host.num_bytes)} of host memory are page-locked: the CPU computes "
-                "what it has in the rest"
+                "experts in the rest, and prompts copy them more slowly"
             )
         if self.host is None and self.options.misses == "pull":
             raise RunError(
@@ -333,7 +333,9 @@ class Engine:
             tier, misses = self._cpu_tier(ram_bytes, kernels), "disk"
         elif kernels is None:
             if not host.is_locked:
-                raise RunError("--misses pull needs all host memory page-locked; raise the limit (ulimit -l)")
+                raise RunError(
+                    "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
+                )
             rate = link_rate(host, self.device)
         elif host.is_layer_locked(0):
             rates = Rates.measure(pack, host, kernels, self.device)

@@ -83,10 +83,13 @@ class Exchange:
 
 
 class CpuShare(Protocol):
-    """What computes the CPU's share of a layer."""
+    """What computes the CPU's share of a layer.
+
+    `adds_output`: whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their
+    sum is.
+    """
 
     adds_output: bool
-    """Whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their sum is."""
 
     def launch(self, turn: int, layer_idx: int) -> None:
         """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""

@@ -3,10 +3,7 @@
 from moe_pack.runtime.offload.budget import (
     GPU_PAGE_BYTES,
     BudgetPlan,
-    FixedParts,
     GpuMemoryPlan,
-    MemoryNeeds,
-    divide,
     divide_budget,
     expert_pages,
     least_budget,
@@ -15,7 +12,7 @@ from moe_pack.runtime.offload.budget import (
 )
 from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
 from moe_pack.runtime.offload.disk import Reads, open_reads
-from moe_pack.runtime.offload.experts import EXACT, Approximations, ExpertJob, OffloadedWeights, PhaseCounts
+from moe_pack.runtime.offload.experts import EXACT, Approximations, OffloadedWeights, PhaseCounts
 from moe_pack.runtime.offload.paths import PathStatistics
 from moe_pack.runtime.offload.prefetch import Prefetcher
 from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
@@ -34,11 +31,8 @@ __all__ = [
     "BudgetPlan",
     "CacheFacts",
     "ExpertCache",
-    "ExpertJob",
     "ExpertKey",
-    "FixedParts",
     "GpuMemoryPlan",
-    "MemoryNeeds",
     "OffloadedWeights",
     "Passes",
     "PathStatistics",
@@ -52,7 +46,6 @@ __all__ = [
     "Recording",
     "Routing",
     "auto_preset",
-    "divide",
     "divide_budget",
     "expert_cache_for",
     "expert_pages",

@@ -14,8 +14,8 @@ from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.placement import Misses, least_placement, place_experts, usual_heat
-from moe_pack.runtime.offload import FixedParts, MemoryNeeds, divide, divide_budget, least_budget
-from moe_pack.runtime.offload.budget import best_gpu_plan, least_gpu_budget
+from moe_pack.runtime.offload import divide_budget, least_budget
+from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, best_gpu_plan, divide, least_gpu_budget
 
 MIB, GIB = 1 << 20, 1 << 30
 

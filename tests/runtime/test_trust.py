@@ -24,7 +24,6 @@ from moe_pack.runtime.offload import (
     EXACT,
     PRESETS,
     Approximations,
-    ExpertJob,
     ExpertKey,
     OffloadedWeights,
     PhaseCounts,
@@ -35,7 +34,7 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.disk import BlockingReads
 from moe_pack.runtime.offload.expert_store import ExpertStore
-from moe_pack.runtime.offload.experts import CpuLayerRun
+from moe_pack.runtime.offload.experts import ExpertJob, LayerRun
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
@@ -270,7 +269,7 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]
         job = ExpertJob(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64))
-        run = CpuLayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
+        run = LayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
         run.add(job)
         run.flush()
         first, size = held.layout.selector_bytes, held.layout.records.row_bytes
