@@ -208,6 +208,8 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
             )
         )
         lines.append(("copied", f"{size_text(counts.link_bytes)} over the link in {counts.tokens} tokens"))
+    if counts.cpu_seconds:
+        lines.append(("CPU's share", f"computed in {counts.cpu_seconds:.2f} s, in {counts.tokens} tokens"))
     if counts.whole:
         lines.append(("experts", f"{counts.whole} were computed by the CPU as a whole"))
     return lines

@@ -99,6 +99,10 @@ class CpuShare(Protocol):
         """Raises what has gone wrong since the last call."""
         ...
 
+    def busy_seconds(self) -> float:
+        """Returns the seconds in which it has computed, since it was opened."""
+        ...
+
     def close(self) -> None:
         """Frees what the calls use; no graph may contain one any more."""
         ...
@@ -137,6 +141,10 @@ class PoolShare:
         """Raises what has gone wrong; see `CpuShare`."""
         self._share.check()
 
+    def busy_seconds(self) -> float:
+        """Returns the seconds in which the kernels had work; see `CpuShare`."""
+        return self._share.counts().busy_ns / 1e9
+
     def close(self) -> None:
         """Frees the calls' arguments."""
         self._share.close()
@@ -150,6 +158,7 @@ class TierShare:
     def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: HostCalls | None) -> None:
         self._tier, self._exchange, self._calls = tier, exchange, calls
         self._fault: BaseException | None = None
+        self._busy_seconds = 0.0
         # Graphs contain their addresses: they live as long as this.
         self._functions: dict[tuple[int, int], Callable[..., None]] = {}
 
@@ -171,6 +180,10 @@ class TierShare:
         if fault is not None:
             raise fault
 
+    def busy_seconds(self) -> float:
+        """Returns the seconds in which experts were read and computed; see `CpuShare`."""
+        return self._busy_seconds
+
     def close(self) -> None:
         """Forgets the calls' functions."""
         self._functions.clear()
@@ -182,11 +195,13 @@ class TierShare:
         is_left = exchange.counts[turn, layer_idx] != 0
         if self._fault is not None or not is_left.any():
             return
+        started = time.perf_counter()
         try:
             experts, weights = exchange.experts[is_left].long()[None], exchange.weights[is_left][None]
             exchange.y.copy_(self._tier.run_experts(layer_idx, exchange.x[None].clone(), experts, weights)[0])
         except BaseException as fault:  # no exception may leave a call from the driver
             self._fault = fault
+        self._busy_seconds += time.perf_counter() - started
 
 
 def host_rows(pack: Pack, host: HostArena, layer_idx: int) -> list[ExpertRows]:

@@ -66,7 +66,7 @@ class GpuCounts:
 
     `resident`: computed from GPU memory; `pulled`: over the link; `left`: by the CPU.   `whole`: experts that the CPU
     selected and computed whole.   `promoted`: records that were copied while tokens ran.   `link_bytes`: of pulled and
-    promoted records.
+    promoted records.   `cpu_seconds`: in which the CPU computed.
     """
 
     tokens: int = 0
@@ -76,6 +76,7 @@ class GpuCounts:
     whole: int = 0
     promoted: int = 0
     link_bytes: int = 0
+    cpu_seconds: float = 0.0
 
 
 @runtime_checkable

@@ -237,6 +237,7 @@ class GpuDecoder(Decoder):
         self._counts = np.zeros(4, np.int64)
         self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in weights.memory.kinds])
         self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
+        self._busy_before = 0.0
         self._slots_are_empty = False
         self._empty_slots()
 
@@ -280,13 +281,18 @@ class GpuDecoder(Decoder):
         resident, pulled, left, whole = self._counts.tolist()
         promoted = 0 if self._residency is None else self._residency.promoted_rows
         link_bytes = self._promoted_bytes + self._pulled_bytes
-        return GpuCounts(self._num_tokens, resident, pulled, left, whole, promoted, link_bytes)
+        cpu_seconds = self._busy_seconds() - self._busy_before
+        return GpuCounts(self._num_tokens, resident, pulled, left, whole, promoted, link_bytes, cpu_seconds)
 
     def _clear_counts(self) -> None:
         """Forgets what launches have counted that were no tokens of the caller."""
         self._counts[:] = 0
         self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
+        self._busy_before = self._busy_seconds()
         self._undecided = False
+
+    def _busy_seconds(self) -> float:
+        return 0.0 if self._inputs.share is None else self._inputs.share.busy_seconds()
 
     def _is_alone(self, ids: list[int]) -> bool:
         """Whether these are one token, and no earlier position has to be computed again."""
