@@ -47,11 +47,28 @@ TABLES = (
     Table(
         "Whole models",
         "Speed",
-        ("pack", "wanted.engine", "wanted.budget_bytes", "prompt_tokens"),
-        ("decode_per_s", "prefill_per_s", "median_token_ms", "hit_rate", "bytes_per_token", "link_share"),
+        ("pack", "wanted.misses", "wanted.ram_bytes", "wanted.budget_bytes", "prompt_tokens"),
+        (
+            "decode_per_s",
+            "prefill_per_s",
+            "median_token_ms",
+            "resident",
+            "pulled",
+            "left",
+            "whole_per_token",
+            "bytes_per_token",
+            "disk_bytes_per_token",
+            "link_share",
+            "cpu_share",
+        ),
     ),
-    Table("A cap against everything on the GPU", "Ratio", ("pack", "gib"), ("ratio", "capped_per_s", "resident_per_s")),
-    Table("Whole tokens", "TokenProfile", ("pack",), ("token_us", "kernels_us", "launches")),
+    Table(
+        "A cap against everything on the GPU",
+        "Ratio",
+        ("pack", "misses", "tier", "gib"),
+        ("ratio", "capped_per_s", "resident_per_s"),
+    ),
+    Table("Whole tokens", "TokenProfile", ("pack", "wanted.misses"), ("token_us", "kernels_us", "launches")),
     Table("Kernels of a token", "KernelShare", ("pack", "kernel"), ("us", "launches", "share"), _MOST_KERNELS),
     Table("A token's experts", "ExpertTime", ("experts", "sparsity", "operation"), ("timed.share", "timed.us")),
     Table(
@@ -65,7 +82,7 @@ TABLES = (
     Table(
         "Rows over the link",
         "Transfer",
-        ("way", "record_bits", "row_bytes", "running", "size", "threads"),
+        ("way", "record_bits", "row_bytes", "running", "programs"),
         ("gb_a_second", "share"),
     ),
     Table("Memory and link", "CopyRate", ("what", "num_bytes"), ("gb_a_second",)),
@@ -74,8 +91,27 @@ TABLES = (
     Table(
         "Answers against the CPU's",
         "Answers",
-        ("pack", "wanted.engine", "wanted.policy", "wanted.kv_dtype", "wanted.budget_bytes"),
-        ("worst_token", "worst_prompt", "beyond", "tokens", "greedy_equal", "kl"),
+        (
+            "pack",
+            "wanted.misses",
+            "wanted.policy",
+            "wanted.kv_dtype",
+            "wanted.ram_bytes",
+            "wanted.budget_bytes",
+            "wanted.share",
+        ),
+        (
+            "worst_token",
+            "worst_prompt",
+            "beyond",
+            "tokens",
+            "greedy_equal",
+            "kl",
+            "resident",
+            "pulled",
+            "left",
+            "whole_per_token",
+        ),
     ),
 )
 
@@ -146,7 +182,7 @@ def _verdicts(run: Run) -> Iterator[str]:
     """What is right or wrong, rather than fast or slow."""
     twins, promises = run.of("Twin"), run.of("Promise")
     yield f"**{run.name}.** {sum(row['is_right'] for row in twins)} of {len(twins)} kernel cases equal their twins."
-    yield f"{sum(row['holds'] for row in promises)} of {len(promises)} promises of the graph engine hold."
+    yield f"{sum(row['holds'] for row in promises)} of {len(promises)} promises of the engine hold."
     for row in run.of("Sanitized"):
         yield f"compute-sanitizer {row['tool']}: {row['summary']} ({row['cases']} cases)."
     if run.faults:
@@ -195,8 +231,10 @@ def _key(table: Table, row: Row) -> tuple[Any, ...]:
 
 
 def _named(value: Any, key: str) -> Any:
-    if key.endswith("budget_bytes"):
+    if key.endswith(("budget_bytes", "ram_bytes")):
         return "all" if value is None else f"{value / _GIB:.4g} GiB"
+    if key.endswith("share"):
+        return "" if value is None else f"{value:.3g}"
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
@@ -218,7 +256,7 @@ def _line(cells: list[str]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Writes the picture: tokens a second of each model by budget, as SVG."""
+    """Writes the picture: tokens a second of each model by budget, a line for each way of missing rows, as SVG."""
     packs = list(dict.fromkeys(row["pack"] for run in runs for row in run.of("Speed")))
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -230,12 +268,17 @@ def draw(runs: list[Run], path: Path) -> None:
             axes.set_title(pack)
             axes.set_ylabel("tokens a second, decoding")
             for run in runs:
-                rows = [row for row in run.of("Speed") if row["pack"] == pack and row["wanted"]["engine"] == "graph"]
-                # Of each budget the last row, which is not the one that warms up.
-                best = {row["wanted"]["budget_bytes"]: row["decode_per_s"] for row in rows}
-                order = sorted(best, key=lambda budget: float("inf") if budget is None else budget)
-                names = ["all" if budget is None else f"{budget / _GIB:.4g} GiB" for budget in order]
-                axes.plot(names, [best[budget] for budget in order], marker="o", label=run.name)
+                rows = [row for row in run.of("Speed") if row["pack"] == pack and row["wanted"]["ram_bytes"] is None]
+                for misses in dict.fromkeys(row["wanted"]["misses"] for row in rows):
+                    # Of each budget the last row, which is not the one that warms up.
+                    best = {
+                        row["wanted"]["budget_bytes"]: row["decode_per_s"]
+                        for row in rows
+                        if row["wanted"]["misses"] == misses
+                    }
+                    order = sorted(best, key=lambda budget: float("inf") if budget is None else budget)
+                    names = ["all" if budget is None else f"{budget / _GIB:.4g} GiB" for budget in order]
+                    axes.plot(names, [best[budget] for budget in order], marker="o", label=f"{run.name}, {misses}")
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.legend()

@@ -180,7 +180,8 @@ def test_a_pack_lies_where_there_is_space(
 
 def test_engines_are_told_how_much_host_memory_they_may_take() -> None:
     """What a virtual machine has free may show only when it is used: 75% of that may be less than a pack."""
-    assert EngineRequest("graph").options(17 << 30).ram_bytes == 17 << 30
+    assert EngineRequest("auto").options(17 << 30).ram_bytes == 17 << 30
+    assert EngineRequest("auto", ram_bytes=6 << 30).options(17 << 30).ram_bytes == 6 << 30
 
 
 # --- processes that die, and NVIDIA's tools, by stand-ins
@@ -292,15 +293,17 @@ class Said:
     has_ncu: bool = True
 
     def write(self, path: Path) -> Path:
-        wanted = {"engine": "graph", "policy": "auto", "budget_bytes": 11 << 30, "kv_dtype": None}
-        speed = {"kind": "Speed", "pack": "mixtral", "wanted": wanted, "prompt_tokens": 128}
-        speed |= dict.fromkeys(("prefill_per_s", "median_token_ms", "hit_rate", "bytes_per_token", "link_share"), 0.5)
-        rows = [speed | {"decode_per_s": self.decode_per_s}, {"kind": "Twin", "is_right": True}]
+        wanted = {"misses": "auto", "policy": "auto", "budget_bytes": 11 << 30, "kv_dtype": None, "ram_bytes": None}
+        speed: dict[str, Any] = {"kind": "Speed", "pack": "mixtral", "wanted": wanted, "prompt_tokens": 128}
+        figures = ["prefill_per_s", "median_token_ms", "resident", "pulled", "left", "whole_per_token"]
+        figures += ["bytes_per_token", "disk_bytes_per_token", "link_share", "cpu_share"]
+        speed |= dict.fromkeys(figures, 0.5)
+        rows: list[dict[str, Any]] = [speed | {"decode_per_s": self.decode_per_s}, {"kind": "Twin", "is_right": True}]
         counted = {"kind": "Metric", "model": "mixtral", "kernel": "_gemv", "case": "4096x4096"}
         if self.has_ncu:
             rows.append(counted | {"metric": "Registers Per Thread", "unit": "register/thread", "value": "80"})
         rows.append(counted | {"metric": "L2 Hit Rate", "unit": "%", "value": "n/a"})
-        part = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
+        part: dict[str, Any] = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
         part["errors"] = {"12 GiB": "Traceback\nRunError: too little"}
         whole = {"gpu": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
         path.write_text(json.dumps(whole | {"rehearsal": self.is_rehearsal, "revision": "abc", "parts": [part]}))
@@ -313,7 +316,7 @@ def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_p
     done = CliRunner().invoke(report, [*map(str, reversed(files)), "-o", str(tmp_path / "gpu")])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "gpu.md").read_text()
-    assert "| mixtral | graph | 11 GiB | 128 | 40 | 60 | 50 | 1.25 |" in page
+    assert "| mixtral | auto | all | 11 GiB | 128 | 40 | 60 | 50 | 1.25 |" in page
     assert "- `mixtral`, 12 GiB: RunError: too little" in page
     assert "1 of 1 kernel cases equal their twins" in page
     assert "| _gemv | 4096x4096 | Registers Per Thread | register/thread | 80 | 80 |  |  |" in page, (
@@ -321,7 +324,7 @@ def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_p
     )
     assert "L2 Hit Rate" not in page, "what ncu could not count is no figure"
     drawn = (tmp_path / "gpu.svg").read_text()
-    assert "GPU X, 2026-11-23" in drawn and "GPU X, 2026-12-01" in drawn
+    assert "GPU X, 2026-11-23, auto" in drawn and "GPU X, 2026-12-01, auto" in drawn
 
 
 def test_rehearsals_are_no_results(tmp_path: Path) -> None:
@@ -406,9 +409,9 @@ def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_
     assert kinds["mixtral"] == kinds["qwen3"] == {"PackFacts", "Filled", "Opened", "Speed", "Ratio"}
     answers = [row for row in parts["demo"]["rows"] if row["kind"] == "Answers"]
     # Each token's logits are its own: were they one memory's, all but the last would differ.
-    assert all(row["tokens"] >= 3 and row["worst_token"] < 1e-4 and row["greedy_equal"] >= 3 for row in answers)
-    assert all(
-        row["decode_tokens"] >= 3
-        for row in parts["mixtral"]["rows"]
-        if row["kind"] == "Speed" and row["wanted"]["engine"] == "graph"
-    )
+    assert all(row["tokens"] >= 3 and row["worst_token"] < 1e-4 and row["greedy_equal"] for row in answers)
+    assert {row["wanted"]["misses"] for row in answers} == {"auto", "cpu", "pull"}
+    assert all(row["resident"] < 1 or row["whole_per_token"] for row in answers if row["wanted"]["misses"] != "pull")
+    speeds = [row for row in parts["mixtral"]["rows"] if row["kind"] == "Speed"]
+    assert all(row["decode_tokens"] >= 2 for row in speeds)
+    assert {row["wanted"]["ram_bytes"] is None for row in speeds} == {True, False}

@@ -1,10 +1,9 @@
 """The native kernels in tests: each instruction set that this machine has."""
 
 from functools import cache
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,11 +18,17 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512", "a
 def kernels_limited_to(instruction_set: str) -> Kernels:
     """Kernels with two threads and these instructions, kept for all tests; skips where there are none."""
     if not is_available():
-        pytest.skip("native kernels were not built: no C++ compiler")
+        _skip("native kernels were not built: no C++ compiler")
     kernels = Kernels(2, cast(InstructionSet, instruction_set))
     if kernels.instruction_set != instruction_set:
-        pytest.skip(f"this machine has no {instruction_set}")
+        _skip(f"this machine has no {instruction_set}")
     return kernels
+
+
+def _skip(why: str) -> NoReturn:
+    import pytest  # here, because `make gpu-check` has kernels and no pytest
+
+    pytest.skip(why)
 
 
 def operations_limited_to(instruction_set: str) -> NativeOperations:

@@ -2,8 +2,8 @@
 
 Packs are synthetic, with a model's dimensions, or the demo model's. The machine may have no network and little time:
 all cores make a pack, in memory if it fits, else on the disk, and it stays for later parts. Measured are an engine's
-prompts and continuations, the bytes that it copied, the memory that the driver charges, and each kernel's share of a
-token.
+prompts and continuations, who computed the running neurons, the bytes that were copied, the memory that the driver
+charges, and each kernel's share of a token.
 """
 
 import gc
@@ -15,11 +15,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
+from gpu_runs import GpuRun, gpu_decoder
 from models import DEMO_MODEL
 from synthetic import shrunk
 from torch import profiler
@@ -36,11 +37,13 @@ from moe_pack.formats import (
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
+from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.gpu.device import HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import CountsCache
-from moe_pack.runtime.gpu.graph_engine import GraphEngine
-from moe_pack.runtime.gpu.placement import least_placement
+from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
+from moe_pack.runtime.gpu.placement import Misses
 from moe_pack.runtime.model import Decoder, EncoderDecoder
+from moe_pack.runtime.offload import PolicyName
+from moe_pack.runtime.options import KvDtype, MissesOption
 
 MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 2 << 30  # that stay free in a file system
@@ -139,10 +142,9 @@ def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
     raise OSError(f"{name}: needs {num_bytes:,} bytes; free are {listed}")
 
 
-EngineName = Literal["graph", "staged", "auto"]
-KvDtype = Literal["f32", "bf16"]
 _MIB = 1 << 20
-_REHEARSED_CHUNK = 16  # tokens of a forward pass
+_CHUNK_TOKENS = 16  # of a forward pass of an engine that is built for a share
+_SMALL_SHARE = 0.3  # of the experts, for which a rehearsal has memory in place of any budget
 _PROFILED_TOKENS = 4
 
 
@@ -151,33 +153,45 @@ class EngineRequest:
     """The options of a run of a pack.
 
     `budget_bytes`: of the GPU, None for what is free.   `kv_dtype`: of keys and values, None for the engine's own.
+    `ram_bytes`: of the host, for experts; None: enough for all.   `share`: of all experts' bytes that fit beyond the
+    least that an engine runs in; the engine is built over so much memory, and no budget is measured. None: it is.
     """
 
-    engine: EngineName
-    policy: str = "auto"
+    misses: MissesOption
+    policy: Literal["auto"] | PolicyName = "auto"
     budget_bytes: int | None = None
     kv_dtype: KvDtype | None = None
+    ram_bytes: int | None = None
+    share: float | None = None
 
     def options(self, ram_bytes: int) -> EngineOptions:
         """Returns the engine's options, on a GPU.
 
-        Args:    ram_bytes: of the host, for experts; what a virtual machine has free may show only when it is used.
+        Args:    ram_bytes: of the host, if the request has none; what a virtual machine has free may show only when
+                 it is used.
         """
-        wanted: dict[str, Any] = {"device": "cuda", "policy": self.policy, "budget_bytes": self.budget_bytes}
-        return EngineOptions(engine=self.engine, ram_bytes=ram_bytes, kv_dtype=self.kv_dtype, **wanted)
+        return EngineOptions(
+            device="cuda",
+            misses=self.misses,
+            policy=self.policy,
+            budget_bytes=self.budget_bytes,
+            ram_bytes=self.ram_bytes or ram_bytes,
+            kv_dtype=self.kv_dtype,
+        )
 
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Counts of a run's expert cache since the start; bytes were copied over the link."""
-
-    needed: int
-    hits: int
-    num_bytes: int
-
-    def since(self, before: "Counters") -> "Counters":
-        """Returns the counts since `before`."""
-        return Counters(self.needed - before.needed, self.hits - before.hits, self.num_bytes - before.num_bytes)
+    def run(self, context_tokens: int) -> GpuRun:
+        """Returns the same for an engine that is built for a share; without one everything fits, or a small share."""
+        misses: Misses = "pull" if self.misses == "pull" else "split"
+        usual_share = 1.0 if self.budget_bytes is None and self.ram_bytes is None else _SMALL_SHARE
+        return GpuRun(
+            share=usual_share if self.share is None else self.share,
+            misses=misses if self.ram_bytes is None else "disk",
+            pulled_share=0.0 if self.misses == "cpu" else 0.5,
+            policy="lru" if self.policy == "auto" else self.policy,
+            chunk_tokens=_CHUNK_TOKENS,
+            context_tokens=context_tokens,
+            cache_dtype=torch.bfloat16 if self.kv_dtype == "bf16" else torch.float32,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +199,12 @@ class Speed:
     """A prompt of random tokens, then tokens one by one; after each the likeliest next one is found.
 
     What comes next is drawn at random all the same: synthetic weights would soon repeat one token, and so one route.
-    `hit_rate`, `bytes_per_token`: of decoding.   `link_share`: what the missing bytes take at the link's measured copy
-    rate, as a share of the time.   `driver_bytes`: that the driver says are taken of the GPU, by whomever.
+    Of decoding, `resident`, `pulled`, `left`: shares of the running neurons that were computed from GPU memory, over
+    the link, and by the CPU, without those of experts that the CPU computed whole, `whole_per_token`;
+    `promoted_per_token`: records copied while tokens ran; `bytes_per_token`: over the link; `disk_bytes_per_token`:
+    that the CPU's own engine asked for.   `link_share`: what the link's bytes take at its measured copy rate, as a
+    share of the time; `cpu_share`: of the time, in which the CPU computed.   `driver_bytes`: that the driver says are
+    taken of the GPU, by whomever.
     """
 
     pack: str
@@ -197,9 +215,15 @@ class Speed:
     decode_per_s: float
     median_token_ms: float
     worst_token_ms: float
-    hit_rate: float
+    resident: float
+    pulled: float
+    left: float
+    whole_per_token: float
+    promoted_per_token: float
     bytes_per_token: float
+    disk_bytes_per_token: float
     link_share: float
+    cpu_share: float
     driver_bytes: int
 
 
@@ -265,20 +289,14 @@ class Running(Protocol):
         ...
 
 
-class Rehearsed:
-    """The graph engine over plain memory: the interpreter runs its kernels. Owns all but the pack: `close` it."""
+class SharedEngine:
+    """The GPU's engine with memory for a share of the experts; in a rehearsal, over plain memory. `close` it."""
 
     fallbacks: Sequence[str] = ()
 
-    def __init__(self, pack: Pack, context_tokens: int, host: HostArena | None) -> None:
-        device = torch.device("cpu")
-        expert_bytes = 2 * least_placement(pack.layout).num_bytes
+    def __init__(self, folder: Path, run: GpuRun, device: torch.device) -> None:
         with ExitStack() as opened:
-            arena = host or opened.enter_context(HostArena(pack, device))
-            built = GraphEngine(pack, arena, device, expert_bytes, context_tokens, _REHEARSED_CHUNK)
-            opened.enter_context(closing(built))
-            built.prepare()
-            self.decoder: Decoder = built.decoder
+            self.decoder: Decoder = opened.enter_context(gpu_decoder(folder, run, device))
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -287,15 +305,17 @@ class Rehearsed:
 
 
 def open_engine(
-    pack: Pack, wanted: EngineRequest, context_tokens: int, is_rehearsal: bool, host: HostArena | None = None
+    pack: Pack, wanted: EngineRequest, context_tokens: int, clock: Clock, host: HostArena | None = None
 ) -> Running:
-    """Opens the requested engine; in a rehearsal the graph engine by the interpreter, or the CPU's."""
-    if not is_rehearsal:
-        return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
-    if wanted.engine == "graph":
-        return Rehearsed(pack, context_tokens, host)
-    options: dict[str, Any] = {"engine": wanted.engine, "policy": wanted.policy}
-    return Engine(pack, EngineOptions(**options), context_tokens)
+    """Opens the requested engine. In a rehearsal all are built for a share, and the interpreter runs their kernels.
+
+    Args:    host: the pack's experts, if host memory is not limited; None: the engine reads them.
+    """
+    if wanted.share is not None or clock.is_rehearsal:
+        assert wanted.misses == "pull" or is_available(), "the CPU's share needs the native kernels, and g++ for them"
+        return SharedEngine(pack.folder, wanted.run(context_tokens), clock.device)
+    host = host if wanted.ram_bytes is None else None
+    return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
 
 
 def link_rate(clock: Clock) -> float:
@@ -363,7 +383,7 @@ class EngineBench:
 
     def _open(self, wanted: EngineRequest, context_tokens: int) -> "_Closing":
         clock, start = self._clock, time.perf_counter()
-        engine = open_engine(self.pack, wanted, context_tokens, clock.is_rehearsal, self._host)
+        engine = open_engine(self.pack, wanted, context_tokens, clock, self._host)
         seconds, taken = time.perf_counter() - start, driver_bytes(clock)
         facts = str(report(engine)) if isinstance(engine, Engine) else "a rehearsal"
         self._results.add(Opened(self.name, wanted, seconds, taken, facts, tuple(engine.fallbacks)))
@@ -376,9 +396,10 @@ class EngineBench:
         decoder.reset()
         start = time.perf_counter()
         int(decoder.next_logits(self._drawn(prompt_tokens, seed)).argmax())
-        prefill_s, before = time.perf_counter() - start, counters(engine.engine)
+        prefill_s, before, read_before = time.perf_counter() - start, counts(engine.engine), disk_bytes(engine.engine)
         times = [self._timed(decoder, token) for token in draws]
-        asked, decode_s = counters(engine.engine).since(before), sum(times)
+        found, decode_s = _since(counts(engine.engine), before), sum(times)
+        running = max(found.resident + found.pulled + found.left, 1)
         speed = Speed(
             pack=self.name,
             wanted=wanted,
@@ -388,9 +409,15 @@ class EngineBench:
             decode_per_s=decode_tokens / decode_s,
             median_token_ms=1000 * sorted(times)[len(times) // 2],
             worst_token_ms=1000 * max(times),
-            hit_rate=asked.hits / asked.needed if asked.needed else 1.0,
-            bytes_per_token=asked.num_bytes / decode_tokens,
-            link_share=asked.num_bytes / self._rate / decode_s,
+            resident=found.resident / running,
+            pulled=found.pulled / running,
+            left=found.left / running,
+            whole_per_token=found.whole / decode_tokens,
+            promoted_per_token=found.promoted / decode_tokens,
+            bytes_per_token=found.link_bytes / decode_tokens,
+            disk_bytes_per_token=(disk_bytes(engine.engine) - read_before) / decode_tokens,
+            link_share=found.link_bytes / self._rate / decode_s,
+            cpu_share=found.cpu_seconds / decode_s,
             driver_bytes=driver_bytes(self._clock),
         )
         self._results.add(speed)
@@ -444,14 +471,18 @@ def give_back_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def counters(engine: Running) -> Counters:
-    """Returns the counts of an engine's expert cache since the start."""
-    if isinstance(engine.decoder, CountsCache):  # the graph engine's are on the GPU
-        counts = engine.decoder.counts()
-        return Counters(counts.needed, counts.hits, counts.num_bytes)
+def counts(engine: Running) -> GpuCounts:
+    """Returns what an engine's tokens needed since the start."""
+    assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
+    return engine.decoder.counts()
+
+
+def _since(after: GpuCounts, before: GpuCounts) -> GpuCounts:
+    """Returns the counts between two times."""
+    return GpuCounts(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
+
+
+def disk_bytes(engine: Running) -> int:
+    """Returns the bytes that the CPU's own engine asked for in decoding since the start; 0 where there is none."""
     stream = report(engine).stream if isinstance(engine, Engine) else None
-    if stream is None:
-        return Counters(0, 0, 0)
-    phases = (stream.prefill, stream.decode)
-    needed, hits = (sum(getattr(phase, name) for phase in phases) for name in ("experts_needed", "hits"))
-    return Counters(needed, hits, sum(phase.asked_bytes for phase in phases))
+    return 0 if stream is None else stream.decode.asked_bytes

@@ -236,19 +236,18 @@ def _tflops(multiplications: int, timed: Timed) -> float:
 
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats")
 _MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "tiny": _TINY}
-_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_gather_kernel)$"
+_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_pull_records_kernel)$"
 _SECONDS = 90  # that a model's launches may take
 _SPARSITY = 0.8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """A launch of a kernel. `case`: what it works on.   `after`: makes another launch do the same again."""
+    """A launch of a kernel. `case`: what it works on."""
 
     kernel: str
     case: str
     launch: Callable[[], object]
-    after: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +336,8 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
     caches = torch.randn((1, 2, kv_heads, context, dim), device=device).to(torch.bfloat16)
     found.append(Launch("_attend_kernel", f"{heads}/{kv_heads}, {context} tokens", partial(attends(caches, heads), 0)))
-    pull, forget = one_pull(clock, replace(model, k=1), 4)
-    return [*found, Launch("_gather_kernel", f"{model.name}, a fifth of an expert's records", pull, forget)]
+    pull = one_pull(clock, replace(model, k=1), 4)
+    return [*found, Launch("_pull_records_kernel", f"{model.name}, a fifth of an expert's records", pull)]
 
 
 def main(device_name: str, name: str) -> None:
@@ -348,7 +347,6 @@ def main(device_name: str, name: str) -> None:
     chosen = launches(clock, _MODELS[name])
     for each in chosen:
         each.launch()
-        each.after()
     clock.synchronize()
     if device.type == "cuda":
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch has no types for it

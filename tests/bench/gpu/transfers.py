@@ -1,29 +1,32 @@
-"""Parts `machine` and `transfer`: what the GPU, its memory and its link can do.
+"""Parts `machine` and `transfer`: what the GPU, its memory and its link can do, and how fast it reaches the CPU.
 
-`transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's Figure 7, in two
-ways: the GPU pulls them, with so many programs; the host's threads gather them into chunks, which are copied. A copy of
-as many contiguous bytes is the comparison. The GPU reads host memory by lines of 128 bytes: rows are pulled as they are
-stored, and at distances that are multiples of 128. `share` is of the rate of a copy of 256 MiB. Experts are taken in
-turn from more memory than the host's caches hold.
+`machine` also times calls of the CPU in a graph, and a flag in page-locked memory to which a thread of the host
+answers. `transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's
+Figure 7: a token's kernel pulls them (`pull_records`), or they are promoted by a list of the host's (`bring`), each
+with so many programs. A copy of as many contiguous bytes is the comparison. The GPU reads host memory by lines of 128
+bytes: rows are brought as they are stored, and at distances that are multiples of 128. `share` is of the rate of a
+copy of 256 MiB. Experts are taken in turn from more memory than the host's caches hold.
 """
 
+import ctypes
 import mmap
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from threading import Event, Thread
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
-from recording_device import RecordingDevice
 from torch import Tensor
 
 from gpu.checks import cudart
 from gpu.engines import link_rate
-from gpu.measuring import Clock, Results, copies_beyond, repeated
+from gpu.measuring import Clock, Results, copies_beyond, host_seconds, repeated
 from moe_pack.convert.synthetic import WeightDistribution, even_values, random_rows, random_stream
 from moe_pack.formats import (
     ExpertFormat,
@@ -38,10 +41,11 @@ from moe_pack.formats import (
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.layout import row_layout as layout_of_rows
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, CudaDevice, Device, RowRange
-from moe_pack.runtime.gpu.kernels.cache import NUM_PROGRAMS, CacheState, Selection, gather_records_from_host, lru_update
+from moe_pack.runtime.cpu import HostShare, HostShareBuffers, Kernels, extent_rows, open_kernels
+from moe_pack.runtime.gpu.device import HostCalls
+from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
-from moe_pack.runtime.gpu.kernels.tables import SELECT_BLOCK, HostRows, LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import HERE, HostRows, LayerTables, RunningNeurons, kind_of
 
 _GROUP = 64
 Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source
@@ -172,7 +176,10 @@ class PageLock:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """Microseconds of the smallest kernel: as the host launches it, and as one of many nodes of a graph."""
+    """Microseconds of the smallest kernel, or of a call of the CPU that has nothing to do.
+
+    As the host launches it, as one of many nodes of a graph, and from the submission of a graph until it is done.
+    """
 
     what: str
     us: float
@@ -184,6 +191,8 @@ def machine(results: Results, clock: Clock) -> None:
     results.section("pinned", lambda: _pinned(results, clock))
     results.section("registered", lambda: _registered(results, clock))
     results.section("launches", lambda: _launches(results, clock))
+    results.section("host calls", lambda: _host_calls(results, clock))
+    results.section("flag", lambda: _flag(results, clock))  # last, because a kernel waits for the host
 
 
 def _memory(results: Results, clock: Clock) -> None:
@@ -245,12 +254,127 @@ def _launches(results: Results, clock: Clock) -> None:
     clock.synchronize()
     results.add(LaunchCost("launched by the host", 1e6 * (time.perf_counter() - start) / num_nodes))
     results.add(LaunchCost("node of a graph", 1e6 * clock.graphed([launch] * num_nodes)))
+    _submitted(results, clock, "graph of a kernel", launch)
+
+
+def _submitted(results: Results, clock: Clock, what: str, launch: Callable[[], object]) -> None:
+    """Times a graph of one launch on the host: from its submission until it is done."""
+    replay = clock.captured(launch)
+
+    def run() -> None:
+        replay()
+        clock.synchronize()
+
+    results.add(LaunchCost(f"{what}, submitted until done", 1e6 * host_seconds(run, 1 if clock.is_rehearsal else 99)))
+
+
+def _host_calls(results: Results, clock: Clock) -> None:
+    """Times calls of the CPU in a graph: of a function without effect, and of a share that has nothing to compute."""
+    value = torch.zeros(1, device=clock.device)
+    num_nodes = 10 if clock.is_rehearsal else _NODES
+    add_kernel = partial(value.add_, 1)
+    add_kernel()  # loads it
+    kernel_s = clock.graphed([add_kernel] * num_nodes)
+    with closing(_EmptyShare(clock)) as share:
+        for what, (function, argument) in (("empty call", _no_effect()), ("call of an empty share", share.function())):
+            add = _caller(clock, function, argument)
+            pair_s = clock.graphed([add_kernel, add] * num_nodes)
+            results.add(LaunchCost(f"{what}, node of a graph", 1e6 * clock.graphed([add] * num_nodes)))
+            # Of two launches in turn `graphed` tells the mean.
+            results.add(LaunchCost(f"{what}, between two kernels", 1e6 * (2 * pair_s - kernel_s)))
+            _submitted(results, clock, f"graph of an {what}" if what.startswith("empty") else f"graph of a {what}", add)
+
+
+def _caller(clock: Clock, function: int, argument: int) -> Callable[[], object]:
+    """Returns what adds a call to the stream, or without a GPU calls at once."""
+    if clock.is_rehearsal:
+        return partial(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), argument)
+    return partial(HostCalls().add, function, argument)
+
+
+def _no_effect() -> tuple[int, int]:
+    """Returns a C function `void f(void*)` and an argument with which it does nothing: `free` and a null pointer."""
+    address = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value
+    assert address is not None, "functions have addresses"
+    return address, 0
+
+
+class _EmptyShare:
+    """The host's share of a layer of which the GPU leaves nothing to the CPU. `close` it."""
+
+    def __init__(self, clock: Clock) -> None:
+        layout, k = expert_of(_TINY, "up", 2, 4), _TINY.k
+        rows = extent_rows(layout, "up", "silu", 0.0, random_extent(layout))
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=not clock.is_rehearsal)
+
+        x, y, weights, a = (
+            zeros(*shape, dtype=torch.float32) for shape in ((_TINY.d,), (_TINY.d,), (k,), (k, _TINY.f))
+        )
+        buffers = HostShareBuffers(x, weights, zeros(k), zeros(1, k), zeros(1, k, _TINY.f), a, y)
+        kernels = open_kernels()
+        assert kernels is not None, "native kernels are built"
+        self._kernels: Kernels = kernels
+        self._share = HostShare(kernels, [[rows]], buffers)
+
+    def function(self) -> tuple[int, int]:
+        """Returns the share's function and its argument."""
+        return self._share.function(0)
+
+    def close(self) -> None:
+        """Closes share and kernels."""
+        self._share.close()
+        self._kernels.close()
+
+
+_MOST_LOOKS = 1 << 22  # a kernel looks so often for an answer before it gives up
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _ask_kernel(flags_ptr, num_rounds, MOST_LOOKS: tl.constexpr):  # type: ignore[no-untyped-def]  # pointers
+    """Writes a number to page-locked memory, waits until the host has written the same, and so on."""
+    number = 1
+    looks = 0
+    while (number <= num_rounds) & (looks < MOST_LOOKS):
+        tl.store(flags_ptr, number, cache_modifier=".wt")
+        looks = 0
+        while (tl.load(flags_ptr + 32, volatile=True) < number) & (looks < MOST_LOOKS):
+            looks += 1
+        number += 1
+
+
+def _flag(results: Results, clock: Clock) -> None:
+    """Times a flag's way to a thread of the host that looks for it, and the answer's way back, in one kernel."""
+    num_rounds = 2 if clock.is_rehearsal else _NODES
+    # The answer is in another line of 128 bytes than the question.
+    flags = torch.zeros(64, dtype=torch.int32, pin_memory=not clock.is_rehearsal)
+    seen, ended = flags.numpy(), Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            seen[32] = seen[0]
+
+    def ask(rounds: int) -> float:
+        flags.zero_()
+        ended.clear()
+        thread = Thread(target=answer)
+        thread.start()
+        try:
+            seconds = clock.once(lambda: _ask_kernel[1,](flags, rounds, MOST_LOOKS=_MOST_LOOKS, num_warps=1))
+        finally:
+            ended.set()
+            thread.join()
+        assert int(seen[32]) == rounds, f"{int(seen[32])} of {rounds} questions were answered"
+        return seconds
+
+    ask(1)  # compiles
+    results.add(LaunchCost("flag to the host and back, a thread of Python", 1e6 * ask(num_rounds) / num_rounds))
 
 
 _MIXTRAL, _TINY = Model("Mixtral-8x7B", 4096, 14336, 1), Model("tiny", 128, 200, 1)
 _SHARE = 0.2
 _HOST_BYTES = 2 << 30  # of page-locked copies
-_PAGE_BYTES = 256 << 10
 _LINE_BYTES = 128
 _ROUNDS = 5
 
@@ -259,15 +383,14 @@ _ROUNDS = 5
 class Transfer:
     """Rows brought to the GPU. `row_bytes`: of one, which is the distance of two too.
 
-    `size`: programs that pull, or rows in a chunk; `threads`: that gather them.
+    `programs`: of the kernel; 0 for a copy.
     """
 
     way: str
     record_bits: int
     row_bytes: int
     running: float
-    size: int
-    threads: int
+    programs: int
     num_bytes: int
     us: float
     gb_a_second: float
@@ -283,10 +406,9 @@ def transfer(results: Results, clock: Clock) -> None:
         for row_bytes in (stored, aligned, aligned + _LINE_BYTES):
             with closing(_HostExperts(clock, model, bits, row_bytes)) as host:
                 bench = _Bench(results, clock, host, bits, rate)
-                results.section(f"pull, {bits} bit, {row_bytes}", partial(bench.pulls, row_bytes == stored))
+                results.section(f"rows, {bits} bit, {row_bytes}", partial(bench.rows, row_bytes == stored))
                 if row_bytes == stored:
                     results.section(f"contiguous, {bits} bit", bench.together)
-                    results.section(f"staged, {bits} bit", bench.stages)
 
 
 class _HostExperts:
@@ -339,135 +461,83 @@ class _Bench:
         num_bytes = len(self._neurons) * self._host.row_bytes
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=self._clock.device)
         rows = torch.from_numpy(self._host.records(0).reshape(-1)[:num_bytes])
-        self._add("one copy", 1.0, 0, 0, num_bytes, self._clock.direct(lambda: there.copy_(rows, non_blocking=True)))
+        self._add("one copy", 1.0, 0, num_bytes, self._clock.direct(lambda: there.copy_(rows, non_blocking=True)))
 
-    def pulls(self, with_all_sizes: bool) -> None:
-        """By the GPU: all copies one after the other in a graph; then their rows are gone again."""
+    def rows(self, with_all_sizes: bool) -> None:
+        """Rows of one copy after the other, in a graph: pulled, and brought by lists."""
         f, tiny = self._host.num_rows, self._clock.is_rehearsal
-        sizes = (4,) if tiny else (132, 264, 528, 1056) if with_all_sizes else (528,)
+        sizes = (4,) if tiny else (66, 132, NUM_PROGRAMS, 528, 1056) if with_all_sizes else (NUM_PROGRAMS,)
         everything = np.arange(f, dtype=np.int32)
         for neurons, programs in (*((self._neurons, size) for size in sizes), (everything, sizes[-1])):
             pulls = _Pulls(self._clock, self._host, neurons)
             num_bytes = len(neurons) * self._host.row_bytes
-            self._add("pull", len(neurons) / f, programs, 0, num_bytes, pulls.seconds(programs))
-            pulls.check()
+            for way, launch in (("pull_records", pulls.pull), ("bring", pulls.bring)):
+                self._add(way, len(neurons) / f, programs, num_bytes, pulls.seconds(partial(launch, programs)))
+                pulls.check()
 
-    def stages(self) -> None:
-        """By the host: gathered into chunks, each copied when it is full; until the last is there."""
-        tiny, row_bytes = self._clock.is_rehearsal, self._host.row_bytes
-        target = torch.zeros(len(self._neurons) * row_bytes, dtype=torch.uint8, device=self._clock.device)
-        for threads in (2,) if tiny else (4, 8):
-            for chunk_bytes in (10 * row_bytes,) if tiny else (CHUNK_BYTES // 4, CHUNK_BYTES, 4 * CHUNK_BYTES):
-                device: Device = RecordingDevice() if tiny else CudaDevice()
-                with closing(ChunkRing(device, chunk_bytes, 16, threads)) as ring:
-                    seconds = self._stage(device, ring, target)
-                    size = ring.rows_per_chunk(row_bytes)
-                self._add("staged", _SHARE, size, threads, target.numel(), seconds)
-        expected = self._host.records(self._host.num_experts - 1)[self._neurons].reshape(-1)
-        assert np.array_equal(target.cpu().numpy(), expected), "what was staged is not what was asked for"
-
-    def _stage(self, device: Device, ring: ChunkRing, target: Tensor) -> float:
-        """Seconds for one expert's rows, the median over the copies."""
-        row, count = self._host.row_bytes, len(self._neurons)
-        size = ring.rows_per_chunk(row)
-        pieces = [
-            RowRange(first, min(first + size, count), target[first * row : min(first + size, count) * row])
-            for first in range(0, count, size)
-        ]
-        times = []
-        for number in range(self._host.num_experts):
-            start = time.perf_counter()
-            ring.send(self._host.records(number), self._neurons, pieces)
-            device.synchronize(device.record("copy"), "neurons")
-            times.append(time.perf_counter() - start)
-        return median(times)
-
-    def _add(self, way: str, running: float, size: int, threads: int, num_bytes: int, seconds: float) -> None:
+    def _add(self, way: str, running: float, programs: int, num_bytes: int, seconds: float) -> None:
         rate, row_bytes = num_bytes / seconds, self._host.row_bytes
         us, share = 1e6 * seconds, rate / self._rate
-        self._results.add(
-            Transfer(way, self._bits, row_bytes, running, size, threads, num_bytes, us, rate / 1e9, share)
-        )
+        self._results.add(Transfer(way, self._bits, row_bytes, running, programs, num_bytes, us, rate / 1e9, share))
 
 
 class _Pulls:
-    """A layer of these experts that has all their selectors and pages for all their records, and none of those yet."""
+    """Experts without a record on the GPU, and memory there for those of one, which the next one overwrites."""
 
     def __init__(self, clock: Clock, host: _HostExperts, neurons: NDArray[np.int32]) -> None:
-        self._clock, self._held, self._neurons = clock, host, neurons
-        E, device, f = host.num_experts, clock.device, host.num_rows
-        page_bytes = max(_PAGE_BYTES, host.row_bytes)
-        pages = -(-f // (page_bytes // host.row_bytes))
+        E, device, f, units = host.num_experts, clock.device, host.num_rows, host.row_bytes // 16
+        self._clock, self._source, self._neurons, self._units = clock, host, neurons, units
         self._tables = LayerTables(
-            arena=torch.zeros(E * pages * page_bytes, dtype=torch.uint8, device=device),
-            selector_at=torch.zeros((E, f), dtype=torch.int32, device=device),
+            arena=torch.zeros(len(neurons) * host.row_bytes, dtype=torch.uint8, device=device),
+            selector_at=None,
             record_at=torch.full((E, f), -1, dtype=torch.int32, device=device),
             kind=torch.zeros(E, dtype=torch.int32, device=device),
             thresholds=torch.zeros(E, device=device),
             kinds=(host.kind,),
         )
-        none = torch.zeros(E, dtype=torch.int32)
-        counters = torch.zeros(4, dtype=torch.int64, device=device)
-        state = CacheState.empty(none + pages, none, none, E * pages, 0, page_bytes // 16, 1)
-        self._state = state.put(lambda tensor: tensor.to(device), counters)
-        self._host = HostRows(host.rows, torch.arange(E, device=device) * (host.stride // 16))
+        extent_at = torch.arange(E) * (host.stride // 16)
+        self._host = HostRows(host.rows, extent_at.to(device))
         self._experts = [torch.full((1,), e, dtype=torch.int32, device=device) for e in range(E)]
-        self._selection = _selection(neurons, f, device)
-        for expert in self._experts:
-            lru_update(expert, self._state, self._tables)
+        targets = torch.arange(len(neurons), dtype=torch.int32) * units
+        self._running = RunningNeurons.allocate(1, f, device)
+        self._running.neurons[0, : len(neurons)] = torch.from_numpy(neurons).to(device)
+        self._running.units[0, : len(neurons)] = targets.to(device)
+        self._running.totals[0, HERE] = len(neurons)
+        rows = host.records_begin // 16 + torch.from_numpy(neurons).long() * units
+        self._sources, self._targets = (extent_at[:, None] + rows).to(device), targets.to(device)
 
-    def seconds(self, num_programs: int) -> float:
-        """Seconds of an expert's pull."""
+    def seconds(self, launch: Callable[[int], None]) -> float:
+        """Seconds of a launch for an expert, which gets its number."""
 
-        def pull_all() -> None:
+        def launch_all() -> None:
             for number in range(len(self._experts)):
-                self.pull(number, num_programs)
+                launch(number)
 
-        replay = self._clock.captured(pull_all, self.forget)
-        times = []
-        for _ in range(_ROUNDS):
-            self.forget()
-            times.append(self._clock.once(replay))
-        return median(times) / len(self._experts)
+        self._tables.arena.zero_()
+        return self._clock.direct(self._clock.captured(launch_all), _ROUNDS) / len(self._experts)
 
-    def pull(self, number: int, num_programs: int = NUM_PROGRAMS) -> None:
-        """Pulls an expert's rows that are not there."""
-        gather_records_from_host(
-            self._experts[number], self._selection, self._tables, self._state, self._host, num_programs
-        )
+    def pull(self, num_programs: int, number: int) -> None:
+        """Launches what pulls an expert's rows, as a token does."""
+        pull_records(self._experts[number], self._tables, self._running, self._host, False, num_programs)
 
-    def forget(self) -> None:
-        """Makes all rows missing again."""
-        self._tables.record_at.fill_(-1)
-        self._clock.synchronize()
+    def bring(self, num_programs: int, number: int) -> None:
+        """Launches what copies them by a list of the host's."""
+        sources, arena = self._sources[number], self._tables.arena
+        bring(sources, self._targets, self._units, self._host.rows, arena, num_programs)
 
     def check(self) -> None:
-        """Compares what was pulled last with the host's."""
-        expected = self._held.records(0)[self._neurons]
-        at = self._tables.record_at[0, torch.from_numpy(self._neurons).long().to(self._clock.device)]
-        units = torch.arange(expected.shape[1] // 16, device=at.device)
-        rows = self._tables.arena.view(-1, 16)[at.long()[:, None] + units]
-        assert np.array_equal(rows.view(len(expected), -1).cpu().numpy(), expected), "what was pulled is something else"
+        """Compares what came last with the host's."""
+        expected = self._source.records(self._source.num_experts - 1)[self._neurons].reshape(-1)
+        assert np.array_equal(self._tables.arena.cpu().numpy(), expected), "what was brought is something else"
 
 
-def one_pull(clock: Clock, model: Model, record_bits: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What pulls a fifth of an expert's records, and what makes them missing again."""
+def one_pull(clock: Clock, model: Model, record_bits: int) -> Callable[[], None]:
+    """Returns what pulls a fifth of an expert's records."""
     row_bytes = expert_of(model, "up", 2, record_bits).records.row_bytes
     host = _HostExperts(clock, model, record_bits, row_bytes, host_bytes=1)
-    pulls = _Pulls(clock, host, _running(host.num_rows))
-    return partial(pulls.pull, 0), pulls.forget
+    return partial(_Pulls(clock, host, _running(host.num_rows)).pull, NUM_PROGRAMS, 0)
 
 
 def _running(f: int) -> NDArray[np.int32]:
     """A fifth of the neurons, rising; evenly spread, which is the harder case: packs have the hottest rows first."""
     return np.sort(np.random.default_rng(0).permutation(f)[: round(_SHARE * f)]).astype(np.int32)
-
-
-def _selection(neurons: NDArray[np.int32], f: int, device: torch.device) -> Selection:
-    """What `select` would have listed."""
-    listed = Selection.allocate(1, f, torch.device("cpu"))
-    for block in range(listed.counts.shape[1]):
-        ours = neurons[(neurons // SELECT_BLOCK) == block]
-        listed.neurons[0, block * SELECT_BLOCK :][: len(ours)] = torch.from_numpy(ours)
-        listed.counts[0, block] = len(ours)
-    return Selection(listed.a.to(device), listed.neurons.to(device), listed.counts.to(device))

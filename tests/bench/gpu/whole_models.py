@@ -1,13 +1,14 @@
 """Parts `demo`, `token`, `mixtral`, `qwen3` and `sampling`: whole models on a GPU.
 
-`demo`: the demo model on the GPU against plain torch on the CPU, in three budgets and without one. A budget must hold
-by the driver's own count; a replayed graph must give the bits of single launches; decoding must take no memory, and
-wait for nothing but a token's logits. The others have real dimensions and synthetic weights. `token`: a profile by
-kernel of whole tokens. `mixtral`, `qwen3`: decoding and prompts with everything on the GPU, then within 11, 12, 13 and
-8 GiB of it. `sampling`: what choosing a token costs the host.
+`demo`: the demo model on the GPU against plain torch on the CPU: whoever has the missing rows, with memory for shares
+of the experts, and within budgets, which must hold by the driver's own count. Where every missing row is pulled, bits
+depend neither on what is resident nor on whether a graph is replayed. Decoding must take no memory, and wait for
+nothing but a token's logits. The others have real dimensions and synthetic weights. `token`: a profile by kernel of
+whole tokens. `mixtral`, `qwen3`: decoding and prompts with everything on the GPU, then in budgets, with the missing
+rows shared, computed by the CPU, pulled, or read from the disk. `sampling`: what choosing a token costs the host.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,11 +20,10 @@ from torch import Tensor
 
 from gpu.engines import (
     EngineBench,
-    EngineName,
     EngineRequest,
-    KvDtype,
     Running,
     Speed,
+    counts,
     link_rate,
     make_demo,
     make_synthetic,
@@ -36,17 +36,21 @@ from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, u
 from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, Text
 from moe_pack.runtime.gpu.device import host_bytes
-from moe_pack.runtime.gpu.graph_engine import GraphDecoder
+from moe_pack.runtime.gpu.fit import GpuCounts
+from moe_pack.runtime.gpu.residency import NUM_TURNS
+from moe_pack.runtime.gpu.token_step import GpuDecoder
+from moe_pack.runtime.options import KvDtype, MissesOption
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
 _CONTEXT = _PROMPT + _FORCED + _GREEDY
-_REHEARSED = (2, 3, 3)
+_REHEARSED = (2, 3, 1)
 _EQUAL = 1e-4  # DESIGN section 4: logits, where routes and masks are the reference's
-# An engine that copies rows has more kernels than one that does not; and the driver allocates in pieces, of which a
-# model so small may leave 28 MiB unused.
+# An engine gives up to 24 MiB of its budget to the driver's pieces (`fit`); a little more, so that none is refused.
 _SLACK_BYTES = 28 << 20
-_SHARES = (0.3, 0.6, 1.0)  # shares of all experts' bytes that fit into a budget
-_STAGED = ("lru", "floe", "fiddler")  # policies that the staged engine is tried with
+_SHARES = (0.0, 0.3, 0.6)  # of all experts' bytes that fit
+_BUDGET_SHARE = 0.3  # likewise, where a budget is measured
+_ALL_MISSES: tuple[MissesOption, ...] = ("auto", "cpu", "pull")
+_TIER_BYTES = 1 << 20  # of the host's memory: less than any pack has experts, which are mapped
 _MOST_KL = 0.01  # nats a token, of keys and values in bfloat16
 
 
@@ -57,7 +61,9 @@ class Answers:
     `worst_prompt`, `worst_token`: greatest difference of a logit, in the prompt and token by token.   `beyond`: tokens
     with one above 1e-4: a neuron at its threshold, or a near tie of experts, falls on the other side.   `greedy_equal`:
     how many tokens of the likeliest text are the same until the first that is not, of `greedy_tokens`.   `kl`: of the
-    tokens' predictions, nats, the mean.   `used_bytes`: the driver's count at the end, within `budget`.
+    tokens' predictions, nats, the mean.   `resident`, `pulled`, `left`: shares of the running neurons of tokens,
+    without those of experts that the CPU computed whole, `whole_per_token`.   `used_bytes`: the driver's count at the
+    end, within `budget`; both 0 where no budget is measured.
     """
 
     pack: str
@@ -69,16 +75,21 @@ class Answers:
     greedy_equal: int
     greedy_tokens: int
     kl: float
+    resident: float
+    pulled: float
+    left: float
+    whole_per_token: float
     budget: int
     used_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A property that the graph engine must have. `share`: of the experts' bytes that fit, None for all."""
+    """A property that the engine must have. `share`: of the experts' bytes that fit, 1 for all."""
 
     what: str
-    share: float | None
+    misses: MissesOption
+    share: float
     holds: bool
     found: str
 
@@ -105,19 +116,43 @@ def _at_sparsity(results: Results, clock: Clock, sparsity: float) -> None:
     folder = make_demo(results, sparsity)
     with Pack(folder) as pack:
         ids = Text(pack).encode(BOOK.read_text("utf-8")[10_000:14_000])
-    _compare_all(results, clock, folder, ids)
-    if sparsity and not clock.is_rehearsal:  # in a rehearsal a smaller model does
-        _all_promises(results, clock, folder, ids, (None, *_SHARES[:2]))
+    if clock.is_rehearsal:  # a smaller model does
+        return
+    if sparsity:
+        _compare_all(results, clock, folder, ids, _measured() + _shared())
+        _all_promises(results, clock, folder, ids)
+    else:
+        _compare_all(results, clock, folder, ids, _measured()[:1] + _shared(_SHARES[1:2]))
+
+
+def _measured() -> list[EngineRequest]:
+    """Engines that measure their memory, as users open them; a budget of 0 stands for that of `_BUDGET_SHARE`.
+
+    They come first: they compile all kernels at once.
+    """
+    f32 = EngineRequest("auto", kv_dtype="f32")
+    capped = [replace(f32, misses=misses, budget_bytes=0) for misses in _ALL_MISSES]
+    return [f32, replace(f32, kv_dtype="bf16"), *capped]
+
+
+def _shared(shares: Sequence[float] = _SHARES) -> list[EngineRequest]:
+    """Engines that are built for a share of the experts: no budget is measured."""
+    found = [EngineRequest(misses, kv_dtype="f32", share=share) for misses in _ALL_MISSES for share in shares]
+    auto = EngineRequest("auto", kv_dtype="f32", share=shares[-1])
+    return [*found, replace(auto, ram_bytes=_TIER_BYTES), replace(auto, policy="corm")]
 
 
 def _gpt_oss(results: Results, clock: Clock) -> None:
     """MXFP4 as its source has it, sinks, windows in a ring, biases, the clamped SwiGLU: of random weights."""
     folder = make_synthetic(results, PackRequest("tiny-gpt-oss", "gpt-oss-20b", _kept, 0.0), is_tiny=True)
     ids = [(37 * i + 5) % 256 for i in range(_CONTEXT)]
-    _compare_all(results, clock, folder, ids, (None,))
+    whole = EngineRequest("auto", kv_dtype="f32")
+    part = replace(whole, misses="cpu", share=_SHARES[1])
+    _compare_all(results, clock, folder, ids, [part] if clock.is_rehearsal else [whole, part])
     if clock.is_rehearsal:
-        small = make_synthetic(results, MIXTRAL)
-        _all_promises(results, clock, small, ids, (None,))
+        small, pull, auto = make_synthetic(results, MIXTRAL), replace(part, misses="pull"), replace(part, misses="auto")
+        _compare_all(results, clock, small, ids, [pull, auto, replace(auto, ram_bytes=_TIER_BYTES)])
+        _all_promises(results, clock, small, ids)
 
 
 def _kept(spec: ModelSpec) -> Plan:
@@ -131,32 +166,32 @@ def _kept(spec: ModelSpec) -> Plan:
 
 
 def _compare_all(
-    results: Results, clock: Clock, folder: Path, ids: list[int], shares: tuple[float | None, ...] = (None, *_SHARES)
+    results: Results, clock: Clock, folder: Path, ids: list[int], requests: Sequence[EngineRequest]
 ) -> None:
     with Pack(folder) as pack:
         expected = _answers(lambda context: Engine(pack, EngineOptions(kernels="torch"), context), ids, clock)
-    graph = EngineRequest("graph", kv_dtype="f32")
-    asked = [(graph, share) for share in (shares[:1] if clock.is_rehearsal else shares)]
-    asked += [] if clock.is_rehearsal else [(replace(graph, kv_dtype="bf16"), None)]
-    for policy in _STAGED[:1] if clock.is_rehearsal else _STAGED:
-        asked += [(EngineRequest("staged", policy, kv_dtype="f32"), share) for share in shares[1:2] or shares]
-    for wanted, share in asked:
-        name = f"{folder.name}, {wanted.engine} {wanted.policy} {wanted.kv_dtype}, space for {share or 'all'}"
-        results.section(name, partial(_compare, results, clock, folder, wanted, share, expected))
+    for wanted in requests:
+        space = "a budget" if wanted.budget_bytes is not None else _space(1.0 if wanted.share is None else wanted.share)
+        tier = ", disk" if wanted.ram_bytes is not None else ""
+        name = f"{folder.name}, {wanted.misses}{tier}, {wanted.policy}, {wanted.kv_dtype}, {space}"
+        results.section(name, partial(_compare, results, clock, folder, wanted, expected))
 
 
-def _compare(
-    results: Results, clock: Clock, folder: Path, wanted: EngineRequest, share: float | None, expected: _Reference
-) -> None:
+def _space(share: float) -> str:
+    return f"space for {'all' if share == 1 else share}"
+
+
+def _compare(results: Results, clock: Clock, folder: Path, wanted: EngineRequest, expected: _Reference) -> None:
     with Pack(folder) as pack:
-        if share is not None and not clock.is_rehearsal:
-            wanted = replace(wanted, budget_bytes=_budget(folder, wanted, share))
-        used, budget = [0], [0]
+        if wanted.budget_bytes is not None:
+            wanted = replace(wanted, budget_bytes=_budget(folder, wanted))
+        used, budget, needed = [0], [0], [GpuCounts()]
 
         def open_it(context_tokens: int) -> Running:
-            return open_engine(pack, wanted, context_tokens, clock.is_rehearsal)
+            return open_engine(pack, wanted, context_tokens, clock)
 
         def at_end(engine: Running) -> None:
+            needed[0] = counts(engine)
             if isinstance(engine, Engine) and engine.gpu_memory is not None and engine.gpu_use is not None:
                 used[0], budget[0] = engine.gpu_memory.used_bytes(), engine.gpu_use.budget
 
@@ -165,9 +200,12 @@ def _compare(
     same = [ours == theirs for ours, theirs in zip(found.greedy, expected.greedy, strict=True)]
     ours, theirs = found.forced.double().log_softmax(1), expected.forced.double().log_softmax(1)
     kl = float((theirs.exp() * (theirs - ours)).sum(1).mean())
+    by = (needed[0].resident, needed[0].pulled, needed[0].left)
+    resident, pulled, left = (number / max(sum(by), 1) for number in by)
     row = Answers(
         folder.name, wanted, float((found.prompt - expected.prompt).abs().max()), float(off.max()),
-        int((off > _EQUAL).sum()), len(off), (*same, False).index(False), len(same), kl, budget[0], used[0],
+        int((off > _EQUAL).sum()), len(off), (*same, False).index(False), len(same), kl, resident, pulled, left,
+        needed[0].whole / needed[0].tokens, budget[0], used[0],
     )  # fmt: skip
     results.add(row)
     if wanted.kv_dtype == "f32":
@@ -177,16 +215,16 @@ def _compare(
     assert row.used_bytes <= row.budget, f"the driver charges {row.used_bytes:,} bytes, the budget is {row.budget:,}"
 
 
-def _budget(folder: Path, wanted: EngineRequest, share: float) -> int:
-    """Returns a budget that leaves experts this share of their bytes, by the engine's own report of the rest."""
-    experts, rest = _use(folder, wanted.engine, wanted.kv_dtype)
-    return rest + _SLACK_BYTES + round(share * experts)
+def _budget(folder: Path, wanted: EngineRequest) -> int:
+    """Returns a budget that leaves experts a share of their bytes, by the engine's own report of the rest."""
+    experts, rest = _use(folder, wanted.misses, wanted.kv_dtype)
+    return rest + _SLACK_BYTES + round(_BUDGET_SHARE * experts)
 
 
 @cache
-def _use(folder: Path, engine: EngineName, kv_dtype: KvDtype | None) -> tuple[int, int]:
+def _use(folder: Path, misses: MissesOption, kv_dtype: KvDtype | None) -> tuple[int, int]:
     """Bytes of the GPU's memory that experts take where no budget is set, and all else."""
-    wanted = EngineRequest(engine, kv_dtype=kv_dtype)
+    wanted = EngineRequest(misses, kv_dtype=kv_dtype)
     with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
         use = opened.gpu_use
     assert use is not None, "it is on a GPU"
@@ -217,57 +255,56 @@ def _answers(
     return _Reference(ids, prompt, forced, greedy)
 
 
-# --- what the graph engine must hold to
+# --- what the engine must hold to
 
 
-def _all_promises(
-    results: Results, clock: Clock, folder: Path, ids: list[int], shares: tuple[float | None, ...]
-) -> None:
-    promises = _Promises(results, clock, folder, ids)
-    for share in shares:
-        results.section(f"promises, space for {share or 'all'}", partial(promises.check, share))
+def _all_promises(results: Results, clock: Clock, folder: Path, ids: list[int]) -> None:
+    promises = _Promises(results, clock, folder, ids[: 4 if clock.is_rehearsal else 24])
+    for share in (1.0, *_SHARES[:1]) if clock.is_rehearsal else (1.0, *_SHARES):
+        results.section(f"promises, pull, {_space(share)}", partial(promises.check, "pull", share))
+    results.section("promises, auto", partial(promises.check, "auto", _SHARES[-1]))
 
 
 class _Promises:
-    """Properties of the graph engine with any share of experts; all bits are compared with the first."""
+    """Properties of the engine with any share of experts. Where missing rows are pulled, bits are the first's."""
 
     def __init__(self, results: Results, clock: Clock, folder: Path, ids: list[int]) -> None:
-        self._results, self._clock, self._folder = results, clock, folder
-        self._ids, self._bits = ids[: 5 if clock.is_rehearsal else 24], list[Tensor]()
+        self._results, self._clock, self._folder, self._ids = results, clock, folder, ids
+        self._bits = list[Tensor]()
 
-    def check(self, share: float | None) -> None:
-        """Opens the engine with memory for a share of the experts, None for all, and checks all properties."""
-        clock, wanted, ids = self._clock, EngineRequest("graph", kv_dtype="f32"), self._ids
-        if share is not None and not clock.is_rehearsal:
-            wanted = replace(wanted, budget_bytes=_budget(self._folder, wanted, share))
-        with Pack(self._folder) as pack, closing(open_engine(pack, wanted, _CONTEXT, clock.is_rehearsal)) as engine:
+    def check(self, misses: MissesOption, share: float) -> None:
+        """Opens the engine with memory for a share of the experts, and checks all properties."""
+        clock, wanted, ids = self._clock, EngineRequest(misses, kv_dtype="f32", share=share), self._ids
+
+        def add(what: str, holds: bool, found: str = "") -> None:
+            self._results.add(Promise(what, misses, share, holds, found))
+            if not holds:
+                self._results.fail(f"{what}, {misses}, {_space(share)}", found or "it does not")
+
+        with Pack(self._folder) as pack, closing(open_engine(pack, wanted, _CONTEXT, clock)) as engine:
             decoder = engine.decoder
-            assert isinstance(decoder, GraphDecoder), "it was asked for"
+            assert isinstance(decoder, GpuDecoder), "it was asked for"
             bits = _logits(decoder, ids)
-            self._bits.append(bits)
-            self._add("a second run gives the same bits", share, torch.equal(_logits(decoder, ids), bits))
+            if misses == "pull":
+                self._bits.append(bits)
+                add("bits do not depend on the memory for experts", torch.equal(self._bits[0], bits))
+                add("a second run gives the same bits", torch.equal(_logits(decoder, ids), bits))
             taken, waits = _watched(decoder, ids, clock)
-            self._add("decoding takes no memory", share, taken == 0, f"{taken} allocations")
-            self._add("decoding waits only for its logits", share, not waits, waits)
-            decoder._run = decoder._launch
-            one_by_one = torch.equal(_logits(decoder, ids), bits)
-            self._add("a replayed graph gives the bits of launches one by one", share, one_by_one)
-        self._add("bits do not depend on the memory for experts", share, torch.equal(self._bits[0], bits))
-
-    def _add(self, what: str, share: float | None, holds: bool, found: str = "") -> None:
-        self._results.add(Promise(what, share, holds, found))
-        if not holds:
-            self._results.fail(f"{what}, space for {share or 'all'}", found or "it does not")
+            add("decoding takes no memory", taken == 0, f"{taken} allocations")
+            add("decoding waits only for its logits", not waits, waits)
+            if misses == "pull":
+                decoder._runs = [partial(decoder.launch, turn) for turn in range(NUM_TURNS)]
+                one_by_one = torch.equal(_logits(decoder, ids), bits)
+                add("a replayed graph gives the bits of launches one by one", one_by_one)
 
 
-def _logits(decoder: object, ids: list[int]) -> Tensor:
-    assert isinstance(decoder, GraphDecoder), "graph engines alone"
+def _logits(decoder: GpuDecoder, ids: list[int]) -> Tensor:
     decoder.reset()
     decoder.next_logits(ids[:2])
     return torch.stack([decoder.next_logits([token]).clone() for token in ids[2:]])
 
 
-def _watched(decoder: GraphDecoder, ids: list[int], clock: Clock) -> tuple[int, str]:
+def _watched(decoder: GpuDecoder, ids: list[int], clock: Clock) -> tuple[int, str]:
     """Allocations while tokens are decoded, and what torch says of a wait for a stream; waits for events it allows.
 
     Without a GPU there is nothing to watch: tests of the step's launches see both there.
@@ -299,17 +336,25 @@ def _forbidden_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-_CAP_GIB, _OTHER_GIB = 11, (12, 13, 8)
-_LENGTHS = (128, 16, 512)  # of prompts; the first also warms up
-_DECODED = 96
+_CAP_GIB = 11
+_LENGTHS, _FEW_LENGTHS = (128, 16, 512), (128, 512)  # of prompts; the first also warms up
+_DECODED, _FEW_DECODED = 96, 48
+# Where experts come from the disk: of the host's memory, and less to do.
+_RAM_BYTES, _DISK_LENGTHS, _DISK_DECODED = 6 << 30, (128, 16), 24
+_REHEARSED_LENGTHS: tuple[tuple[int, ...], int] = (2, 2), 2
 _SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
+    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident).
+
+    `tier`: where missing rows are: host memory, or the disk.
+    """
 
     pack: str
+    misses: MissesOption
+    tier: str
     gib: int
     capped_per_s: float
     resident_per_s: float
@@ -329,7 +374,7 @@ def profile(results: Results, clock: Clock) -> None:
     """Whole tokens under the profiler: Mixtral under the cap, Qwen3 with everything on the GPU."""
     remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
     rate = link_rate(clock)
-    for wanted, engine in ((MIXTRAL, _graph(_CAP_GIB)), (QWEN3, _graph(None))):
+    for wanted, engine in ((MIXTRAL, _capped("auto", _CAP_GIB)), (QWEN3, EngineRequest("auto"))):
 
         def body(wanted: PackRequest = wanted, engine: EngineRequest = engine) -> None:
             folder = make_synthetic(results, wanted)
@@ -340,7 +385,7 @@ def profile(results: Results, clock: Clock) -> None:
 
 
 def mixtral(results: Results, clock: Clock) -> None:
-    """Mixtral's dimensions: 11 GiB, all of it, other budgets; the staged engine for comparison, last."""
+    """Mixtral's dimensions."""
     remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
     _budgets(results, clock, MIXTRAL)
 
@@ -351,27 +396,69 @@ def qwen3(results: Results, clock: Clock) -> None:
     _budgets(results, clock, QWEN3)
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An engine to time, with the lengths of its prompts and of what follows each."""
+
+    wanted: EngineRequest
+    lengths: tuple[int, ...] = _FEW_LENGTHS
+    decoded: int = _FEW_DECODED
+
+    @property
+    def name(self) -> str:
+        """What the section is called."""
+        budget, tier = self.wanted.budget_bytes, "" if self.wanted.ram_bytes is None else ", disk"
+        return f"{self.wanted.misses}, {'all' if budget is None else f'{budget >> 30} GiB'}{tier}"
+
+
+def _runs() -> list[_Run]:
+    """All of them, what matters most first: a part that is out of time leaves out the last.
+
+    Both packs are whole on the GPU in some 18 GiB.
+    """
+    from_disk = replace(_capped("auto", _CAP_GIB), ram_bytes=_RAM_BYTES)
+    return [
+        _Run(EngineRequest("auto"), _LENGTHS, _DECODED),
+        _Run(_capped("auto", _CAP_GIB), _LENGTHS, _DECODED),
+        _Run(_capped("auto", 8)),
+        _Run(_capped("cpu", _CAP_GIB)),
+        _Run(_capped("pull", _CAP_GIB)),
+        _Run(from_disk, _DISK_LENGTHS, _DISK_DECODED),
+        _Run(_capped("auto", 12)),
+        _Run(_capped("auto", 16)),
+        _Run(_capped("cpu", 8)),
+        _Run(_capped("pull", 8)),
+    ]
+
+
+def _rehearsed_runs() -> list[_Run]:
+    auto = _capped("auto", _CAP_GIB)
+    runs = (EngineRequest("auto"), auto, replace(auto, ram_bytes=_RAM_BYTES))
+    return [_Run(wanted, *_REHEARSED_LENGTHS) for wanted in runs]
+
+
 def _budgets(results: Results, clock: Clock, wanted: PackRequest) -> None:
-    lengths, decoded = ((2, 3), 3) if clock.is_rehearsal else (_LENGTHS, _DECODED)
     rate, folder = link_rate(clock), make_synthetic(results, wanted)
     with closing(EngineBench(results, clock, folder, rate)) as bench:
-        found: dict[int | None, Speed] = {}
+        whole: list[Speed] = []
 
-        def measure(gib: int | None) -> None:
-            found[gib] = bench.measure(_graph(gib), lengths, decoded)[1]
-            capped, resident = found.get(gib), found.get(None)
-            if gib is not None and capped is not None and resident is not None:
-                ratio = capped.decode_per_s / resident.decode_per_s
-                results.add(Ratio(bench.name, gib, capped.decode_per_s, resident.decode_per_s, ratio))
+        def measure(run: _Run) -> None:
+            budget = run.wanted.budget_bytes
+            found = bench.measure(run.wanted, run.lengths, run.decoded)[1]
+            if budget is None:
+                whole.append(found)
+            elif whole:
+                tier, resident = "host" if run.wanted.ram_bytes is None else "disk", whole[0].decode_per_s
+                ratio = found.decode_per_s / resident
+                row = Ratio(bench.name, run.wanted.misses, tier, budget >> 30, found.decode_per_s, resident, ratio)
+                results.add(row)
 
-        for gib in (None, _CAP_GIB) if clock.is_rehearsal else (None, _CAP_GIB, *_OTHER_GIB):
-            results.section("resident" if gib is None else f"{gib} GiB", partial(measure, gib))
-        staged = EngineRequest("staged", "lru", _CAP_GIB << 30)
-        results.section(f"{_CAP_GIB} GiB, staged", partial(bench.measure, staged, lengths[:2], decoded // 3))
+        for run in _rehearsed_runs() if clock.is_rehearsal else _runs():
+            results.section(run.name, partial(measure, run))
 
 
-def _graph(gib: int | None) -> EngineRequest:
-    return EngineRequest("graph", budget_bytes=None if gib is None else gib << 30)
+def _capped(misses: MissesOption, gib: int) -> EngineRequest:
+    return EngineRequest(misses, budget_bytes=gib << 30)
 
 
 def sampling(results: Results, clock: Clock) -> None:
