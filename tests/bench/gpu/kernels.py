@@ -1,10 +1,10 @@
 """Parts `timings` and `ncu`: how fast the kernels are at real models' dimensions.
 
 `timings` compares the time of an operation with the bytes it must read: of the selector all rows, of the records those
-of neurons that run. Launches follow one another in a CUDA graph and read other copies of random experts each time, more
-than the L2 cache holds. `ncu` runs the five main kernels once each in a process of their own, in a known order, under
-NVIDIA's profiler; its report is read back as rows, a metric each. Run as a program (`kernels.py DEVICE MODEL`), this
-module launches them, and prints the order as JSON.
+of neurons that run, of lists their entries. Launches follow one another in a CUDA graph and read other copies of random
+experts each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a
+known order, under NVIDIA's profiler; its report is read back as rows, a metric each. Run as a program (`kernels.py
+DEVICE MODEL`), this module launches them, and prints the order as JSON.
 """
 
 import csv
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,11 +26,20 @@ from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond
 from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, one_pull
 from moe_pack.formats import Selector
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
-from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
-from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
+from moe_pack.runtime.gpu.kernels.grouped import (
+    ExpertGroup,
+    TilePlan,
+    combine,
+    max_pairs,
+    pairs_by_expert,
+    plan_tiles,
+    run_group,
+)
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
+from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
 
 MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
 _GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)
@@ -68,7 +78,7 @@ class ExpertTime:
 
 @dataclass(frozen=True, slots=True)
 class DenseTime:
-    """A matrix [rows, cols] times so many vectors, or an expert of so many tokens. `tflops`: of its multiplications."""
+    """A matrix [rows, cols] times so many vectors, or experts of so many tokens. `tflops`: of their multiplications."""
 
     operation: str
     rows: int
@@ -100,56 +110,100 @@ def timings(results: Results, clock: Clock) -> None:
         results.section(f"gemv {rows}x{cols} {bits}", partial(_gemv, results, timer, rows, cols, bits))
     for rows, cols, bits in ((96, 128, 4),) if tiny else ((4096, 4096, 4), (4096, 4096, 16)):
         results.section(f"gemm {rows}x{cols} {bits}", partial(_gemm, results, timer, rows, cols, bits))
-    for model in (_TINY,) if tiny else (MIXTRAL, QWEN3):
-        results.section(f"expert of many tokens, {model.name}", partial(_many, results, timer, model))
+    for model, num_experts in ((_TINY, 3),) if tiny else ((MIXTRAL, 8), (QWEN3, 128)):
+        results.section(f"experts of many tokens, {model.name}", partial(_many, results, timer, model, num_experts))
     for heads, kv_heads in ((4, 2),) if tiny else ((32, 8), (32, 4)):
         results.section(f"attention {heads}/{kv_heads}", partial(_attention, results, timer, heads, kv_heads))
 
 
+_ENTRY_BYTES = 16  # of a running neuron: read, with its record's place, and written, with its record's place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lists:
+    """A token's running neurons and what `compact` needs, without memory for rows: none is missing."""
+
+    experts: Experts
+    running: RunningNeurons
+    landing: Landing
+    left: LeftToCpu
+
+    @classmethod
+    def allocate(cls, experts: Experts, model: Model, device: torch.device) -> "_Lists":
+        """Allocates for a token's experts."""
+        k, f = model.k, model.f
+
+        def locked(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+        left = LeftToCpu(
+            counts=locked(torch.int32, k),
+            neurons=locked(torch.int32, k, f),
+            a=locked(torch.float32, k, f),
+            pulled_counts=locked(torch.int32, k),
+            pulled=locked(torch.int32, k, 0),
+        )
+        slots = torch.zeros((k, 0), dtype=torch.int32, device=device)
+        landing = Landing(slots, 0, experts.tables.kinds[0].record_units)
+        return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
+
+    def compact(self, batch: Tensor, is_split: bool) -> None:
+        """Lists the neurons of a batch of experts."""
+        share = self.experts.tables.thresholds[:1]  # not read: nothing is missing
+        compact(batch, self.experts.tables, self.running, self.landing, share, self.left, is_split)
+
+
 def _token(results: Results, timer: ByteClock, stores: Stores) -> None:
-    """`select`, `neurons`, `reduce`, and all three one after the other, at each sparsity."""
+    """The operations on a token's experts, and all one after the other, at each sparsity; no row is missing."""
     model, device = stores.model, timer.clock.device
     experts = make_experts(timer.clock, model, stores.selector, stores.selector_bits, stores.record_bits)
     x = torch.randn(model.d, generator=torch.Generator().manual_seed(0)).to(device)
-    chosen = Selection.allocate(model.k, model.f, device)
-    select(x, experts.batches[0], experts.tables, chosen)
-    a = chosen.a[0].abs()
+    listed = _Lists.allocate(experts, model, device)
+    select(x, experts.batches[0], experts.tables, listed.running)
+    a = listed.running.a[0].abs()
     for sparsity in _SPARSITIES:
         experts.tables.thresholds.fill_(float(torch.quantile(a, sparsity)) if sparsity else 0.0)
-        select(x, experts.batches[0], experts.tables, chosen)
-        _times(results, timer, stores, sparsity, x, experts, chosen)
+        select(x, experts.batches[0], experts.tables, listed.running)
+        _times(results, timer, stores, sparsity, x, experts, listed)
 
 
 def _times(
-    results: Results, timer: ByteClock, stores: Stores, sparsity: float, x: Tensor, experts: Experts, chosen: Selection
+    results: Results, timer: ByteClock, stores: Stores, sparsity: float, x: Tensor, experts: Experts, listed: _Lists
 ) -> None:
-    model, device, running = stores.model, timer.clock.device, int(chosen.counts.sum())
+    model, device, num_running = stores.model, timer.clock.device, int(listed.running.counts[0].sum())
     partials = torch.zeros((model.k, num_partials(model.k, model.f, timer.clock.num_sms), model.d), device=device)
     weights, out = torch.full((model.k,), 1 / model.k, device=device), torch.zeros(model.d, device=device)
 
     def selects(batch: int) -> None:
-        select(x, experts.batches[batch], experts.tables, chosen)
+        select(x, experts.batches[batch], experts.tables, listed.running)
+
+    def lists(batch: int, is_split: bool = False) -> None:
+        listed.compact(experts.batches[batch], is_split)
 
     def sums(batch: int) -> None:
-        neurons(x, experts.batches[batch], experts.tables, chosen, partials)
+        neurons(x, experts.batches[batch], experts.tables, listed.running, partials, "here")
 
     def reduces(batch: int) -> None:
         reduce(partials, weights, out)
 
     def everything(batch: int) -> None:
         selects(batch)
+        lists(batch)
         sums(batch)
         reduces(batch)
 
-    selected, recorded = model.k * experts.selector_bytes, running * experts.record_bytes
+    selected, recorded = model.k * experts.selector_bytes, num_running * experts.record_bytes
+    entries_bytes = _ENTRY_BYTES * num_running
     for operation, num_bytes, launch in (
         ("select", selected, selects),
+        ("compact, split", entries_bytes, partial(lists, is_split=True)),
+        ("compact", entries_bytes, lists),
         ("neurons", recorded, sums),
         ("reduce", 4 * partials.numel(), reduces),
-        ("all", selected + recorded, everything),
+        ("all", selected + entries_bytes + recorded, everything),
     ):
         timed = timer.timed(num_bytes, launch, len(experts.batches))
-        results.add(ExpertTime(str(stores), sparsity, running / model.k / model.f, operation, timed))
+        results.add(ExpertTime(str(stores), sparsity, num_running / model.k / model.f, operation, timed))
 
 
 def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
@@ -182,28 +236,41 @@ def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored
             results.add(DenseTime("torch.matmul, bf16", rows, cols, bits, tokens, _tflops(work, timed), timed))
 
 
-def _many(results: Results, timer: ByteClock, model: Model) -> None:
-    device, experts = timer.clock.device, make_experts(timer.clock, model, "up", 2, 4)
+def _many(results: Results, timer: ByteClock, model: Model, num_experts: int) -> None:
+    """All experts of a layer in a pass of so many tokens: as exact as float32's products, and bfloat16's."""
+    device, experts, k = timer.clock.device, make_experts(timer.clock, model, "up", 2, 4), model.k
     # Activations are about normal, of deviation 1: 0.8 of them lie below this.
     experts.tables.thresholds.fill_(1.28)
-    kind, num_bytes = experts.tables.kinds[0], experts.selector_bytes + model.f * experts.record_bytes
+    tables, draw = experts.tables, np.random.default_rng(0)
+    assert tables.selector_at is not None
+    copies = torch.arange(num_experts, device=device) % len(tables.record_at)
+    group = ExpertGroup(
+        tables.arena, tables.selector_at[copies], tables.record_at[copies], tables.thresholds[copies], tables.kinds
+    )
     for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
-        x, y = torch.randn(tokens, model.d).to(device), torch.zeros(tokens, model.d, device=device)
-        numbers = torch.arange(tokens, dtype=torch.int32, device=device)
-        weights, workspace = (
-            torch.full((tokens,), 0.5, device=device),
-            torch.zeros(workspace_floats(tokens, model.f), device=device),
-        )
+        routes = np.stack([draw.permutation(num_experts)[:k] for _ in range(tokens)])
+        pairs = pairs_by_expert(routes, np.full((tokens, k), 1 / k, np.float32), np.arange(num_experts))
+        num_bytes = int((pairs.counts > 0).sum()) * (experts.selector_bytes + model.f * experts.record_bytes)
+        listed = [torch.from_numpy(each).to(device) for each in pairs[:3]]
+        hidden = torch.zeros((max_pairs(tokens, k, model.f), model.f), device=device)
+        outputs, y = (torch.zeros(rows, model.d, device=device) for rows in (tokens * k, tokens))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(tokens, model.d).to(device, dtype)
+            kind_idx, is_bf16 = np.zeros(num_experts, np.int64), dtype == torch.bfloat16
+            plan = plan_tiles(pairs.counts, kind_idx, group.kinds, len(hidden), is_bf16)
+            tiles = torch.from_numpy(plan.tiles).to(device)
 
-        def runs(
-            number: int, given: tuple[Tensor, ...] = (x, numbers, weights), y: Tensor = y, workspace: Tensor = workspace
-        ) -> None:
-            expert_many(given[0], given[1], given[2], experts.tables, number, kind, y, workspace)
+            def runs(
+                number: int, x: Tensor = x, listed: list[Tensor] = listed, plan: TilePlan = plan, tiles: Tensor = tiles,
+                hidden: Tensor = hidden, outputs: Tensor = outputs, y: Tensor = y
+            ) -> None:  # fmt: skip
+                run_group(x, listed[0], listed[1], listed[2], group, plan, tiles, hidden, outputs)
+                combine(outputs, y)
 
-        timed = timer.timed(num_bytes, runs, len(experts.batches))
-        work = 3 * model.d * model.f * tokens
-        name = f"expert of many tokens, {model.name}"
-        results.add(DenseTime(name, model.f, model.d, "2/4", tokens, _tflops(work, timed), timed))
+            timed = timer.timed(num_bytes, runs, 1)
+            work = 3 * model.d * model.f * tokens * k
+            name = f"{num_experts} experts of many tokens, {model.name}{', bf16' if is_bf16 else ''}"
+            results.add(DenseTime(name, model.f, model.d, "2/4", tokens, _tflops(work, timed), timed))
 
 
 def _attention(results: Results, timer: ByteClock, heads: int, kv_heads: int) -> None:
@@ -236,7 +303,7 @@ def _tflops(multiplications: int, timed: Timed) -> float:
 
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats")
 _MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "tiny": _TINY}
-_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_pull_records_kernel)$"
+_KERNELS = "regex:^(_select_kernel|_compact_kernel|_neurons_kernel|_gemv|_attend_kernel|_pull_records_kernel)$"
 _SECONDS = 90  # that a model's launches may take
 _SPARSITY = 0.8
 
@@ -320,13 +387,18 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     device, is_tiny, is_mixtral = clock.device, model.name == _TINY.name, model.name == MIXTRAL.name
     experts = make_experts(clock, model, "up", 2 if is_mixtral else 4, 4)
     x, batch, tables = torch.randn(model.d).to(device), experts.batches[-1], experts.tables
-    chosen = Selection.allocate(model.k, model.f, device)
-    select(x, batch, tables, chosen)
-    tables.thresholds.fill_(float(torch.quantile(chosen.a[0].abs(), _SPARSITY)))
+    listed = _Lists.allocate(experts, model, device)
+    select(x, batch, tables, listed.running)
+    tables.thresholds.fill_(float(torch.quantile(listed.running.a[0].abs(), _SPARSITY)))
     partials = torch.zeros((model.k, num_partials(model.k, model.f, clock.num_sms), model.d), device=device)
     found = [
-        Launch("_select", model.name, lambda: select(x, batch, tables, chosen)),
-        Launch("_neurons", f"{model.name}, {_SPARSITY}", lambda: neurons(x, batch, tables, chosen, partials)),
+        Launch("_select_kernel", model.name, lambda: select(x, batch, tables, listed.running)),
+        Launch("_compact_kernel", f"{model.name}, {_SPARSITY}", lambda: listed.compact(batch, is_split=False)),
+        Launch(
+            "_neurons_kernel",
+            f"{model.name}, {_SPARSITY}",
+            lambda: neurons(x, batch, tables, listed.running, partials, "here"),
+        ),
     ]
     vocabulary = 32_000 if is_mixtral else 151_936
     for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
