@@ -20,7 +20,7 @@ from moe_pack.runtime.offload.budget import AS_BUDGET, GpuCosts, divide_gpu, gpu
 _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
-_LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`, `expert_many`)
+_LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`)
 # An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
 # pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20

@@ -77,15 +77,13 @@ Call = tuple[str, Callable[[], None]]
 def calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[Call]:
     """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
     from many_calls import many_calls
-    from row_calls import dense_calls, expert_calls, running_calls
-    from token_calls import cache_calls, latent_calls, pull_calls, token_calls
+    from row_calls import dense_calls, running_calls
+    from token_calls import latent_calls, pull_calls, token_calls
 
     yield from dense_calls(widths, dims)
-    yield from expert_calls(widths, dims)
     yield from running_calls(widths, dims)
     yield from many_calls(widths, dims)
     bits = tuple(width for width in widths if isinstance(width, int))
-    yield from cache_calls(bits, dims)
     yield from pull_calls(bits, dims)
     if 4096 in dims:
         yield from latent_calls(bits)

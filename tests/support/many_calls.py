@@ -9,11 +9,10 @@ from named_formats import Name, gpt_oss_layout, label, named_expert, named_forma
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
-from moe_pack.runtime.gpu.kernels.tables import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.tables import kind_of
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed
@@ -30,16 +29,13 @@ def many_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tupl
             for mode, x_dtype in MODES.items():
                 yield f"gemm {mode} {label(width)} d{d}", partial(_coded, d, width, x_dtype)
             for selector in selectors:
-                yield f"many {selector} {label(width)} d{d}", partial(_coded_experts, d, width, 64, selector)
                 for mode, x_dtype in MODES.items():
                     name = f"grouped {mode} {selector} {label(width)} d{d}"
                     yield name, partial(_coded_group, d, width, 64, selector, x_dtype)
         if 4 in widths:
-            yield f"many up w4 g16 d{d}", partial(_coded_experts, d, 4, 16, "up")
             for mode, x_dtype in MODES.items():
                 yield f"grouped {mode} up w4 g16 d{d}", partial(_coded_group, d, 4, 16, "up", x_dtype)
     if "mxfp4" in widths and 4096 in dims:
-        yield "gpt_oss many", partial(_experts, gpt_oss_layout("both"), "both", "clamped_swiglu")
         for mode, x_dtype in MODES.items():
             yield f"gpt_oss grouped {mode}", partial(_group, gpt_oss_layout("both"), "both", "clamped_swiglu", x_dtype)
     if 16 in widths and 4096 in dims:
@@ -61,23 +57,6 @@ def _gemm(rows: torch.Tensor, part: RowPart, row_units: int, x_dtype: torch.dtyp
     for num_tokens in (8, 512):
         x = torch.empty(num_tokens, part.num_cols, dtype=x_dtype)
         gemm(x, rows, part, row_units, torch.empty(num_tokens, len(rows)))
-
-
-def _coded_experts(d: int, width: Name, group: int, selector: Selector) -> None:
-    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
-    _experts(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu")
-
-
-def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> None:
-    f, d, kind = layout.num_rows, layout.records.num_cols, kind_of(layout, selector, function)
-    at, kinds = torch.zeros(2, f, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(2, d) if layout.extra else None
-    tables = LayerTables(arena, at, at, kinds, torch.zeros(2), (kind,), down_bias)
-    for num_tokens in (8, 128):
-        x, y = torch.empty(num_tokens, d), torch.empty(num_tokens, d)
-        tokens, weights = torch.zeros(num_tokens, dtype=torch.int32), torch.empty(num_tokens)
-        workspace = torch.empty(workspace_floats(num_tokens, f))
-        expert_many(x, tokens, weights, tables, 1, kind, y, workspace)
 
 
 def _coded_group(d: int, width: Name, group: int, selector: Selector, x_dtype: torch.dtype) -> None:

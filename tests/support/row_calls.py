@@ -8,13 +8,9 @@ from named_formats import Name, gpt_oss_layout, label, named_expert, named_forma
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.runtime.gpu.kernels.cache import Selection
-from moe_pack.runtime.gpu.kernels.elementwise import Norm, reduce
-from moe_pack.runtime.gpu.kernels.experts import neurons, select
+from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.neurons import compact
-from moe_pack.runtime.gpu.kernels.neurons import neurons as sum_listed
-from moe_pack.runtime.gpu.kernels.neurons import select as select_running
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
 
@@ -50,36 +46,6 @@ def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
     gated(x, None, matrix, "silu", torch.empty(many), norm=layer, weight=torch.empty(1))
 
 
-def expert_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A token's experts: all selector kinds."""
-    for d in dims:
-        for width in widths:
-            for selector in SELECTORS:
-                yield f"expert {selector} {label(width)} d{d}", partial(_coded_experts, d, width, selector)
-    if "mxfp4" in widths and 4096 in dims:
-        for selector in SELECTORS:
-            yield f"gpt_oss expert {selector}", partial(_experts, gpt_oss_layout(selector), selector, "clamped_swiglu")
-
-
-def _coded_experts(d: int, width: Name, selector: Selector) -> None:
-    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
-    _experts(expert_layout(named_expert(width), selector, spec, d), selector, "silu")
-
-
-def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction, k: int = 8) -> None:
-    f, d = layout.num_rows, layout.records.num_cols
-    at = torch.zeros(16, f, dtype=torch.int32)
-    kind, thresholds = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layout.extra else None
-    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector, function),), down_bias)
-    numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
-    selection = Selection.allocate(k, f, torch.device("cpu"))
-    select(x, numbers, tables, selection)
-    neurons(x, numbers, tables, selection, partials)
-    reduce(partials, torch.empty(k), x, residual=x)
-    reduce(partials, torch.empty(k), x, pulled=partials, host=x, residual=x, shared=x)
-
-
 def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
     """A token's running neurons: all selector kinds, few neurons and many, and layers of several kinds."""
     for d in dims:
@@ -113,8 +79,8 @@ def _run(layouts: list[ExpertLayout], selector: Selector, function: NeuronFuncti
     running = RunningNeurons.allocate(k, f, device)
     left = LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], at[:k])
     for selector_units in (None, running.units):
-        select_running(x, experts, tables, running, selector_units)
+        select(x, experts, tables, running, selector_units)
     for is_split in (False, True):
         compact(experts, tables, running, Landing(at[:k], 8, 4), torch.zeros(1), left, is_split)
-    sum_listed(x, experts, tables, running, partials, "here")
-    sum_listed(x, experts, tables, running, partials, "pulled")
+    neurons(x, experts, tables, running, partials, "here")
+    neurons(x, experts, tables, running, partials, "pulled")

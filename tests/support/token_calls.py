@@ -17,14 +17,7 @@ from moe_pack.runtime.gpu.kernels.attention import (
     enter_latent,
     leave_latent,
 )
-from moe_pack.runtime.gpu.kernels.cache import (
-    CacheState,
-    Selection,
-    gather_records_from_host,
-    gather_selectors_from_host,
-    lru_update,
-)
-from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
@@ -40,7 +33,6 @@ Call = tuple[str, Callable[[], None]]
 CPU = torch.device("cpu")
 POSITION = torch.tensor([5], dtype=torch.int32)
 CONTEXT = 4096
-PAGE_BYTES = 1 << 18
 F32, BF16 = torch.float32, torch.bfloat16
 
 ROUTERS = (
@@ -54,7 +46,7 @@ ROUTERS = (
 
 
 def token_calls() -> Iterator[Call]:
-    """Attention of grouped queries, norms, routers: shapes of published models."""
+    """Attention of grouped queries, norms, routers, sums of experts: shapes of published models."""
     for case in (
         (32, 4, 128, F32, "head"),
         (32, 8, 128, BF16, "none", 4096, CONTEXT),
@@ -76,6 +68,8 @@ def token_calls() -> Iterator[Call]:
         yield f"rotate back d{d}", back
     x = torch.empty(4096)
     yield "norm layer", partial(norm, x, Norm(x, x, 1e-6), x)
+    for k, num_sums, d in ((2, 132, 4096), (8, 33, 2048), (4, 66, 2880)):
+        yield f"reduce d{d}", partial(_reduce, k, num_sums, d)
     for spec in ROUTERS:
         yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec, 2048, "BF16")
     for dtype in ("F16", "F32"):
@@ -107,6 +101,13 @@ def _attend(
         torch.empty(heads) if has_sinks else None,
         Entering(q, k, v, norms, qk_norm == "projection", angles, interleaved=width == 80),
     )
+
+
+def _reduce(k: int, num_sums: int, d: int) -> None:
+    """Sums of experts alone, and with everything that may be added."""
+    partials, weights, x = torch.empty(k, num_sums, d), torch.empty(k), torch.empty(d)
+    reduce(partials, weights, x, residual=x)
+    reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
 
 
 def _route(spec: RouterSpec, d: int, dtype: str) -> None:
@@ -144,31 +145,6 @@ def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
     mixed, room = torch.empty(heads, rank), AttentionWorkspace.allocate(heads, 1, rank, CONTEXT, CPU)
     attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
     leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
-
-
-def cache_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
-    """Pages given, and rows brought, to few large experts and to many small ones."""
-    for d in dims:
-        for width in widths:
-            yield f"cache w{width} d{d}", partial(_cache, d, width)
-
-
-def _cache(d: int, width: int) -> None:
-    part = part_format(width, 64)
-    for num_experts, k, f in ((8, 2, 768), (512, 10, 14336)):
-        spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up", "silu")
-        at = torch.zeros(num_experts, f, dtype=torch.int32)
-        each = torch.ones(num_experts, dtype=torch.int32)
-        tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(num_experts), (kind,))
-        host = HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(num_experts, dtype=torch.int64))
-        experts, selection = torch.zeros(k, dtype=torch.int32), Selection.allocate(k, f, CPU)
-        for keeps in (True, False):
-            state = CacheState.empty(5 * each, each, each, 5 * k, 8, PAGE_BYTES // 16, k, keeps)
-            lru_update(experts, state, tables)
-        gather_selectors_from_host(experts, tables, state, host)
-        gather_records_from_host(experts, selection, tables, state, host)
-        gather_records_from_host(experts[:1], None, tables, state, host)
 
 
 def pull_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:

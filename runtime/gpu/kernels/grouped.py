@@ -181,11 +181,6 @@ def max_pairs(chunk_tokens: int, k: int, num_rows: int) -> int:
     return min(chunk_tokens * k, most)
 
 
-def workspace_floats(chunk_tokens: int, k: int, num_rows: int, num_cols: int) -> int:
-    """Returns the values of the workspace for such passes: those of `hidden` and of `outputs`."""
-    return max_pairs(chunk_tokens, k, num_rows) * num_rows + chunk_tokens * k * num_cols
-
-
 def run_group(
     x: Tensor,
     tokens: Tensor,

@@ -48,7 +48,7 @@ def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *,
     """
     num_tokens, num_rows = out.shape
     in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)
-    block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
+    block_tokens, block_rows = _blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
     _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
         rows.view(torch.uint8),
@@ -67,7 +67,7 @@ def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *,
     )
 
 
-def blocks(num_tokens: int, num_rows: int, max_tokens: int = MAX_TOKENS) -> tuple[int, int]:
+def _blocks(num_tokens: int, num_rows: int, max_tokens: int) -> tuple[int, int]:
     """Returns how many of all tokens and of all rows a program takes."""
     tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)

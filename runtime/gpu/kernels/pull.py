@@ -146,11 +146,6 @@ def _pull_records_kernel(
         start += LANES
 
 
-def selector_scratch_bytes(k: int, tables: LayerTables) -> int:
-    """Returns how many bytes of the arena `pull_selectors` may write for k experts."""
-    return 16 * k * tables.record_at.shape[1] * max(kind.selector_units for kind in tables.kinds)
-
-
 def pull_selectors(
     experts: Tensor,
     tables: LayerTables,
@@ -162,8 +157,9 @@ def pull_selectors(
     """Copies missing selector rows to scratch memory, and writes where these experts' selector rows are.
 
     An expert's selector rows are all in the arena or all missing: the offset of the first says which.
-    Args:    experts: int32 [k].   scratch_at: where the scratch memory, `selector_scratch_bytes`, begins, in units of
-             16 bytes.   selector_units: int32 [k, f], overwritten.   num_programs: for all experts.
+    Args:    experts: int32 [k].   scratch_at: where the scratch memory begins, in units of 16 bytes; for each expert
+             it is as large as the selector rows of the layer's largest kind.   selector_units: int32 [k, f],
+             overwritten.   num_programs: for all experts.
     """
     assert tables.selector_at is not None, "a selector is stored"
     (k,), f = experts.shape, tables.record_at.shape[1]

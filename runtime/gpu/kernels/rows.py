@@ -41,7 +41,7 @@ _REFINEMENTS = tl.constexpr(tuple(trellis_refinements(width) for width in TRELLI
 
 
 @triton.constexpr_function
-def half_bytes(width: int) -> int:
+def _half_bytes(width: int) -> int:
     """Returns how many levels of each of a step's weights an entry of a trellis's table has: half of its bytes."""
     return 1 << int(_REFINEMENTS.value[width - _FIRST.value][1])  # the second weight has as many bits or more
 
@@ -49,21 +49,21 @@ def half_bytes(width: int) -> int:
 @triton.constexpr_function
 def _table_begin(width: int) -> int:
     """Returns where the table of a width begins in `lookup`, in bytes."""
-    return sum(2 * half_bytes(before) * _WINDOWS.value for before in range(_FIRST.value, width))
+    return sum(2 * _half_bytes(before) * _WINDOWS.value for before in range(_FIRST.value, width))
 
 
 @cache
 def lookup(device: torch.device) -> Tensor:
     """Returns the tables of all widths, one after another, u8, 104 KiB; once a device.
 
-    A table is [4096, 2, half_bytes]: by window, then the levels of the step's first and second weight, `ZERO` added. A
+    A table is [4096, 2, _half_bytes]: by window, then the levels of the step's first and second weight, `ZERO` added. A
     weight with fewer levels than the other has them again.
     """
     hashes, tables = trellis_hashes().to(torch.int64), []
     for width in TRELLIS_WIDTHS:
         for levels, sets in zip(trellis_levels(width), (hashes & 15, hashes >> 4), strict=True):
             of_sets = levels.view(-1, 16)[:, sets]  # [levels in a set, windows]
-            tables.append(of_sets.repeat(half_bytes(width) // len(of_sets), 1))
+            tables.append(of_sets.repeat(_half_bytes(width) // len(of_sets), 1))
     entries = [torch.cat(pair).T.flatten() for pair in zip(tables[::2], tables[1::2], strict=True)]
     return torch.cat(entries).add_(ZERO.value).to(torch.uint8).to(device)
 
@@ -275,7 +275,7 @@ def look_up(lookup_ptr, codes, step, half, PART: tl.constexpr, BOTH: tl.constexp
     place = ((s % 4) * 8 + s // 4 * 4).to(tl.uint32)  # of the step's nibble in its word
     early = ((words << 8) | (before >> 24)) >> place
     windows = tl.where(place < 24, early, words >> ((place + 24) & 31)) & (_WINDOWS - 1)
-    HALF: tl.constexpr = half_bytes(PART.bits)
+    HALF: tl.constexpr = _half_bytes(PART.bits)
     if HALF == 1:
         entries_ptr = (lookup_ptr + _table_begin(PART.bits)).to(tl.pointer_type(tl.uint16))
     elif HALF == 2:
@@ -474,7 +474,7 @@ def ahead_tile(tile: Tile, parts: tuple[RowPart, ...]) -> Tile:
 
 def has_wide_entries(parts: tuple[RowPart, ...]) -> bool:
     """Whether a part is a trellis of width 7 or 8: an entry of its table takes two registers."""
-    return any(part.kind == TRELLIS.value and half_bytes(part.bits) == 4 for part in parts)
+    return any(part.kind == TRELLIS.value and _half_bytes(part.bits) == 4 for part in parts)
 
 
 def _tile(part: RowPart, rows: int) -> Tile:

@@ -14,13 +14,12 @@ from torch import Tensor
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
-SELECT_BLOCK = 64  # neurons that are selected and listed together, or fewer (`RunningNeurons.allocate`)
+_SELECT_BLOCK = 64  # neurons that are selected and listed together, or fewer (`RunningNeurons.allocate`)
 _SMALLEST_BLOCK = 16  # where an expert has few neurons
 _NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
-# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another. Slots and
-# scratch memory are a layer's own.
-PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin", "slots_ptr", "num_slots", "scratch_at")
+# begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
+PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at")
 
 
 class StoredPart(NamedTuple):
@@ -122,7 +121,7 @@ class RunningNeurons:
     @classmethod
     def allocate(cls, k: int, num_rows: int, device: torch.device) -> "RunningNeurons":
         """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks."""
-        block = SELECT_BLOCK
+        block = _SELECT_BLOCK
         while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < _NUM_BLOCKS:
             block //= 2
         num_blocks = -(-num_rows // block)

@@ -68,8 +68,8 @@ def synthetic(folder: Path, plan_is_mixed: bool) -> Path:
 def test_no_prompt_or_token_launches_a_kernel_that_did_not_run_before(plan_is_mixed: bool, tmp_path: Path) -> None:
     counts = launched(synthetic(tmp_path, plan_is_mixed))
     assert counts["prompts"] == counts["everything"]
-    # Layers differ in where their routes, lists and pages begin, and in which format is their first: none makes
-    # another kernel. Formats do: of `select`, `neurons`, `reduce`, `pull` and of an expert of many tokens.
+    # Layers differ in where their routes, lists and scratch memory begin: none makes another kernel. Formats do: of
+    # `select`, `neurons`, `reduce`, `pull_records` and of experts of many tokens.
     assert counts["everything"] <= (40 if plan_is_mixed else 32)
 
 

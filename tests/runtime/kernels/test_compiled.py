@@ -20,21 +20,19 @@ TILE_BYTES = {4, 8, 16}
 # and the word before it. The loads of its table are as wide as an entry: all levels of two weights.
 ENTRY_BYTES = {"t4": 2, "t5": 4, "t6": 4, "t7": 8, "t8": 8}
 # With registers to spare, ptxas leaves a word or two on the stack while a loop runs that does not need them, so that
-# more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80:
-# `_lru_update_kernel`).
+# more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80: `_down`
+# of bfloat16 tokens).
 MOST_REGISTERS, WAITING_BYTES = 255, 8
 # `_hidden` has all registers where tiles for tensor cores stand in them, which is not so on sm_90 and 100: up to eight
 # words are read again for each tile, of a thousand instructions. Half the tokens need no stack, but unpack codes twice.
 STACK_BYTES = {"_hidden": 32}
 # A record's two parts of a trellis leave up to four words on the stack on sm_100. With half a block a thread they leave
 # none, but each thread has half as many loads on their way. So do a selector row's two parts, loaded ahead.
-STACK_BYTES_100 = {"_neurons": 16, "_neurons_kernel": 16, "_select_kernel": 16}
+STACK_BYTES_100 = {"_neurons_kernel": 16, "_select_kernel": 16}
 READERS = {
     "load_words": {
         "_gemv",
         "_gather_row",
-        "_select",
-        "_neurons",
         "_select_kernel",
         "_neurons_kernel",
         "_gated",
@@ -43,9 +41,9 @@ READERS = {
         "_leave_latent_kernel",
     },
     "_read_words": {"_gemm", "_hidden", "_down"},
-    "_load_host": {"_gather_kernel", "_pull_records_kernel", "_pull_selectors_kernel", "_bring_kernel"},
+    "_load_host": {"_pull_records_kernel", "_pull_selectors_kernel", "_bring_kernel"},
 }
-SUMS = {"_neurons", "_neurons_kernel", "_gather_row"}  # whose rows are added up
+SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
 COVERED = [
     (capability, WIDTHS[i], DIMS[i % 3])
@@ -104,11 +102,11 @@ def width_of(k: Compiled) -> int:
 
 
 def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None:
-    found = compiled((90,), "expert up", (4,), (4096,))
-    assert {k.kernel for k in found} == {"_select", "_neurons", "_reduce"}
+    found = compiled((90,), "running up", (4,), (4096,))
+    assert {k.kernel for k in found} == {"_select_kernel", "_compact_kernel", "_neurons_kernel"}
     assert faults(found) == []
     narrow = [replace(k, loads={"load_words 16": 1, "load_words 8": 1, "load_x 16": 8}) for k in found]
-    assert [fault.split(", ")[1] for fault in faults(narrow)] == ["_select", "_neurons"]
+    assert [fault.split(", ")[1] for fault in faults(narrow)] == ["_select_kernel"] * 2 + ["_neurons_kernel"]
     assert len(faults([replace(found[0], stack_bytes=16, flushes=1)])) == 2
 
 
@@ -121,11 +119,11 @@ def test_kernels_of_a_layer_of_mixed_kinds_compile_without_spills_in_one_launch_
 
 
 def test_kernels_of_a_trellis_compile_without_spills_and_load_blocks_and_entries_at_once() -> None:
-    found = compiled((90,), "expert up", ("t6",), (4096,))
-    assert {k.kernel for k in found} == {"_select", "_neurons", "_reduce"}
+    found = compiled((90,), "running up", ("t6",), (4096,))
+    assert {k.kernel for k in found} == {"_select_kernel", "_compact_kernel", "_neurons_kernel"}
     assert faults(found) == []
     for loads in ({"load_trellis 4": 5, "look_up 4": 32}, {"load_trellis 16": 1, "load_trellis 4": 1, "look_up 2": 64}):
-        assert len(faults([replace(k, loads=loads) for k in found])) == 2
+        assert len(faults([replace(k, loads=loads) for k in found])) == 3
 
 
 def test_rotations_compile_without_spills_and_stay_in_registers() -> None:

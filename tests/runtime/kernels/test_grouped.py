@@ -22,7 +22,6 @@ from moe_pack.runtime.gpu.kernels.grouped import (
     pairs_by_expert,
     plan_tiles,
     run_group,
-    workspace_floats,
 )
 from moe_pack.runtime.gpu.kernels.tables import kind_of
 from moe_pack.runtime.model import activations, run_expert
@@ -327,8 +326,7 @@ def test_tiles_take_every_pair_once_in_the_smallest_block_that_fits() -> None:
     assert [(launch.kind, launch.block_tokens) for launch in whole.pieces[0].hidden] == [(0, 32), (0, 16), (1, 16)]
 
 
-def test_the_workspace_has_bounded_rows_of_hidden_and_a_row_for_every_pair() -> None:
+def test_the_neurons_outputs_that_are_in_memory_at_once_are_bounded() -> None:
     assert max_pairs(512, 8, 768) == 4096
     assert max_pairs(4096, 2, 14336) == 1152
     assert max_pairs(4096, 2, 10**6) == 64
-    assert workspace_floats(3, 2, 10, 128) == 6 * 10 + 6 * 128

@@ -262,6 +262,13 @@ def test_a_nan_runs_and_is_seen(selector: Selector, kernel_device: torch.device)
     assert run.here.sum(1).isnan().all()
 
 
+def test_partial_sums_of_nothing_are_zeros(kernel_device: torch.device) -> None:
+    layer = random_layer([Shape(20, 64, down=of_width(3))], thresholds=[1e30])  # a row of two planes
+    run = run_layer(partly_there(layer, kernel_device, 0.0, 1), random_tokens(1, 64)[0], [0], is_split=True)
+    assert run.entries(0) == ([], [])
+    assert torch.equal(run.here, torch.zeros(1, 3, 64)) and torch.equal(run.pulled, run.here)
+
+
 @pytest.mark.parametrize("selector", ["up", "none"])
 def test_outputs_are_the_same_bits_whatever_the_arena_lacks_and_wherever_rows_lie(
     selector: Selector, kernel_device: torch.device

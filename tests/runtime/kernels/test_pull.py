@@ -8,7 +8,7 @@ from named_formats import named_format
 from random_experts import Shape
 
 from moe_pack.formats import Selector
-from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors, selector_scratch_bytes
+from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.tables import RunningNeurons
 
 CPU = torch.device("cpu")
@@ -102,7 +102,8 @@ def check_selectors(layer: RandomLayer, device: torch.device, num_programs: int)
     assert torch.equal(found.cpu(), expected)
     changed = (before != twin.tables.arena).nonzero()[:, 0]
     assert len(changed) and changed.min() >= 16 * twin.selectors_at
-    assert changed.max() < 16 * twin.selectors_at + selector_scratch_bytes(3, twin.tables)
+    scratch_units = 3 * layer.tables.record_at.shape[1] * max(kind.selector_units for kind in layer.tables.kinds)
+    assert changed.max() < 16 * (twin.selectors_at + scratch_units)
     assert (found[2].cpu() == twin.tables.selector_at[2]).all() if twin.tables.selector_at is not None else False
 
 
