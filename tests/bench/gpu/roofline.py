@@ -26,6 +26,7 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.gpu.residency import NUM_TURNS
 from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
 
 Array = NDArray[Any]
@@ -188,13 +189,14 @@ class Subject:
         return divide_gpu(needs, budget_bytes, CONTEXT_TOKENS).experts
 
     @cache  # noqa: B019  # likewise
-    def place(self, expert_bytes: int, is_pull: bool) -> GpuPlacement:
+    def place(self, expert_bytes: int, misses: Misses) -> GpuPlacement:
         """Returns the engine's placement in so many bytes.
 
         Raises:  RunError if that is too little.
         """
-        misses: Literal["pull", "split"] = "pull" if is_pull else "split"
-        return place_experts(self.layout, expert_bytes, misses, self.popularity, self.heat)
+        who: Literal["pull", "split"] = "pull" if misses == "pull" else "split"
+        is_pulled = misses == "auto"
+        return place_experts(self.layout, expert_bytes, who, self.popularity, self.heat, is_pulled=is_pulled)
 
 
 def moved_bytes(
@@ -212,7 +214,7 @@ def moved_bytes(
     static = _rows_before(runs, before, f)
     missing = _rows_before(runs, np.full_like(before, f), f) - static
     has_slots = placement.has_selector | is_pull  # of experts whose selector is missing the CPU has all rows
-    num_free = np.maximum(placement.num_slots - k * placement.num_landing, 0)
+    num_free = np.maximum(placement.num_slots - NUM_TURNS * k * placement.num_landing, 0)
     num_missing = ((f - before) * has_slots).sum(axis=1)
     in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing
     missing = missing - in_slots
@@ -297,7 +299,7 @@ def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) 
     """
     rates = rates_of(setup.gpu, CPU_RATES[setup.cpu])
     share = rates.pulled_share if setup.misses == "auto" else 0.0
-    placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses == "pull")
+    placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses)
     moved = moved_bytes(subject, placement, subject.runs(setup.order), share, NUM_SMS[setup.gpu])
     is_pull = setup.misses == "pull"
     mode: Mode = "resident" if placement.is_whole else "pull" if is_pull else "split"
@@ -337,7 +339,7 @@ class KernelTime:
 def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches) -> list[KernelTime]:
     """Returns a token's parts with all experts resident; their sum is the token's time."""
     rates, launches = rates_of(gpu, CPU_RATES["DDR5"]), Launches.of(counted)
-    moved = moved_bytes(subject, subject.place(1 << 62, False), subject.runs("even"), 0.0, NUM_SMS[gpu])
+    moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs("even"), 0.0, NUM_SMS[gpu])
     num_layers = len(subject.layout.experts)
 
     def moves(name: str, num_bytes: float) -> KernelTime:
