@@ -312,7 +312,7 @@ def _fork_table(subject: Subject, counts: Counts) -> Table:
 def _least_resident(subject: Subject) -> int:
     """Returns the smallest budget, to a tenth of a GiB, in which everything is resident."""
     tenths = range(1, 10 * 200)
-    whole = subject.place(1 << 62, False).num_bytes
+    whole = subject.place(1 << 62, "auto").num_bytes
     return next(
         budget for tenth in tenths if (budget := tenth * _GIB // 10) > whole and subject.expert_bytes(budget) >= whole
     )
