@@ -60,10 +60,10 @@ def subject() -> Subject:
 
 
 def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
-    """32 rows of the first expert and 16 of the second are resident, and 40 slots, of which 8 wait for records."""
+    """32 rows of the first expert and 16 of the second are resident, and 48 slots, of which 16 wait for records."""
     first_dynamic, zeros = np.array([[32, 16 * has_selector, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
-        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 40, slot_bytes=zeros,
+        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 48, slot_bytes=zeros,
         num_landing=zeros + 4, scratch_bytes=0, dynamic_bytes=1, other_bytes=0, num_active=2,
     )  # fmt: skip
 
