@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
-from moe_pack.runtime.gpu.decoder import TokenLayers
 from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
@@ -28,6 +27,7 @@ from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED, HostRows, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, NUM_TURNS, Promotion, Residency, TokenRoutes
+from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.model import Decoder
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take

@@ -1,10 +1,9 @@
-"""A decoder on a GPU: many tokens layer by layer as everywhere, one token by launches that a CUDA graph can capture.
+"""One token's layers on a GPU, as launches that a CUDA graph can capture, without the routed experts.
 
-`GroupedAttention` and `LatentAttention` run one token's attention; `TokenLayers` runs one token through the model
-without its routed experts; `TokenStep` adds the experts. They only launch: buffers are allocated here, weights and the
-key-value cache elsewhere, and the device itself reads which token runs and at which position. The host decides,
-allocates and waits for nothing in between. `TokenDecoder` is the base of the two engines' decoders. Importing this
-needs Triton.
+`GroupedAttention` and `LatentAttention` run one token's attention; `TokenLayers` runs one token through the model, and
+`token_step.TokenStep` adds the experts. They only launch: buffers are allocated here, weights and the key-value cache
+elsewhere, and the device itself reads which token runs and at which position. The host decides, allocates and waits for
+nothing in between. Importing this needs Triton.
 """
 
 from typing import Protocol
