@@ -98,7 +98,7 @@ class Engine:
         self.plan: BudgetPlan | None = None
         self.choices: OffloadChoices | None = None
         self.offloaded: OffloadedWeights | None = None
-        self.misses: Misses | None = None
+        self.misses: Literal["pull", "auto", "cpu", "disk"] | None = None
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
         self.weights: PackWeights
@@ -306,7 +306,10 @@ class Engine:
 
         pack, device, request = self._pack, self.device, run.request
         inputs = self._gpu_inputs(run.ram_bytes)
-        self.misses = inputs.misses
+        if inputs.misses == "split":
+            self.misses = "auto" if inputs.pulled_share else "cpu"
+        else:
+            self.misses = inputs.misses
 
         def build(expert_bytes: int, chunk_tokens: int) -> GpuEngine:
             return GpuEngine(inputs, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype)

@@ -62,7 +62,7 @@ class OffloadReport:
 class GpuReport:
     """A run on a GPU.
 
-    `misses`: who has what is not in GPU memory: `pull`, `split` or `disk`.   `used_bytes`: GPU memory that the driver
+    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `used_bytes`: GPU memory that the driver
     counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that ran
     alone.
     """
@@ -184,7 +184,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
 
 _MISSES = {
     "pull": "pulled over the link",
-    "split": "shared between the CPU and the link",
+    "auto": "shared between the CPU and the link",
+    "cpu": "computed by the CPU",
     "disk": "computed by the CPU, which reads experts from the disk",
 }
 
