@@ -62,9 +62,9 @@ class OffloadReport:
 class GpuReport:
     """A run on a GPU.
 
-    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `used_bytes`: GPU memory that the driver
-    counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that ran
-    alone.
+    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `used_bytes`: GPU memory that the
+    driver counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that
+    ran alone.
     """
 
     misses: str
