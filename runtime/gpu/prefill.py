@@ -2,7 +2,7 @@
 
 `GpuWeights` runs the routed experts of a layer for many tokens. Experts that are not resident as a whole are copied
 from host memory, in one piece each, into a ring (`ExpertStream`) that takes all of the dynamic memory. While a layer
-runs, the next one's experts follow, as far as the ring has space. One token runs in `decoder.TokenStep`, without the
+runs, the next one's experts follow, as far as the ring has space. One token runs in `token_step.TokenStep`, without the
 host. Importing this needs Triton.
 """
 
