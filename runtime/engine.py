@@ -359,6 +359,7 @@ class Engine:
             eviction=lambda facts: eviction_of(preset, facts),
             dynamic_share=DYNAMIC_SHARE if preset.keeps else 0.0,
             is_fast=options.numerics == "fast",
+            needs_scores=preset.needs_scores,
         )
 
     def _helping_kernels(self) -> Kernels | None:

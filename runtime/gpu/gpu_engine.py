@@ -36,6 +36,7 @@ class GpuInputs:
     token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
     experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
     memory for experts, for those that come and go.   `is_fast`: whether prompts are computed in bfloat16.
+    `needs_scores`: whether the policy uses the routers' scores of all experts.
     """
 
     pack: Pack
@@ -51,6 +52,7 @@ class GpuInputs:
     eviction: Callable[[CacheFacts], Eviction]
     dynamic_share: float = DYNAMIC_SHARE
     is_fast: bool = False
+    needs_scores: bool = False
 
 
 class GpuEngine:
@@ -103,7 +105,7 @@ class GpuEngine:
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
-            step = StepInputs(queues, inputs.host, share, exchange, inputs.pulled_share)
+            step = StepInputs(queues, inputs.host, share, exchange, inputs.pulled_share, inputs.needs_scores)
             self.decoder = GpuDecoder(
                 self.weights,
                 step,

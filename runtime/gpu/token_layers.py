@@ -6,6 +6,7 @@ elsewhere, and the device itself reads which token runs and at which position. T
 nothing in between. Importing this needs Triton.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -152,8 +153,8 @@ class TokenLayers:
     """Buffers for one token's forward pass, and its launches up to the routed experts of each layer.
 
     `control`: int32 [2], the token and its position, which the kernels read.   `x`, `normed`: float32 [d], the hidden
-    state, and its norm that experts get.   `routes`: int32 [L, k].   `router_weights`: float32 [k], of the last layer
-    with a router.   `logits`: float32 [vocabulary].
+    state, and its norm that experts get.   `routes`: int32 [L, k].   `router_logits`: float32 [L, E].
+    `router_weights`: float32 [k], of the last layer with a router.   `logits`: float32 [vocabulary].
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position; may be overwritten between tokens.
     """
 
@@ -169,8 +170,10 @@ class TokenLayers:
         self.control = torch.zeros(2, dtype=torch.int32, device=device)
         self.routes = torch.zeros((len(spec.moe_layers), k), dtype=torch.int32, device=device)
         self.x, self.logits, self._shared = floats(spec.hidden_size), floats(spec.vocab_size), floats(spec.hidden_size)
-        self._routed = Routed.allocate(spec.hidden_size, spec.router, device)
-        self.normed, self.router_weights = self._routed.normed, self._routed.weights
+        routed = Routed.allocate(spec.hidden_size, spec.router, device)
+        self.normed, self.router_weights, self._shared_weight = routed.normed, routed.weights, routed.shared_weight
+        self.router_logits = floats(len(spec.moe_layers), spec.router.num_experts)
+        self._routed = [replace(routed, logits=logits) for logits in self.router_logits]
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
         self._hidden = floats(max(spec.dense_intermediate_size or 0, shared))
         self._attention = token_attention(weights, cache, angles)
@@ -191,11 +194,12 @@ class TokenLayers:
             hidden = self._neurons(f"{role}.mlp", x, norm_of(self._weights, f"{role}.mlp_norm"), None)
             gemv(hidden, stored(self._weights, f"{role}.mlp.down"), x, residual=x, scale=spec.residual_multiplier)
             return None
-        route(x, self._router(role), self.routes[self._layer_idx[layer]], self._routed)
+        layer_idx = self._layer_idx[layer]
+        route(x, self._router(role), self.routes[layer_idx], self._routed[layer_idx])
         shared = spec.shared_expert
         if shared is None:
             return None
-        weight = self._routed.shared_weight if shared.gated else None
+        weight = self._shared_weight if shared.gated else None
         hidden = self._neurons(f"{role}.shared", self.normed, None, weight)
         gemv(hidden, stored(self._weights, f"{role}.shared.down"), self._shared)
         return self._shared

@@ -29,6 +29,7 @@ from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, NUM_TURNS, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
 _FIRST_TOKEN_SECONDS = 0.02
@@ -40,7 +41,7 @@ class StepInputs:
 
     `host`: experts in page-locked memory; None if the CPU's own engine has them.   `share`: computes what is left to
     the CPU; None if everything is pulled or resident.   `exchange`: of the share.   `pulled_share`: of the missing
-    records, that the link brings.
+    records, that the link brings.   `needs_scores`: whether the policy uses the routers' scores of all experts.
     """
 
     queues: Queues
@@ -48,6 +49,7 @@ class StepInputs:
     share: CpuShare | None
     exchange: Exchange
     pulled_share: float
+    needs_scores: bool
 
 
 class TokenStep:
@@ -55,7 +57,7 @@ class TokenStep:
 
     `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 4], in page-locked memory: the token's experts, and
     their neurons (HERE, PULLED, LEFT, MISSING).   `changes`: int32 [turns, most_changes, 2], likewise: places and
-    values for the table of records.
+    values for the table of records.   `router_logits`: float32 [turns, L, E], likewise, if the policy needs scores.
     Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
 
@@ -86,6 +88,8 @@ class TokenStep:
             torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
             for shape in ((num_layers, k), (num_layers, k, 4))
         )
+        logits_shape = (NUM_TURNS, *layers.router_logits.shape) if inputs.needs_scores else (0,)
+        self.router_logits = torch.zeros(logits_shape, pin_memory=is_locked)
         self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=torch.int32, pin_memory=is_locked)
 
     def run(self, turn: int, num_changes: Tensor) -> None:
@@ -106,6 +110,8 @@ class TokenStep:
         layers.finish()
         self.routes[turn].copy_(layers.routes, non_blocking=True)
         self.totals[turn].copy_(self._totals, non_blocking=True)
+        if self._inputs.needs_scores:
+            self.router_logits[turn].copy_(layers.router_logits, non_blocking=True)
 
     def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None) -> None:
         """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
@@ -355,7 +361,10 @@ class GpuDecoder(Decoder):
             residency.arrived(self._coming.pop(0)[1])
         if self._undecided:
             counts, neurons = exchange.counts[last].numpy(), exchange.neurons[last].numpy()
-            routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], None)
+            scores = None
+            if self._inputs.needs_scores:
+                scores = expert_scores(step.router_logits[last], self.spec.router).numpy()
+            routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], scores)
             promotions = residency.decide(routes, 0 if self._coming else self._most_promoted())
             if promotions:
                 copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])

@@ -1,8 +1,10 @@
 """The GPU's engine under the interpreter, over plain memory, against the decoder in plain torch."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +39,11 @@ from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.placement import place_experts, usual_heat
-from moe_pack.runtime.model import Decoder, NativeOperations, PackWeights
-from moe_pack.runtime.offload import PRESETS
+from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model.layer import router_logits, run_one_by_one
+from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.offload import PRESETS, CacheFacts
+from moe_pack.runtime.offload.eviction import Importance
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 LONG_IDS = [(37 * i + 5) % 96 for i in range(8)]
@@ -103,6 +108,46 @@ def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     assert pulled.pulled and not pulled.left and pulled.resident + pulled.pulled == num_neurons
     assert left.left and left.promoted and not left.pulled
     assert all(counts.tokens == len(LONG_IDS) for counts in found.values())
+
+
+class Seen(Importance):
+    """Importance's policy, and the scores that it gets, by layer."""
+
+    def __init__(self, facts: CacheFacts) -> None:
+        super().__init__(facts)
+        self.scores: list[list[np.ndarray]] = [[] for _ in facts.pages]
+
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: np.ndarray | None) -> None:
+        super().routed(layer_idx, experts, scores)
+        assert scores is not None and set(np.argsort(-scores)[: len(experts)]) == set(experts)
+        self.scores[layer_idx].append(scores.copy())
+
+
+@pytest.mark.slow
+def test_a_policy_gets_the_routers_scores_of_all_experts(tmp_path: Path) -> None:
+    folder, seen = packed(tmp_path, sparse=True), list[Seen]()
+
+    def eviction(facts: CacheFacts) -> Seen:
+        seen.append(Seen(facts))
+        return seen[-1]
+
+    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.5, policy="importance")
+    with gpu_decoder(folder, run, eviction=eviction) as decoder:
+        for token in LONG_IDS:
+            decoder.next_logits([token])
+    expected: list[list[torch.Tensor]] = [[], []]
+
+    class Scoring(PackWeights, ExpertRunner):
+        def run_experts(self, layer_idx: int, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            expected[layer_idx].append(expert_scores(router_logits(x, self, layer_idx), self.spec.router)[0])
+            return run_one_by_one(x, rest[0], rest[1], self, layer_idx)
+
+    with Pack(folder) as opened:
+        reference = Decoder(Scoring(opened, CPU), 64)
+        for token in LONG_IDS:
+            reference.next_logits([token])
+    for found, known in zip(seen[-1].scores, expected, strict=True):  # the last token's are still to be looked at
+        assert np.abs(np.stack(found) - torch.stack(known[:-1]).numpy()).max() < 1e-6
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The GPU's engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,8 @@ from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placemen
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
+from moe_pack.runtime.offload.cache import Eviction
 from moe_pack.runtime.offload.presets import eviction_of
 from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
@@ -61,8 +62,13 @@ def _split(cpu_share: float, num_tokens: Sequence[int]) -> LoadOrCompute:
 
 
 @contextmanager
-def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuEngine]:
-    """Builds the engine."""
+def gpu_engine(
+    folder: Path,
+    run: GpuRun,
+    device: torch.device = CPU,
+    eviction: Callable[[CacheFacts], Eviction] | None = None,
+) -> Iterator[GpuEngine]:
+    """Builds the engine; `eviction` is in place of the policy's."""
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         host: HostArena | None = None
@@ -83,9 +89,10 @@ def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterato
             pulled_share=run.pulled_share,
             link_rate=float("inf"),
             popularity=np.ones(pack.index.size.shape),
-            eviction=lambda facts: eviction_of(PRESETS[run.policy], facts),
+            eviction=eviction or (lambda facts: eviction_of(PRESETS[run.policy], facts)),
             dynamic_share=run.dynamic_share,
             is_fast=run.is_fast,
+            needs_scores=PRESETS[run.policy].needs_scores,
         )
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:
@@ -94,9 +101,14 @@ def gpu_engine(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterato
 
 
 @contextmanager
-def gpu_decoder(folder: Path, run: GpuRun, device: torch.device = CPU) -> Iterator[GpuDecoder]:
-    """Builds the engine, and gives its decoder."""
-    with gpu_engine(folder, run, device) as built:
+def gpu_decoder(
+    folder: Path,
+    run: GpuRun,
+    device: torch.device = CPU,
+    eviction: Callable[[CacheFacts], Eviction] | None = None,
+) -> Iterator[GpuDecoder]:
+    """Builds the engine, and gives its decoder; `eviction` is in place of the policy's."""
+    with gpu_engine(folder, run, device, eviction) as built:
         yield built.decoder
 
 
