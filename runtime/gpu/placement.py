@@ -29,8 +29,9 @@ DYNAMIC_SHARE = 0.05
 # Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
 _LANDING_SHARE, _MOST_LANDING = 0.125, 256
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
-# selector is worth far more: without it the CPU computes the whole expert, and the link brings nothing of it.
-_RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.05
+# selector is worth more: without it the CPU computes the whole expert, and the link brings nothing of it. Of 0.02 to 1,
+# 0.75 is predicted to be fastest at all budgets (docs/benchmarks/gpu-roofline.md).
+_RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.75
 _USUAL_RUNNING = 0.2  # share of the neurons that run where some do not: the papers' packs are 80 to 90% sparse
 _NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
 _TABLES_A_LAYER = 16  # of tensors in the memory, each beginning on a line of its own
