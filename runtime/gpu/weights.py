@@ -128,6 +128,7 @@ class ExpertMemory:
             _tables(
                 pack,
                 l,
+                placement,
                 memory.bytes if has_one_base else static[l],
                 None if on_device is None else on_device[l],
                 self.record_at[l],
@@ -183,12 +184,15 @@ class _Memory:
 def _tables(
     pack: Pack,
     l: int,
+    placement: GpuPlacement,
     arena: Tensor,
     selector_at: Tensor | None,
     record_at: Tensor,
     put: Callable[[Tensor], Tensor],
 ) -> LayerTables:
     layouts, biases = pack.layout.experts[l], down_biases(pack, l)
+    if biases is not None and placement.misses == "disk":
+        biases[torch.from_numpy(placement.first_dynamic[l] == 0)] = 0  # the CPU's engine adds those of its experts
     # All layers' kinds, in one order: kernels are compiled for each such list.
     kinds: list[ExpertLayout] = list(dict.fromkeys(chain.from_iterable(pack.layout.experts)))
     return LayerTables(

@@ -38,7 +38,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
-from moe_pack.runtime.gpu.placement import place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import Misses, place_experts, usual_heat
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.layer import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores
@@ -282,8 +282,10 @@ def test_gpt_oss_runs_as_in_plain_torch(selector: Selector, tmp_path: Path) -> N
         formats = {form for layer in opened.index.experts for e in layer for form in (e.gate, e.up, e.down)}
         assert formats == {MXFP4, E5M2} and opened.spec.expert.bias == ("gate", "up", "down")
         expected = Decoder(PackWeights(opened, CPU), 64, chunk_tokens=CHUNK).logits(GPT_OSS_IDS)
-    for misses in ("split", "pull"):
-        found = gpu_logits(folder, GpuRun(0.3, misses, chunk_tokens=CHUNK), GPT_OSS_IDS, GPT_OSS_PROMPT)
-        assert (found - expected).abs().max() < TOLERANCE
+    misses: Misses
+    for misses in ("split", "pull", "disk"):
+        with case(misses):
+            found = gpu_logits(folder, GpuRun(0.3, misses, chunk_tokens=CHUNK), GPT_OSS_IDS, GPT_OSS_PROMPT)
+            assert (found - expected).abs().max() < TOLERANCE
     with gpu_decoder(folder, GpuRun(1.0, chunk_tokens=CHUNK)) as decoder:
         assert [keys.shape[1] for keys in decoder.cache.keys] == [WINDOW - 1 + CHUNK, 64]
