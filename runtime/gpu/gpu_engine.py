@@ -35,7 +35,7 @@ class GpuInputs:
     experts that the CPU computes in passes of many tokens; None if none.   `pulled_share`: of missing records of one
     token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
     experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
-    memory for experts, for those that come and go.   `is_fast`: whether prompts are computed in bfloat16.
+    memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts are computed in bfloat16.
     `needs_scores`: whether the policy uses the routers' scores of all experts.
     """
 
@@ -73,8 +73,11 @@ class GpuEngine:
         pack, device = inputs.pack, inputs.device
         heat = usual_heat(pack.layout, pack.thresholds)
         is_cuda, has_link = device.type == "cuda", None
-        if is_cuda and inputs.host is not None:
-            has_link = np.array([inputs.host.is_layer_locked(l) for l in range(len(pack.layout.experts))])
+        num_layers = len(pack.layout.experts)
+        if not inputs.dynamic_share:
+            has_link = np.zeros(num_layers, bool)
+        elif is_cuda and inputs.host is not None:
+            has_link = np.array([inputs.host.is_layer_locked(l) for l in range(num_layers)])
         placement = place_experts(
             pack.layout,
             expert_bytes,

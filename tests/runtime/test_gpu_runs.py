@@ -80,7 +80,7 @@ def test_logits_are_the_references_whoever_has_what_is_missing(tmp_path: Path) -
         GpuRun(0.0, cpu_share=0.3),
         GpuRun(0.6, pulled_share=0.0, policy="corm"),
         GpuRun(0.4, pulled_share=1.0, dynamic_share=0.9),
-        GpuRun(0.5, policy="fiddler", cpu_share=3.0),
+        GpuRun(0.5, policy="fiddler", cpu_share=3.0, dynamic_share=0.0),
         GpuRun(0.4, "disk"),
         GpuRun(1.0),
     ):
@@ -93,13 +93,14 @@ def test_logits_are_the_references_whoever_has_what_is_missing(tmp_path: Path) -
 def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     found = {}
-    for run in (GpuRun(1.0), GpuRun(0.0), GpuRun(0.5), GpuRun(0.5, "pull"), GpuRun(0.5, pulled_share=0.0)):
+    fixed = GpuRun(0.5, dynamic_share=0.0)
+    for run in (GpuRun(1.0), GpuRun(0.0), GpuRun(0.5), GpuRun(0.5, "pull"), GpuRun(0.5, pulled_share=0.0), fixed):
         with gpu_decoder(folder, run) as decoder:
             for token in LONG_IDS:
                 decoder.next_logits([token])
             assert decoder.routes.shape == (2, 2)
             found[run] = decoder.counts()
-    whole, none, some, pulled, left = found.values()
+    whole, none, some, pulled, left, static = found.values()
     num_neurons = whole.resident
     assert num_neurons and (whole.pulled, whole.left, whole.whole, whole.link_bytes) == (0, 0, 0, 0)
     assert none.whole == 4 * len(LONG_IDS) and not none.resident
@@ -107,6 +108,7 @@ def test_what_tokens_need_is_counted(tmp_path: Path) -> None:
     assert some.resident + some.pulled + some.left == num_neurons
     assert pulled.pulled and not pulled.left and pulled.resident + pulled.pulled == num_neurons
     assert left.left and left.promoted and not left.pulled
+    assert static.resident and static.left and not (static.pulled or static.promoted or static.link_bytes)
     assert all(counts.tokens == len(LONG_IDS) for counts in found.values())
 
 
