@@ -203,6 +203,18 @@ def mixed(folder: Path) -> Path:
     return folder / "packed"
 
 
+def test_layers_run_in_any_order_though_the_next_ones_experts_are_on_their_way(tmp_path: Path) -> None:
+    folder = packed(tmp_path)
+    x = torch.randn(16, SHAPE.hidden_size, generator=torch.Generator().manual_seed(3))
+    chosen, weights = torch.arange(32).reshape(16, 2) % 4, torch.full((16, 2), 0.5)
+    found = {0: list[torch.Tensor](), 1: list[torch.Tensor]()}
+    with gpu_engine(folder, GpuRun(0.0, "pull")) as built:
+        for layer_idx in (0, 0, 1, 0, 1):
+            found[layer_idx].append(built.weights.run_experts(layer_idx, x, chosen, weights))
+    assert torch.equal(found[0][0], found[0][1]) and torch.equal(found[0][0], found[0][2])
+    assert torch.equal(*found[1]) and not torch.equal(found[0][0], found[1][0])
+
+
 @pytest.mark.slow
 def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
     folder = mixed(tmp_path)

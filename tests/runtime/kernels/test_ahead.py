@@ -29,13 +29,13 @@ import json, sys
 import triton
 from compiled_kernels import RecordingDriver
 from profiles import Recorder
-from row_calls import dense_calls, expert_calls
+from row_calls import dense_calls, running_calls
 from triton.runtime.driver import driver
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
 if __name__ == "__main__":
     driver.set_active(RecordingDriver(90))
-    calls = [call for _, call in (*dense_calls((4,), (128,)), *expert_calls((4,), (128,)))]
+    calls = [call for _, call in (*dense_calls((4,), (128,)), *running_calls((4,), (128,)))]
     with collected_launches() as jobs:
         for call in calls:
             call()
