@@ -244,8 +244,9 @@ def gated(
     parts = (up.part,) if gate is None else (gate.part, up.part)
     tile, f, lookup = dot_tile(parts), len(out), lookup_for(x.device, *parts)
     assert norm is None or max(part.bias for part in parts) < 0, "a norm's factor multiplies the products, and no bias"
-    # The compiler loads a trellis's codes of both matrices at once: with as many rows, registers spill (sm_90).
-    block_rows = tile.rows if lookup is None else max(1, tile.rows // len(parts))
+    # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
+    has_much = lookup is not None or any(part.num_planes > 1 for part in parts)
+    block_rows = max(1, tile.rows // len(parts)) if has_much else tile.rows
     num_blocks = blocks_of_program(f, block_rows)
     _gated[(triton.cdiv(f, block_rows * num_blocks),)](
         x,
