@@ -115,7 +115,7 @@ class ExpertStream:
             if entry.key in keys and entry.done is None:
                 entry.done = done
 
-    def keys(self) -> list[ExpertKey]:
+    def present(self) -> list[ExpertKey]:
         """Returns the experts that are on their way or there."""
         return [entry.key for entry in self._entries if entry.done is None]
 
@@ -233,7 +233,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         """Runs the first missing experts, as many at once as the ring has space for."""
         layer_idx = pass_.layer_idx
         waiting = [ExpertKey(layer_idx, expert) for expert in pass_.missing[:number]]
-        unused = [key for key in self.stream.keys() if key not in waiting]
+        unused = [key for key in self.stream.present() if key not in waiting]
         self.stream.release(unused, self._queues.mark())
         start = len(pass_.static)
         while waiting:
