@@ -73,7 +73,7 @@ def test_pulling_gives_the_same_bits_whatever_is_resident(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_logits_are_the_references_whoever_has_what_is_missing(tmp_path: Path) -> None:
+def test_logits_are_the_references_on_every_way_to_what_is_missing(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     expected = reference_logits(folder, LONG_IDS)
     for run in (

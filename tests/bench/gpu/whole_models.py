@@ -1,6 +1,6 @@
 """Parts `demo`, `token`, `mixtral`, `qwen3` and `sampling`: whole models on a GPU.
 
-`demo`: the demo model on the GPU against plain torch on the CPU: whoever has the missing rows, with memory for shares
+`demo`: the demo model on the GPU against plain torch on the CPU: with each way to get missing rows, memory for shares
 of the experts, and within budgets, which must hold by the driver's own count. Where every missing row is pulled, bits
 depend neither on what is resident nor on whether a graph is replayed. Decoding must take no memory, and wait for
 nothing but a token's logits. The others have real dimensions and synthetic weights. `token`: a profile by kernel of
