@@ -7,6 +7,10 @@ The twins are torch's norms, `linear`, and `runtime.model.router`.
 Experts are chosen by keys of 64 bits: the score's order in the upper half, the negated index in the lower half, so that
 the largest key has the largest score and, of equal scores, the first index. NaN counts as the largest, as in torch's
 sort.
+
+Two options change the choice, and with it the answer: other experts may run in place of missing ones with low scores
+(`runtime.offload.split.substitute`, Importance-Driven Expert Scheduling, Algorithm 1), or the predicted ones in any case
+(CORM §4.2). Weights are then those of the experts that run.
 """
 
 from dataclasses import dataclass
@@ -80,12 +84,31 @@ class Routed:
         return cls(hidden, weights, shared, logits, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-def route(x: Tensor, router: Router, experts: Tensor, out: Routed) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedChoice:
+    """What changes a router's choice, and so the answer.
+
+    `predicted`: int32 [k or more], of which the first k run whatever the router chooses; None: the router chooses.
+    `is_resident`: int32 [E], 0 for experts that others may replace, `alpha`: from 0 to 1, as in `substitute`; None: no
+    expert is replaced.   `num_changed`: int32 [1], overwritten: experts that run and are not the router's.
+    """
+
+    predicted: Tensor | None
+    is_resident: Tensor | None
+    alpha: float
+    num_changed: Tensor
+
+
+def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: ChangedChoice | None = None) -> None:
     """Writes one token's normed hidden state, its experts, best first, and their weights.
 
-    Args:    x: float32 [d].   experts: int32 [k], overwritten.   out: overwritten.
+    Args:    x: float32 [d].   experts: int32 [k], overwritten; a substitute is in the place of what it replaces.
+             out: overwritten.
     """
     spec, shared = router.spec, router.shared
+    substitutes = changed is not None and changed.is_resident is not None
+    if substitutes and spec.num_experts == spec.num_experts_per_tok:
+        changed = None  # there are no others
     part, d = router.rows.part, len(x)
     k, size = spec.num_experts_per_tok, spec.num_experts // spec.n_group
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
@@ -93,6 +116,8 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed) -> None:
         x, router.norm.weight, router.norm.bias, router.norm.eps,
         router.rows.raw, router.logit_bias, router.bias, None if shared is None else shared.raw,
         experts, out.normed, out.weights, out.shared_weight, out.logits, out.num_done,
+        None if changed is None else changed.predicted, None if changed is None else changed.is_resident,
+        None if changed is None else changed.num_changed, 0.0 if changed is None else changed.alpha,
         lookup_for(x.device, part, None if shared is None else shared.part),
         router.rows.row_units, part, part.num_words, _BLOCK_ROWS, d, triton.next_power_of_2(d),
         None if shared is None else shared.part, 0 if shared is None else shared.part.num_words,
@@ -119,6 +144,10 @@ def _route_kernel(
     shared_weight_ptr,
     logits_ptr,
     num_done_ptr,
+    predicted_ptr,
+    resident_ptr,
+    changed_ptr,
+    alpha,
     lookup_ptr,
     row_units,
     PART: tl.constexpr,
@@ -165,8 +194,8 @@ def _route_kernel(
     if num_before == tl.num_programs(0) - 1:
         tl.store(num_done_ptr, 0)
         _choose(
-            logits_ptr, bias_ptr, experts_ptr, weights_ptr, KIND, K, NUM_GROUPS, TOP_GROUPS, SIZE, NORMALIZE, SCALING,
-            LEAST_SUM, FAR, BLOCK_K, BLOCK_G, BLOCK,
+            logits_ptr, bias_ptr, experts_ptr, weights_ptr, predicted_ptr, resident_ptr, changed_ptr, alpha,
+            KIND, K, NUM_GROUPS, TOP_GROUPS, SIZE, NORMALIZE, SCALING, LEAST_SUM, FAR, BLOCK_K, BLOCK_G, BLOCK,
         )  # fmt: skip
 
 
@@ -195,6 +224,10 @@ def _choose(
     bias_ptr,
     experts_ptr,
     weights_ptr,
+    predicted_ptr,
+    resident_ptr,
+    changed_ptr,
+    alpha,
     KIND: tl.constexpr,
     K: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -208,13 +241,13 @@ def _choose(
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the experts that the logits choose, and their weights."""
+    """Writes the experts that the logits choose, or what runs in place of them, and their weights."""
     g, e = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
     index = g * SIZE + e
     mask = (g < NUM_GROUPS) & (e < SIZE)
     logits = tl.load(logits_ptr + index, mask=mask, other=-float("inf"))
     top, total = 0.0, 1.0
-    if KIND == _SOFTMAX_TOPK:
+    if KIND == _SOFTMAX_TOPK or resident_ptr is not None:
         top = tl.max(logits)
         total = tl.sum(tl.exp(logits - top))
     choice = _scores(logits, top, total, KIND)
@@ -225,21 +258,34 @@ def _choose(
         choice = _in_best_groups(choice, index, mask, TOP_GROUPS, SIZE, best, BLOCK_G)
     keys = _keys(choice, index, mask)
     places = tl.arange(0, BLOCK_K)
-    experts = tl.zeros([BLOCK_K], tl.int32)
-    weights = tl.full([BLOCK_K], -float("inf"), tl.float32)
-    for place in tl.static_range(K):
-        expert = _index(tl.max(tl.max(keys, 1), 0))
-        if KIND == _SPARSEMIXER:
+    experts = _largest(keys, index, K, BLOCK_K)
+    if predicted_ptr is not None:
+        predicted = index < 0  # none
+        for place in tl.static_range(K):
+            predicted = predicted | (index == tl.load(predicted_ptr + place))
+        others = _largest(tl.where(predicted, keys, _LEAST), index, K, BLOCK_K)
+        tl.store(changed_ptr, K - _num_common(experts, others, K, BLOCK_K))
+        experts = others
+    elif resident_ptr is not None:
+        KIND_OF_SCORE: tl.constexpr = _SIGMOID_TOPK if KIND == _SIGMOID_TOPK else _SOFTMAX_TOPK
+        scores = _scores(logits, top, total, KIND_OF_SCORE)
+        resident = tl.load(resident_ptr + index, mask=mask, other=0) != 0
+        others = _substituted(experts, scores, resident, index, mask, alpha, NUM_GROUPS * SIZE, K, BLOCK_K)
+        tl.store(changed_ptr, K - _num_common(experts, others, K, BLOCK_K))
+        experts = others
+    if KIND == _SPARSEMIXER:
+        weights = tl.full([BLOCK_K], -float("inf"), tl.float32)
+        left = mask
+        for place in tl.static_range(K):
+            expert = tl.sum(tl.where(places == place, experts, 0), 0)
             weight = tl.load(logits_ptr + expert)
-            running = keys != _LEAST
-            distance = tl.where(running, weight - logits, 0.0)
+            distance = tl.where(left, weight - logits, 0.0)
             magnitude = tl.maximum(tl.abs(logits), weight)
             far = tl.div_rn(distance, tl.where(magnitude == 0, 1.0, magnitude)) > FAR  # the division of the reference
-            weight = 1.0 / tl.sum(tl.where(running & ~far, tl.exp(-distance), 0.0))
+            weight = 1.0 / tl.sum(tl.where(left & ~far, tl.exp(-distance), 0.0))
             weights = tl.where(places == place, weight, weights)
-        experts = tl.where(places == place, expert, experts)
-        keys = tl.where(mask & (index == expert), _LEAST, keys)
-    if KIND != _SPARSEMIXER:
+            left = left & (index != expert)
+    else:
         chosen = tl.load(logits_ptr + experts, mask=places < K, other=-float("inf"))
         weights = _scores(chosen, top, total, KIND)
     if KIND == _TOPK_SOFTMAX:
@@ -249,6 +295,63 @@ def _choose(
         weights = weights / (tl.sum(tl.where(places < K, weights, 0.0)) + LEAST_SUM)
     tl.store(experts_ptr + places, experts, mask=places < K)
     tl.store(weights_ptr + places, weights * SCALING, mask=places < K)
+
+
+@triton.jit
+def _largest(keys, index, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Returns the indices of the K largest keys, best first: int32 [BLOCK_K], 0 from K on."""
+    places = tl.arange(0, BLOCK_K)
+    found = tl.zeros([BLOCK_K], tl.int32)
+    for place in tl.static_range(K):
+        number = _index(tl.max(tl.max(keys, 1), 0))
+        found = tl.where(places == place, number, found)
+        keys = tl.where(index == number, _LEAST, keys)
+    return found
+
+
+@triton.jit
+def _num_common(some, others, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Returns how many of K different numbers are among K others."""
+    places = tl.arange(0, BLOCK_K)
+    is_same = (some[:, None] == others[None, :]) & (places[:, None] < K) & (places[None, :] < K)
+    return tl.sum(tl.sum(is_same.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _substituted(
+    experts, scores, resident, index, mask, alpha, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Returns the experts to run in place of the chosen ones: `substitute`, for one token.
+
+    Args:    experts: int32 [BLOCK_K].   scores, resident: of all experts, as `index` and `mask`.
+    """
+    places = tl.arange(0, BLOCK_K)
+    keys = _keys(scores, index, mask)
+    rest = keys
+    for _ in tl.static_range(K):
+        rest = tl.where(rest == tl.max(tl.max(rest, 1), 0), _LEAST, rest)
+    beta = _score_of(_index(tl.max(tl.max(rest, 1), 0)), scores, index)
+    chosen = index < 0  # none
+    for place in tl.static_range(K):
+        chosen = chosen | (index == tl.sum(tl.where(places == place, experts, 0), 0))
+    low = chosen & ~(scores > (1.0 + alpha) * beta) & ~resident
+    # Of chosen experts the lowest leaves first, of equal ones the later; of the others the best comes first.
+    leaving = _keys(-scores, NUM_EXPERTS - 1 - index, mask & low)
+    coming = tl.where(mask & resident & ~chosen & (scores >= (1.0 - alpha) * beta), keys, _LEAST)
+    for _ in tl.static_range(K):
+        worst, best = tl.max(tl.max(leaving, 1), 0), tl.max(tl.max(coming, 1), 0)
+        replaces = (worst != _LEAST) & (best != _LEAST)
+        leaves = NUM_EXPERTS - 1 - _index(worst)
+        experts = tl.where(replaces & (experts == leaves) & (places < K), _index(best), experts)
+        leaving = tl.where(leaving == worst, _LEAST, leaving)
+        coming = tl.where(coming == best, _LEAST, coming)
+    return experts
+
+
+@triton.jit
+def _score_of(expert, scores, index):
+    """Returns an expert's score."""
+    return tl.sum(tl.sum(tl.where(index == expert, scores, 0.0), 1), 0)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 Most tests give the logits themselves: the router's rows have one value each, and the hidden state is ones.
 """
 
+import numpy as np
 import pytest
 import torch
 from cases import case
@@ -11,9 +12,11 @@ from torch import Tensor
 from moe_pack.formats import RouterSpec
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
-from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model.router import expert_scores, router_weights
+from moe_pack.runtime.offload.split import substitute
 
 SPECS = [
     RouterSpec("softmax_topk", 8, 2, True),
@@ -42,7 +45,13 @@ def name_of(spec: RouterSpec) -> str:
     return f"{spec.kind}-{spec.num_experts}-{spec.num_experts_per_tok}-{spec.n_group}"
 
 
-def found(logits: Tensor, spec: RouterSpec, bias: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def found(
+    logits: Tensor,
+    spec: RouterSpec,
+    bias: Tensor | None,
+    device: torch.device,
+    changed: ChangedChoice | None = None,
+) -> tuple[Tensor, Tensor]:
     """The kernel's, of each row; all launches use one counter."""
     k, ones = spec.num_experts_per_tok, torch.ones(4, device=device)
     experts = torch.full((len(logits), k), -1, dtype=torch.int32, device=device)
@@ -53,7 +62,7 @@ def found(logits: Tensor, spec: RouterSpec, bias: Tensor | None, device: torch.d
         rows = torch.zeros((spec.num_experts, 4))
         rows[:, 0] = logits[row]
         stored = StoredRows(rows.to(device), stored_part("F32", 4))
-        route(ones, Router(spec, Norm(ones, None, 0.0), stored, None, held, None), experts[row], routed)
+        route(ones, Router(spec, Norm(ones, None, 0.0), stored, None, held, None), experts[row], routed, changed)
         weights[row] = routed.weights
         assert routed.num_done == 0
     return experts.cpu(), weights.cpu()
@@ -107,6 +116,63 @@ def test_logits_that_are_no_numbers_still_give_experts(kernel_device: torch.devi
             assert experts.unique().numel() == spec.num_experts_per_tok
             assert experts.min() >= 0 and experts.max() < spec.num_experts
             assert weights.isnan().all(), "what is wrong is seen"
+
+
+CHANGED_SPECS = [
+    RouterSpec("softmax_topk", 8, 2, True),
+    RouterSpec("softmax_topk", 128, 8, True),
+    RouterSpec("softmax_topk", 160, 6, False, n_group=8, topk_group=3, scaling_factor=16.0),
+    RouterSpec("softmax_topk", 3, 3, True),
+    RouterSpec("topk_softmax", 40, 5, False),
+    RouterSpec("sigmoid_topk", 24, 4, True, bias=True),
+    RouterSpec("sparsemixer", 16, 2, False, jitter=0.3),
+]
+
+
+def test_resident_experts_replace_missing_ones_as_algorithm_1_does(kernel_device: torch.device) -> None:
+    num_changed = torch.full((1,), -1, dtype=torch.int32, device=kernel_device)
+    totals, draw = list[int](), torch.Generator().manual_seed(4)
+    for spec in CHANGED_SPECS:
+        for alpha in (0.0, 0.3, 1.0):
+            with case(f"{name_of(spec)}, {alpha}"):
+                logits = torch.randn((1, spec.num_experts), generator=draw) / 2
+                bias = torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
+                is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
+                there = is_resident.int().to(kernel_device)
+                changed = ChangedChoice(None, there, alpha, num_changed)
+                experts, weights = found(logits, spec, bias, kernel_device, changed)
+                own, _ = TORCH.route(logits, spec, bias)
+                scores = expert_scores(logits, spec).numpy()
+                expected = torch.from_numpy(substitute(scores, own.numpy(), is_resident.numpy(), alpha))
+                assert torch.equal(experts.long(), expected)
+                expected_weights = router_weights(logits, expected, spec)
+                assert (weights - expected_weights).abs().max() < 1e-6 * max(1.0, spec.scaling_factor)
+                totals.append(int((expected != own).sum()))
+                if spec.num_experts > spec.num_experts_per_tok:
+                    assert num_changed == totals[-1]
+    assert sum(totals) > 5 and 0 in totals, "some are replaced, and not always"
+
+
+def test_predicted_experts_run_whatever_the_router_chooses(kernel_device: torch.device) -> None:
+    num_changed = torch.full((1,), -1, dtype=torch.int32, device=kernel_device)
+    draw = torch.Generator().manual_seed(5)
+    for spec in CHANGED_SPECS:
+        for is_right in (False, True):
+            with case(f"{name_of(spec)}, {is_right}"):
+                logits, k = torch.randn((1, spec.num_experts), generator=draw), spec.num_experts_per_tok
+                own, own_weights = TORCH.route(logits, spec, None)
+                predicted = own[0].flip(0) if is_right else torch.randperm(spec.num_experts, generator=draw)
+                given = predicted.int().to(kernel_device)
+                changed = ChangedChoice(given, None, 0.0, num_changed)
+                experts, weights = found(logits, spec, None, kernel_device, changed)
+                assert set(experts[0].tolist()) == set(predicted[:k].tolist())
+                assert num_changed == len(np.setdiff1d(predicted[:k], own[0]))
+                if is_right:
+                    assert torch.equal(experts.long(), own)
+                    expected = own_weights
+                else:
+                    expected = router_weights(logits, experts.long(), spec)
+                assert (weights - expected).abs().max() < 1e-6 * max(1.0, spec.scaling_factor)
 
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
