@@ -240,21 +240,42 @@ class PathStatistics:
         keys = self._find(l, ordered)
         if keys[0] >= 0:
             return self._exact(keys), np.full(1, BackoffLevel.EXACT, np.uint8)
-        share, smoothing = self._share(l), SMOOTHING * self.popularity.shape[1]
+        share = self._share(l)
         tables = ((self.after_one, self.after_two)[back - 1][l - back] for back in range(1, ordered.shape[1] + 1))
         rows = [table[ordered[0, -back]] for back, table in enumerate(tables, start=1)]
         counts = np.concatenate(rows) if rows else np.empty((0, len(share)))  # [p k, E], the layer just before first
-        totals = counts.sum(axis=1, keepdims=True, dtype=np.int64)
-        known = totals[:, 0] > 0
+        logs, known = self._logs(l, counts)
         if not known.any():
             return share.astype(np.float32)[None], np.full(1, BackoffLevel.POPULARITY, np.uint8)
-        if not known.all():
-            counts, totals = counts[known], totals[known]
-        with np.errstate(divide="ignore"):  # an expert that no token chose has the logarithm -inf throughout
-            logs = np.log((counts + smoothing * share) / (totals + smoothing))
-        mean = logs.sum(axis=0) / len(logs)
+        mean = logs.sum(axis=0) / known.sum()
         weights = np.exp(mean - mean.max())
         return (weights / weights.sum()).astype(np.float32)[None], np.full(1, BackoffLevel.FACTORED, np.uint8)
+
+    def log_shares(self, l: int, back: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Returns log P(e | e') of the second stage, [E, E], and the e' for which calibration knows it, bool [E].
+
+        Rows of the others are 0.
+        Args:    back: how many layers before `l` the e' are.
+        """
+        return self._logs(l, (self.after_one, self.after_two)[back - 1][l - back])
+
+    def exact_keys(self, l: int, num_before: int) -> tuple[int, Array]:
+        """Returns a layer's exact keys, u16 [n, p k], and the number of the first; for another p than theirs none."""
+        first, end = (int(start) for start in self.key_starts[l : l + 2])
+        if num_before != min(l, PATH_MEMORY):
+            end = first
+        in_one = len(self.keys_one)
+        keys = self.keys_one[first:end] if l == 1 else self.keys_two[first - in_one : end - in_one]
+        return first, keys
+
+    def _logs(self, l: int, counts: Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Returns log P(e | e') for counts [n, E] of tokens with both, and which of the n e' have any; 0 without."""
+        smoothing, totals = SMOOTHING * self.popularity.shape[1], counts.sum(axis=1, keepdims=True, dtype=np.int64)
+        with np.errstate(divide="ignore"):  # an expert that no token chose has the logarithm -inf throughout
+            logs = np.log((counts + smoothing * self._share(l)) / (totals + smoothing))
+        known = totals[:, 0] > 0
+        logs[~known] = 0
+        return logs, known
 
     def _share(self, l: int) -> NDArray[np.float64]:
         share: NDArray[np.float64] = self.popularity[l] / self.popularity[l].sum()
@@ -262,14 +283,13 @@ class PathStatistics:
 
     def _find(self, l: int, ordered: Routes) -> NDArray[np.int64]:
         """Returns the exact key of each token, -1 for none: [N] for [N, p, k]."""
-        first, end = (int(start) for start in self.key_starts[l : l + 2])
-        if first == end or ordered.shape[1] != min(l, PATH_MEMORY):
+        first, exact = self.exact_keys(l, ordered.shape[1])
+        if not len(exact):
             return np.full(len(ordered), -1)
-        in_one = len(self.keys_one)
-        stored = rows_as_keys(self.keys_one if l == 1 else self.keys_two[first - in_one : end - in_one])
-        keys = rows_as_keys(ordered.reshape(len(ordered), stored.dtype.itemsize // 2))  # [N, p, k] -> [N, p k]
+        stored = rows_as_keys(exact)
+        keys = rows_as_keys(ordered.reshape(len(ordered), exact.shape[1]))  # [N, p, k] -> [N, p k]
         places = np.searchsorted(stored, keys)
-        is_stored = stored[np.minimum(places, end - first - 1)] == keys
+        is_stored = stored[np.minimum(places, len(stored) - 1)] == keys
         return np.where(is_stored, first + places, -1)
 
     def _exact(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -283,18 +303,12 @@ class PathStatistics:
 
     def _factored(self, l: int, ordered: Routes) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Returns the second stage for the tokens that have an expert with counts, and which of the N these are."""
-        share, smoothing = self._share(l), SMOOTHING * self.popularity.shape[1]
-        logs = np.zeros((len(ordered), len(share)))
+        logs = np.zeros((len(ordered), self.popularity.shape[1]))
         num_known = np.zeros(len(ordered), np.int64)
         for back in range(1, ordered.shape[1] + 1):
             table = (self.after_one, self.after_two)[back - 1][l - back]
             used, places = np.unique(ordered[:, -back], return_inverse=True)
-            counts = table[used]
-            totals = counts.sum(axis=1, keepdims=True, dtype=np.int64)
-            with np.errstate(divide="ignore"):  # an expert that no token chose has the logarithm -inf throughout
-                row_logs = np.log((counts + smoothing * share) / (totals + smoothing))
-            known = totals[:, 0] > 0
-            row_logs[~known] = 0
+            row_logs, known = self._logs(l, table[used])
             for column in places.reshape(ordered[:, -back].shape).T:  # [N, k]: k gathers need no [N, k, E]
                 logs += row_logs[column]
                 num_known += known[column]

@@ -19,10 +19,19 @@ from moe_pack.runtime.gpu.kernels.attention import (
 )
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
+from moe_pack.runtime.gpu.kernels.predict import (
+    LayerPaths,
+    PulledAhead,
+    add_routes,
+    enter_pulled,
+    forget_pulled,
+    rank,
+    score_paths,
+)
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
-from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
 from moe_pack.runtime.model.matrix import TORCH_DTYPES
@@ -74,6 +83,8 @@ def token_calls() -> Iterator[Call]:
         yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec, 2048, "BF16")
     for dtype in ("F16", "F32"):
         yield f"route {dtype} d7168", partial(_route, ROUTERS[3], 7168, dtype)
+    for num_experts, k in ((128, 8), (256, 8)):
+        yield f"predict {num_experts}", partial(_predict, num_experts, k)
 
 
 def _attend(
@@ -110,8 +121,26 @@ def _reduce(k: int, num_sums: int, d: int) -> None:
     reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
 
 
+def _predict(num_experts: int, k: int) -> None:
+    """Rankings, path statistics, a network's routes, and records pulled ahead of 1,024 neurons."""
+    numbers = torch.empty((k, 1024), dtype=torch.int32)
+    scores, experts, routes = torch.empty(num_experts), numbers[0, :k], numbers[:2, :k].contiguous()
+    rank(scores, experts)
+    rank(scores, experts, bias=scores, is_sigmoid=True)
+    add_routes(torch.empty(128), torch.empty((2, num_experts, 128), dtype=BF16), routes, is_rectified=True)
+    table, hashes = torch.empty((2, num_experts, num_experts)), torch.empty((2, num_experts), dtype=torch.int64)
+    paths = LayerPaths(table, routes, scores, hashes, hashes[0], experts, experts, scores)
+    score_paths(routes, paths, scores)
+    pulled = PulledAhead(experts, numbers, numbers, experts)
+    for selector_at in (None, torch.empty((num_experts, 1024), dtype=torch.int32)):
+        record_at = torch.empty((num_experts, 1024), dtype=torch.int32)
+        tables = LayerTables(torch.empty(0), selector_at, record_at, experts, scores, ())
+        enter_pulled(pulled, record_at)
+        forget_pulled(pulled, experts, tables, RunningNeurons.allocate(k, 1024, CPU), numbers[:, :3].contiguous())
+
+
 def _route(spec: RouterSpec, d: int, dtype: str) -> None:
-    """Without and with biases and a shared expert."""
+    """Without and with biases and a shared expert, and with choices that are changed."""
     k, x, num_experts = spec.num_experts_per_tok, torch.empty(d), spec.num_experts
     rows = StoredRows(torch.empty((num_experts, d), dtype=TORCH_DTYPES[dtype]), stored_part(dtype, d))
     shared = StoredRows(torch.empty((1, d), dtype=BF16), stored_part("BF16", d))
@@ -119,6 +148,9 @@ def _route(spec: RouterSpec, d: int, dtype: str) -> None:
     experts, routed = torch.empty(k, dtype=torch.int32), Routed.allocate(d, spec, CPU)
     route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed)
     route(x, Router(spec, Norm(x, x, 1e-6), rows, each, bias, shared), experts, routed)
+    number = torch.empty(num_experts, dtype=torch.int32)
+    for changed in (ChangedChoice(number, None, 0.0, number), ChangedChoice(None, number, 0.3, number)):
+        route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed, changed)
 
 
 def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:

@@ -9,8 +9,8 @@ the largest key has the largest score and, of equal scores, the first index. NaN
 sort.
 
 Two options change the choice, and with it the answer: other experts may run in place of missing ones with low scores
-(`runtime.offload.split.substitute`, Importance-Driven Expert Scheduling, Algorithm 1), or the predicted ones in any case
-(CORM §4.2). Weights are then those of the experts that run.
+(`runtime.offload.split.substitute`, Importance-Driven Expert Scheduling, Algorithm 1), or the predicted ones in any
+case (CORM §4.2). Weights are then those of the experts that run.
 """
 
 from dataclasses import dataclass
@@ -256,14 +256,14 @@ def _choose(
     if NUM_GROUPS > 1:
         best: tl.constexpr = 2 if KIND == _SIGMOID_TOPK else 1
         choice = _in_best_groups(choice, index, mask, TOP_GROUPS, SIZE, best, BLOCK_G)
-    keys = _keys(choice, index, mask)
+    keys = keys_of(choice, index, mask)
     places = tl.arange(0, BLOCK_K)
-    experts = _largest(keys, index, K, BLOCK_K)
+    experts = largest(keys, index, K, BLOCK_K)
     if predicted_ptr is not None:
         predicted = index < 0  # none
         for place in tl.static_range(K):
             predicted = predicted | (index == tl.load(predicted_ptr + place))
-        others = _largest(tl.where(predicted, keys, _LEAST), index, K, BLOCK_K)
+        others = largest(tl.where(predicted, keys, _LEAST), index, K, BLOCK_K)
         tl.store(changed_ptr, K - _num_common(experts, others, K, BLOCK_K))
         experts = others
     elif resident_ptr is not None:
@@ -298,12 +298,12 @@ def _choose(
 
 
 @triton.jit
-def _largest(keys, index, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def largest(keys, index, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Returns the indices of the K largest keys, best first: int32 [BLOCK_K], 0 from K on."""
     places = tl.arange(0, BLOCK_K)
     found = tl.zeros([BLOCK_K], tl.int32)
     for place in tl.static_range(K):
-        number = _index(tl.max(tl.max(keys, 1), 0))
+        number = index_of(tl.max(tl.max(keys, 1), 0))
         found = tl.where(places == place, number, found)
         keys = tl.where(index == number, _LEAST, keys)
     return found
@@ -326,23 +326,23 @@ def _substituted(
     Args:    experts: int32 [BLOCK_K].   scores, resident: of all experts, as `index` and `mask`.
     """
     places = tl.arange(0, BLOCK_K)
-    keys = _keys(scores, index, mask)
+    keys = keys_of(scores, index, mask)
     rest = keys
     for _ in tl.static_range(K):
         rest = tl.where(rest == tl.max(tl.max(rest, 1), 0), _LEAST, rest)
-    beta = _score_of(_index(tl.max(tl.max(rest, 1), 0)), scores, index)
+    beta = _score_of(index_of(tl.max(tl.max(rest, 1), 0)), scores, index)
     chosen = index < 0  # none
     for place in tl.static_range(K):
         chosen = chosen | (index == tl.sum(tl.where(places == place, experts, 0), 0))
     low = chosen & ~(scores > (1.0 + alpha) * beta) & ~resident
     # Of chosen experts the lowest leaves first, of equal ones the later; of the others the best comes first.
-    leaving = _keys(-scores, NUM_EXPERTS - 1 - index, mask & low)
+    leaving = keys_of(-scores, NUM_EXPERTS - 1 - index, mask & low)
     coming = tl.where(mask & resident & ~chosen & (scores >= (1.0 - alpha) * beta), keys, _LEAST)
     for _ in tl.static_range(K):
         worst, best = tl.max(tl.max(leaving, 1), 0), tl.max(tl.max(coming, 1), 0)
         replaces = (worst != _LEAST) & (best != _LEAST)
-        leaves = NUM_EXPERTS - 1 - _index(worst)
-        experts = tl.where(replaces & (experts == leaves) & (places < K), _index(best), experts)
+        leaves = NUM_EXPERTS - 1 - index_of(worst)
+        experts = tl.where(replaces & (experts == leaves) & (places < K), index_of(best), experts)
         leaving = tl.where(leaving == worst, _LEAST, leaving)
         coming = tl.where(coming == best, _LEAST, coming)
     return experts
@@ -366,7 +366,7 @@ def _scores(logits, top, total, KIND: tl.constexpr):
 
 
 @triton.jit
-def _keys(scores, index, mask):
+def keys_of(scores, index, mask):
     """Returns keys, int64, that order scores as torch's stable sort does; the least key where masked."""
     scores = tl.where(scores == 0, 0.0, scores)  # -0 equals 0
     scores = tl.where(scores != scores, float("inf"), scores)
@@ -376,7 +376,7 @@ def _keys(scores, index, mask):
 
 
 @triton.jit
-def _index(key):
+def index_of(key):
     """Returns the index in a key."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
@@ -386,17 +386,17 @@ def _in_best_groups(
     scores, index, mask, TOP: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr
 ):
     """Returns scores [BLOCK_G, BLOCK], -inf outside the TOP best groups; a group's score sums its BEST experts."""
-    keys = _keys(scores, index, mask)
+    keys = keys_of(scores, index, mask)
     best = tl.max(keys, 1)
     strength = tl.max(tl.where(mask, scores, -float("inf")), 1)
     if BEST == 2 and SIZE > 1:
-        others = mask & (index != _index(best)[:, None])
+        others = mask & (index != index_of(best)[:, None])
         strength += tl.max(tl.where(others, scores, -float("inf")), 1)
     g = tl.arange(0, BLOCK_G)
-    group_keys = _keys(strength, g, best != _LEAST)
+    group_keys = keys_of(strength, g, best != _LEAST)
     is_best = g < 0
     for _ in tl.static_range(TOP):
-        chosen = g == _index(tl.max(group_keys, 0))
+        chosen = g == index_of(tl.max(group_keys, 0))
         is_best = is_best | chosen
         group_keys = tl.where(chosen, _LEAST, group_keys)
     return tl.where(is_best[:, None], scores, -float("inf"))

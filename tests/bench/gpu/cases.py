@@ -23,7 +23,7 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from gpu_layers import layer_of, partly_there, random_layer, running_on
+from gpu_layers import layer_of, partly_there, random_layer, random_running, running_on
 from interpreted_bf16 import correct_bf16
 from kernel_twins import (
     bring_plain,
@@ -47,6 +47,7 @@ from random_experts import (
 )
 from torch import Tensor
 
+from moe_pack.calib.statistics import learn_paths
 from moe_pack.formats import GroupedQuerySpec, NeuronFunction, NormSpec, RouterSpec, Selector
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
@@ -69,9 +70,18 @@ from moe_pack.runtime.gpu.kernels.grouped import (
 )
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
+from moe_pack.runtime.gpu.kernels.predict import (
+    LayerPaths,
+    PulledAhead,
+    add_routes,
+    enter_pulled,
+    forget_pulled,
+    rank,
+    score_paths,
+)
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
-from moe_pack.runtime.gpu.kernels.router import Routed, Router
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router
 from moe_pack.runtime.gpu.kernels.router import route as route_kernel
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import WHOLE, RunningNeurons
@@ -90,6 +100,10 @@ from moe_pack.runtime.model.attention import attend_latent
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.router import expert_scores, router_weights
+from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.routing_file import multi_hot
+from moe_pack.runtime.offload.split import substitute
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]
@@ -152,6 +166,11 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("gated", function, partial(_gated, function, f, d))
     for spec in _ROUTERS:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
+        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(_substituted, spec))
+    for num_experts in (16, 256):
+        yield Case("rank, score_paths", f"{num_experts} experts", partial(_paths, num_experts))
+    yield Case("add_routes", "2 layers of 8 experts", _routes)
+    yield Case("enter_pulled, forget_pulled", "300 neurons", _pulled_ahead)
     for name in FORMATS[size]:
         yield Case("gemv", label(name), partial(_gemv, name, size))
         for norm_spec in _NORMS:
@@ -303,6 +322,107 @@ def _route(spec: RouterSpec, d: int, device: torch.device) -> Prepared:
         return Difference(error, 2 * _EXP)
 
     return Prepared(partial(route_kernel, x.to(device), router, experts, routed), compare)
+
+
+def _substituted(spec: RouterSpec, device: torch.device) -> Prepared:
+    """Half of the experts are resident; the router's rows have one value each, a logit."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn((1, spec.num_experts), generator=draw) / 2
+    bias = torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
+    is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
+    own, _ = TORCH.route(logits, spec, bias)
+    chosen = torch.from_numpy(substitute(expert_scores(logits, spec).numpy(), own.numpy(), is_resident.numpy(), 0.5))
+    weights = router_weights(logits, chosen, spec)[0]
+    rows = torch.zeros((spec.num_experts, 4))
+    rows[:, 0] = logits[0]
+    stored, ones = StoredRows(rows.to(device), stored_part("F32", 4)), torch.ones(4, device=device)
+    experts = torch.zeros(spec.num_experts_per_tok, dtype=torch.int32, device=device)
+    routed, changed = Routed.allocate(4, spec, device), torch.zeros(1, dtype=torch.int32, device=device)
+    choice = ChangedChoice(None, is_resident.int().to(device), 0.5, changed)
+
+    def compare() -> Difference:
+        if not torch.equal(experts.cpu().long(), chosen[0]) or changed != (chosen != own).sum():
+            return _exact(False)
+        return Difference(_excess(routed.weights, weights, weights.abs()), 2 * _EXP)
+
+    router = Router(spec, Norm(ones, None, 0.0), stored, None, None if bias is None else bias.to(device), None)
+    return Prepared(partial(route_kernel, ones, router, experts, routed, choice), compare)
+
+
+# --- experts that are predicted
+
+
+def _paths(num_experts: int, device: torch.device) -> Prepared:
+    """Statistics of drawn routes, and the best of what they say about a token; the scores are logarithms."""
+    draw, k = np.random.default_rng(num_experts), 4
+    routes = np.argsort(-draw.gumbel(size=(400, 3, num_experts)), axis=2)[:, :, :k].astype(np.uint16)
+    statistics = learn_paths(routes, num_experts, 1 << 20)
+    before = torch.from_numpy(routes[7, :2].astype(np.int32))
+    shares, _ = statistics.predict(2, before[None].numpy())
+    scores, found = (torch.zeros(n, device=device) for n in (num_experts, 8))
+    experts, paths = found.int(), LayerPaths.of(statistics, 2, 2, device)
+
+    def launch() -> None:
+        score_paths(before.to(device), paths, scores)
+        rank(scores, experts)
+
+    def compare() -> Difference:
+        if experts.tolist() != ranked(scores.cpu()[None].numpy(), len(experts))[0].tolist():
+            return _exact(False)
+        found = (scores.cpu().double() / (2 * k)).softmax(0)
+        return Difference(float((found - torch.from_numpy(shares[0])).abs().max()), _EXP)
+
+    return Prepared(launch, compare)
+
+
+def _routes(device: torch.device) -> Prepared:
+    """A network's first layer of 300 units."""
+    routes = torch.tensor([[4, 1, 0], [2, 5, 3]])
+    first, weights = _random(300), _random(300, 2, 8, seed=1).bfloat16()
+    expected = (first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T).relu()
+    by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(300, device=device)
+
+    def launch() -> None:
+        there.copy_(first)
+        add_routes(there, by_route, routes.int().to(device), is_rectified=True)
+
+    return Prepared(launch, lambda: Difference(_excess(there, expected, 1 + expected.abs()), _EXP))
+
+
+def _pulled_ahead(device: torch.device) -> Prepared:
+    """Records of two experts are entered and forgotten, one of which runs."""
+    shape = Shape(300, 64, "up", named_format(4), named_format(2), named_format(4))
+    layer = random_layer([shape] * 3, thresholds=[0.5] * 3)
+    record_at = layer.tables.record_at.clone()
+    running = running_on(random_running(layer.tables, (2, 1), 0.5, seed=1), device)
+    neurons, counts = torch.arange(280, dtype=torch.int32).expand(2, 280).contiguous(), (260, 3)
+    for expert, count in zip((1, 0), counts, strict=True):
+        record_at[expert, :count] = -1
+    table = record_at.to(device, copy=True)
+    tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(device))
+    pulled = PulledAhead(
+        torch.tensor([1, 0], dtype=torch.int32).to(device),
+        torch.arange(560, dtype=torch.int32).view(2, 280).to(device),
+        neurons.to(device),
+        torch.tensor(counts, dtype=torch.int32).to(device),
+    )
+    entered, totals = torch.zeros_like(table), torch.zeros((2, 3), dtype=torch.int32, device=device)
+    chosen = torch.tensor([2, 1], dtype=torch.int32).to(device)
+
+    def launch() -> None:
+        enter_pulled(pulled, table)
+        entered.copy_(table)
+        forget_pulled(pulled, chosen, tables, running, totals)
+
+    def compare() -> Difference:
+        expected = record_at.clone()
+        for place, (expert, count) in enumerate(zip((1, 0), counts, strict=True)):
+            expected[expert, :count] = torch.arange(place * 280, place * 280 + count, dtype=torch.int32)
+        ran = int((running.a[1, :260].abs() >= 0.5).sum())
+        is_same = torch.equal(entered.cpu(), expected) and torch.equal(table.cpu(), record_at)
+        return _exact(is_same and totals.tolist() == [[1, 260, ran], [0, 3, 0]])
+
+    return Prepared(launch, compare)
 
 
 # --- dense matrices

@@ -1,0 +1,358 @@
+"""The experts of the next layer, predicted for one token, and the records that were pulled for them.
+
+A prediction is scores of all experts (`matmul.gemv` gives those of a router or a network, `score_paths` those of path
+statistics), of which `rank` takes the best. `enter_pulled` enters their records in the next layer's table, and
+`forget_pulled` takes them out after that layer has been listed, and counts how many were needed.
+
+The twins are `runtime.offload.prefetch` and `runtime.offload.paths`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.runtime.gpu.kernels.products import runs
+from moe_pack.runtime.gpu.kernels.router import keys_of, largest
+from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, LayerTables, RunningNeurons
+from moe_pack.runtime.offload.paths import PathStatistics
+
+_BLOCK = 256  # records that a program enters, hidden units that it sums up, or keys that it compares together
+_SUCCESSORS = 16
+_HASH_BITS = 56  # sums of the hashes of a token's experts stay below 2^63
+
+
+def rank(scores: Tensor, experts: Tensor, *, bias: Tensor | None = None, is_sigmoid: bool = False) -> None:
+    """Writes the experts with the largest scores, best first, equals by index.
+
+    Args:    scores: float32 [E].   experts: int32 [n], overwritten.   bias: float32 [E], added to the softmax of the
+             scores, or to their sigmoids, as a router with biases does; None: the scores themselves are ranked.
+    """
+    _rank_kernel[(1,)](
+        scores,
+        bias,
+        experts,
+        E=len(scores),
+        BLOCK=triton.next_power_of_2(len(scores)),
+        N=len(experts),
+        BLOCK_N=triton.next_power_of_2(len(experts)),
+        IS_SIGMOID=is_sigmoid,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _rank_kernel(
+    scores_ptr,
+    bias_ptr,
+    experts_ptr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+):
+    index = tl.arange(0, BLOCK)[None, :]
+    mask = index < E
+    scores = tl.load(scores_ptr + index, mask=mask, other=-float("inf"))
+    if bias_ptr is not None:
+        if IS_SIGMOID:
+            scores = 1.0 / (1.0 + tl.exp(-scores))
+        else:
+            powers = tl.exp(scores - tl.max(scores))
+            scores = powers / tl.sum(powers)
+        scores += tl.load(bias_ptr + index, mask=mask, other=0.0)
+    experts = largest(keys_of(scores, index, mask), index, N, BLOCK_N)
+    places = tl.arange(0, BLOCK_N)
+    tl.store(experts_ptr + places, experts, mask=places < N)
+
+
+def add_routes(first: Tensor, by_route: Tensor, routes: Tensor, is_rectified: bool) -> None:
+    """Adds a row for each of a token's routes to a network's first layer.
+
+    Args:    first: float32 [h], changed in place.   by_route: bfloat16 [p, E, h], contiguous, for the p layers before.
+             routes: int32 [p, k], contiguous, the layer further back first.   is_rectified: whether a second layer
+             follows, which gets the positive part.
+    """
+    (p, k), h = routes.shape, len(first)
+    _add_routes_kernel[(triton.cdiv(h, _BLOCK),)](
+        first,
+        by_route,
+        routes,
+        E=by_route.shape[1],
+        H=h,
+        P=p,
+        K=k,
+        IS_RECTIFIED=is_rectified,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=("routes_ptr",))
+def _add_routes_kernel(
+    first_ptr,
+    by_route_ptr,
+    routes_ptr,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    IS_RECTIFIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = unit < H
+    total = tl.load(first_ptr + unit, mask=mask, other=0.0)
+    for place in tl.static_range(P * K):
+        row = place // K * E + tl.load(routes_ptr + place)
+        total += tl.load(by_route_ptr + row * H + unit, mask=mask, other=0.0).to(tl.float32)
+    if IS_RECTIFIED:
+        total = tl.maximum(total, 0.0)
+    tl.store(first_ptr + unit, total, mask=mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPaths:
+    """Path statistics of one MoE layer on a device, for the p layers just before it.
+
+    `logs`: float32 [p, E, E], of each expert before, further back first, the logarithms of `PathStatistics`' second
+    stage; 0 where `is_known`, int32 [p, E], is 0.   `shares`: float32 [E], the popularity.   `hashes`: int64 [p, E],
+    whose sum over a token's experts stands for them.   `keys`: int64 [n], the sums of the exact keys.   `starts`: int32
+    [n + 1], `successors`: int32, `counts`: float32: what followed each.
+    """
+
+    logs: Tensor
+    is_known: Tensor
+    shares: Tensor
+    hashes: Tensor
+    keys: Tensor
+    starts: Tensor
+    successors: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, paths: PathStatistics, layer_idx: int, num_before: int, device: torch.device) -> "LayerPaths":
+        """Returns the statistics of a layer.
+
+        Args:    num_before: p, the layers before of which a prediction gets the routes, at most `PATH_MEMORY`.
+        """
+        tables = [paths.log_shares(layer_idx, back) for back in range(num_before, 0, -1)]
+        E = paths.popularity.shape[1]
+        hashes = np.random.default_rng(layer_idx).integers(0, 1 << _HASH_BITS, (num_before, E))
+        first, keys = paths.exact_keys(layer_idx, num_before)
+        k = paths.experts_per_token
+        before = keys.reshape(len(keys), num_before, k).astype(np.int64)
+        sums = hashes[np.arange(num_before)[:, None], before].sum(axis=(1, 2))
+        starts = paths.successor_starts[first : first + len(keys) + 1].astype(np.int64)
+        following = slice(int(starts[0]), int(starts[-1]))
+        values: dict[str, NDArray[np.generic]] = {
+            "logs": np.stack([logs for logs, _ in tables]).astype(np.float32),
+            "is_known": np.stack([known for _, known in tables]).astype(np.int32),
+            "shares": (paths.popularity[layer_idx] / paths.popularity[layer_idx].sum()).astype(np.float32),
+            "hashes": hashes,
+            "keys": sums,
+            "starts": (starts - starts[0]).astype(np.int32),
+            "successors": paths.successor_experts[following].astype(np.int32),
+            "counts": paths.successor_counts[following].astype(np.float32),
+        }
+        return cls(**{name: torch.from_numpy(np.ascontiguousarray(each)).to(device) for name, each in values.items()})
+
+
+def score_paths(routes: Tensor, paths: LayerPaths, scores: Tensor) -> None:
+    """Writes scores of a layer's experts by path statistics, for `rank`: of the first stage that knows the token.
+
+    Args:    routes: int32 [p, k], contiguous, the layer further back first.   scores: float32 [E], overwritten.
+    """
+    p, k = routes.shape
+    _score_paths_kernel[(1,)](
+        routes,
+        paths.logs,
+        paths.is_known,
+        paths.shares,
+        paths.hashes,
+        paths.keys,
+        paths.starts,
+        paths.successors,
+        paths.counts,
+        scores,
+        len(paths.keys),
+        P=p,
+        K=k,
+        E=len(scores),
+        BLOCK_E=triton.next_power_of_2(len(scores)),
+        BLOCK=_BLOCK,
+        BLOCK_S=_SUCCESSORS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=("routes_ptr", "num_keys"))
+def _score_paths_kernel(
+    routes_ptr,
+    logs_ptr,
+    is_known_ptr,
+    shares_ptr,
+    hashes_ptr,
+    keys_ptr,
+    starts_ptr,
+    successors_ptr,
+    counts_ptr,
+    scores_ptr,
+    num_keys,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_E)
+    mask = expert < E
+    key, num_known = tl.load(routes_ptr).to(tl.int64) * 0, tl.load(routes_ptr) * 0
+    logs = tl.zeros([BLOCK_E], tl.float32)
+    for place in tl.static_range(P * K):
+        row = place // K * E + tl.load(routes_ptr + place)
+        key += tl.load(hashes_ptr + row)
+        num_known += tl.load(is_known_ptr + row)
+        logs += tl.load(logs_ptr + row * E + expert, mask=mask, other=0.0)
+    scores = logs
+    if num_known == 0:
+        scores = tl.load(shares_ptr + expert, mask=mask, other=0.0)
+    found = num_known * 0 - 1
+    start = 0
+    while start < num_keys:
+        number = start + tl.arange(0, BLOCK)
+        is_it = tl.load(keys_ptr + number, mask=number < num_keys, other=-1) == key
+        found = tl.maximum(found, tl.max(tl.where(is_it, number, -1), 0))
+        start += BLOCK
+    if found >= 0:
+        scores = tl.zeros([BLOCK_E], tl.float32)
+        first, last = tl.load(starts_ptr + found), tl.load(starts_ptr + found + 1)
+        while first < last:
+            number = first + tl.arange(0, BLOCK_S)
+            successor = tl.load(successors_ptr + number, mask=number < last, other=-1)
+            count = tl.load(counts_ptr + number, mask=number < last, other=0.0)
+            scores += tl.sum(tl.where(successor[:, None] == expert[None, :], count[:, None], 0.0), 0)
+            first += BLOCK_S
+    tl.store(scores_ptr + expert, scores, mask=mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PulledAhead:
+    """The records that are pulled for the experts predicted for one layer.
+
+    `experts`: int32 [n].   `slots`: int32 [n, S], where records go, in units of 16 bytes.   `neurons`: int32 [n, S],
+    whose record is in each slot.   `counts`: int32 [n], the slots that are in use.
+    """
+
+    experts: Tensor
+    slots: Tensor
+    neurons: Tensor
+    counts: Tensor
+
+
+def enter_pulled(pulled: PulledAhead, record_at: Tensor) -> None:
+    """Enters records in a layer's table.
+
+    Args:    record_at: int32 [E, f].
+    """
+    n, most = pulled.slots.shape
+    _enter_pulled_kernel[n, triton.cdiv(most, _BLOCK)](
+        pulled.experts,
+        pulled.slots,
+        pulled.neurons,
+        pulled.counts,
+        record_at,
+        most,
+        F=record_at.shape[1],
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=(*PER_LAYER, "most"))
+def _enter_pulled_kernel(
+    experts_ptr, slots_ptr, neurons_ptr, counts_ptr, record_at_ptr, most, F: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0)
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = number < tl.load(counts_ptr + place)
+    neuron = tl.load(neurons_ptr + place * most + number, mask=mask, other=0)
+    slot = tl.load(slots_ptr + place * most + number, mask=mask, other=0)
+    tl.store(record_at_ptr + tl.load(experts_ptr + place) * F + neuron, slot, mask=mask)
+
+
+def forget_pulled(
+    pulled: PulledAhead, experts: Tensor, tables: LayerTables, running: RunningNeurons, totals: Tensor
+) -> None:
+    """Takes records out of a layer's table again, after `neurons.compact` has listed the layer.
+
+    Args:    experts: int32 [k], those of the layer, with `running` from `neurons.select`.   totals: int32 [n, 3],
+             overwritten: each predicted expert, its pulled records, and how many of these ran.
+    """
+    n, most = pulled.slots.shape
+    k, f = running.a.shape
+    _forget_pulled_kernel[(n,)](
+        pulled.experts,
+        pulled.neurons,
+        pulled.counts,
+        tables.record_at,
+        experts,
+        running.a,
+        tables.thresholds,
+        totals,
+        most,
+        IS_SELECTED=tables.selector_at is not None,
+        F=f,
+        K=k,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=(*PER_LAYER, "pulled_totals_ptr", "most"))
+def _forget_pulled_kernel(
+    predicted_ptr,
+    neurons_ptr,
+    counts_ptr,
+    record_at_ptr,
+    experts_ptr,
+    a_ptr,
+    thresholds_ptr,
+    pulled_totals_ptr,
+    most,
+    IS_SELECTED: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    predicted = tl.program_id(0)
+    expert, count = tl.load(predicted_ptr + predicted), tl.load(counts_ptr + predicted)
+    threshold = tl.load(thresholds_ptr + expert)
+    place = expert * 0 - 1  # among the experts that ran
+    for other in tl.static_range(K):
+        place = tl.where(tl.load(experts_ptr + other) == expert, other, place)
+    num_ran, start = count * 0, 0
+    while start < count:
+        number = start + tl.arange(0, BLOCK)
+        mask = number < count
+        neuron = tl.load(neurons_ptr + predicted * most + number, mask=mask, other=0)
+        tl.store(record_at_ptr + expert * F + neuron, tl.full([BLOCK], -1, tl.int32), mask=mask)
+        ran = mask & (place >= 0)
+        if IS_SELECTED:
+            ran = ran & runs(tl.load(a_ptr + place * F + neuron, mask=ran, other=0.0), threshold)
+        num_ran += tl.sum(ran.to(tl.int32), 0)
+        start += BLOCK
+    tl.store(pulled_totals_ptr + predicted * 3, expert)
+    tl.store(pulled_totals_ptr + predicted * 3 + 1, count)
+    tl.store(pulled_totals_ptr + predicted * 3 + 2, num_ran)
