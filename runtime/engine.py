@@ -26,7 +26,7 @@ from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_sha
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses
 from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
@@ -319,8 +319,7 @@ class Engine:
                 launch_all()
             compile_ahead(list(jobs.values()), num_cpus(), self._progress)
 
-        least_bytes = least_placement(pack.layout, inputs.misses).num_bytes
-        return fit_to_gpu(pack, device, run.memory, request, least_bytes, build, compile_kernels)
+        return fit_to_gpu(pack, device, run.memory, request, inputs.least_bytes, build, compile_kernels)
 
     def _gpu_inputs(self, ram_bytes: int) -> "GpuInputs":
         """Decides who has what is missing on the GPU, and by which policy records come and go there."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def _gpus() -> list[_NvmlGpu]:
     return gpus
 
 
-Fork = Literal["cpu", "link"]
+Fork = Literal["cpu", "link", "next"]
 
 
 class Queues:
@@ -116,9 +116,9 @@ class Queues:
         self._is_cuda = device.type == "cuda"
         self._forks: dict[Fork, torch.cuda.Stream] = {}
         if self._is_cuda:
-            self._forks = {"cpu": torch.cuda.Stream(device), "link": torch.cuda.Stream(device)}  # type: ignore[no-untyped-call]  # untyped in torch
+            self._forks = {fork: torch.cuda.Stream(device) for fork in get_args(Fork)}  # type: ignore[no-untyped-call]  # untyped in torch
         self._copy = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]  # likewise
-        self._open: list[torch.cuda.Stream] = []
+        self._open = set[Fork]()
 
     @contextmanager
     def forked(self, fork: Fork) -> Iterator[None]:
@@ -128,15 +128,16 @@ class Queues:
             return
         stream = self._forks[fork]
         stream.wait_stream(torch.cuda.current_stream())
-        self._open.append(stream)
+        self._open.add(fork)
         with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """Makes the current stream wait for all that was launched beside it."""
-        for stream in self._open:
-            torch.cuda.current_stream().wait_stream(stream)
-        self._open.clear()
+    def join(self, *forks: Fork) -> None:
+        """Makes the current stream wait for all that was launched on these forks."""
+        for fork in forks:
+            if fork in self._open:
+                torch.cuda.current_stream().wait_stream(self._forks[fork])
+                self._open.remove(fork)
 
     def beside(self, work: Callable[[], None], after: Sequence["Mark"]) -> "Mark":
         """Launches work in the stream for copies, after marks are reached; returns its end."""

@@ -65,8 +65,10 @@ class GpuCounts:
     """Counts since the start: `tokens` that ran alone, and the running neurons of their experts.
 
     `resident`: computed from GPU memory; `pulled`: over the link; `left`: by the CPU.   `whole`: experts that the CPU
-    selected and computed whole.   `promoted`: records that were copied while tokens ran.   `link_bytes`: of pulled and
-    promoted records.   `cpu_seconds`: in which the CPU computed.
+    selected and computed whole.   `promoted`: records that were copied while tokens ran.   `ahead`: records that were
+    pulled before their layer, because its experts were predicted; `ahead_ran`: of these, the ones that were needed.
+    `changed`: experts that ran in place of the routers'.   `link_bytes`: of pulled and promoted records, those pulled
+    ahead too.   `cpu_seconds`: in which the CPU computed.
     """
 
     tokens: int = 0
@@ -75,6 +77,9 @@ class GpuCounts:
     left: int = 0
     whole: int = 0
     promoted: int = 0
+    ahead: int = 0
+    ahead_ran: int = 0
+    changed: int = 0
     link_bytes: int = 0
     cpu_seconds: float = 0.0
 

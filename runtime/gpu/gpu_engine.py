@@ -16,10 +16,19 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Split, TierShare
 from moe_pack.runtime.gpu.device import HostArena, HostCalls, Queues
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, GpuPlacement, Misses, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import (
+    DYNAMIC_SHARE,
+    GpuPlacement,
+    Misses,
+    least_placement,
+    mostly_static,
+    place_experts,
+    usual_heat,
+)
+from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import Residency
-from moe_pack.runtime.gpu.token_step import GpuDecoder, StepInputs
+from moe_pack.runtime.gpu.token_step import GpuDecoder, StepInputs, Substitution
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.offload import CacheFacts
@@ -36,7 +45,9 @@ class GpuInputs:
     token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
     experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
     memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts are computed in bfloat16.
-    `needs_scores`: whether the policy uses the routers' scores of all experts.
+    `needs_scores`: whether the policy uses the routers' scores of all experts.   `prediction`: of experts, whose
+    records the link brings ahead; None: none are predicted.   `alpha`: resident experts replace missing ones with low
+    scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no expert is replaced.
     """
 
     pack: Pack
@@ -53,6 +64,28 @@ class GpuInputs:
     dynamic_share: float = DYNAMIC_SHARE
     is_fast: bool = False
     needs_scores: bool = False
+    prediction: PredictionPlan | None = None
+    alpha: float | None = None
+
+    @property
+    def has_link(self) -> NDArray[np.bool_] | None:
+        """The layers whose records may come to slots, bool [L]: those that a GPU reads in host memory; None: all."""
+        num_layers = len(self.pack.layout.experts)
+        if not self.dynamic_share:
+            return np.zeros(num_layers, bool)
+        if self.device.type != "cuda" or self.host is None:
+            return None
+        return np.array([self.host.is_layer_locked(layer_idx) for layer_idx in range(num_layers)])
+
+    @property
+    def num_predicted(self) -> int:
+        """The experts of each layer for which records are pulled ahead."""
+        return 0 if self.prediction is None else self.prediction.num_predicted
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory for experts in which an engine runs."""
+        return least_placement(self.pack.layout, self.misses, self.has_link, self.num_predicted).num_bytes
 
 
 class GpuEngine:
@@ -71,13 +104,7 @@ class GpuEngine:
         cache_dtype: torch.dtype = torch.float32,
     ) -> None:
         pack, device = inputs.pack, inputs.device
-        heat = usual_heat(pack.layout, pack.thresholds)
-        is_cuda, has_link = device.type == "cuda", None
-        num_layers = len(pack.layout.experts)
-        if not inputs.dynamic_share:
-            has_link = np.zeros(num_layers, bool)
-        elif is_cuda and inputs.host is not None:
-            has_link = np.array([inputs.host.is_layer_locked(l) for l in range(num_layers)])
+        heat, is_cuda = usual_heat(pack.layout, pack.thresholds), device.type == "cuda"
         placement = place_experts(
             pack.layout,
             expert_bytes,
@@ -85,8 +112,9 @@ class GpuEngine:
             inputs.popularity,
             heat,
             inputs.dynamic_share,
-            has_link,
+            inputs.has_link,
             is_pulled=inputs.pulled_share > 0,
+            num_predicted=inputs.num_predicted,
         )
         queues = Queues(device)
         with ExitStack() as opened:
@@ -108,7 +136,19 @@ class GpuEngine:
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
-            step = StepInputs(queues, inputs.host, share, exchange, inputs.pulled_share, inputs.needs_scores)
+            substitution = None
+            if inputs.alpha is not None:
+                substitution = Substitution(inputs.alpha, mostly_static(placement, heat))
+            step = StepInputs(
+                queues,
+                inputs.host,
+                share,
+                exchange,
+                inputs.pulled_share,
+                inputs.needs_scores,
+                inputs.prediction,
+                substitution,
+            )
             self.decoder = GpuDecoder(
                 self.weights,
                 step,

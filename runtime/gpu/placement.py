@@ -3,8 +3,9 @@
 Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses the *static* rows,
 in whole selectors and the first records of each expert, which packs store hottest first. The rest is *dynamic* memory:
 in decode it has slots of one record each, a layer's own, for records that came later; if every missing record is pulled
-over the link, it also has scratch memory for those of one layer. In passes of many tokens the same memory holds whole
-experts on their way, and the slots are empty afterwards.
+over the link, it also has scratch memory for those of one layer; and if experts are predicted, memory for the records
+that are pulled before their layer begins. In passes of many tokens the same memory holds whole experts on their way,
+and the slots are empty afterwards.
 """
 
 from dataclasses import dataclass
@@ -22,17 +23,21 @@ Array = NDArray[Any]
 # link; or the CPU's own engine, which reads experts from the disk and computes whole ones.
 Misses = Literal["pull", "split", "disk"]
 
+NUM_TURNS = 2  # the host looks at what one token left while the next one runs
 REACH_BYTES = 16 * (2**31 - 1)  # the largest arena with one beginning: offsets are int32 in units of 16 bytes
 # Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/policies.md), but a
 # prompt's experts stream through it.
 DYNAMIC_SHARE = 0.05
 # Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
 _LANDING_SHARE, _MOST_LANDING = 0.125, 256
+# Of the slots' memory, if experts are predicted: for records that are pulled ahead, of two layers.
+_AHEAD_SHARE = 0.25
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
 # selector is worth more: without it the CPU computes the whole expert, and the link brings nothing of it. Of 0.02 to 1,
 # 0.75 is predicted to be fastest at all budgets (docs/benchmarks/gpu-roofline.md).
 _RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.75
 _USUAL_RUNNING = 0.2  # share of the neurons that run where some do not: the papers' packs are 80 to 90% sparse
+_MOSTLY = 0.9  # of the rows that usually run: so many must be static for an expert to replace others
 _NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
 _TABLES_A_LAYER = 16  # of tensors in the memory, each beginning on a line of its own
 
@@ -44,8 +49,10 @@ class GpuPlacement:
     `has_selector` bool [L, E]: whether an expert's selector is resident; True if none is stored.   `first_dynamic`
     int64 [L, E]: the records before it are resident.   `static_bytes` int64 [L]: of resident rows as they are laid
     out.   `num_slots`, `slot_bytes` int64 [L]: of a layer's records that came later.   `num_landing` int64 [L]: slots
-    that each of a token's experts can fill by pulling, in either of two turns.   `scratch_bytes`: for one layer's
-    pulled rows.   `dynamic_bytes`: of scratch memory and slots together.   `other_bytes`: of tables.
+    that each of a token's experts can fill by pulling, in either of two turns.   `num_ahead` int64 [L]: records that
+    can be pulled ahead for each of `num_predicted` experts, in either of two halves of `ahead_bytes`.
+    `scratch_bytes`: for one layer's pulled rows.   `dynamic_bytes`: of scratch memory, slots and records pulled ahead
+    together, in this order.   `other_bytes`: of tables.
     """
 
     misses: Misses
@@ -55,10 +62,14 @@ class GpuPlacement:
     num_slots: Array
     slot_bytes: Array
     num_landing: Array
+    num_ahead: Array
     scratch_bytes: int
+    ahead_bytes: int
     dynamic_bytes: int
     other_bytes: int
+    num_rows: int
     num_active: int
+    num_predicted: int
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +91,7 @@ def place_experts(
     dynamic_share: float = DYNAMIC_SHARE,
     has_link: Array | None = None,
     is_pulled: bool = False,
+    num_predicted: int = 0,
 ) -> GpuPlacement:
     """Divides a GPU's memory for experts between static rows and dynamic memory.
 
@@ -88,10 +100,11 @@ def place_experts(
     Args:    popularity: [L, E], in any unit; None: all equal.   heat: [L, E, H], the share of tokens for which a row
              runs, in each of H equal slices of an expert's rows; None: all rows are read equally often.   has_link:
              bool [L], layers whose experts a GPU can read in host memory: only these have slots; None: all.
-             is_pulled: whether the link brings some of a token's missing records.
+             is_pulled: whether the link brings some of a token's missing records.   num_predicted: experts of each
+             layer for which records are pulled ahead.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
-    sizes = _Sizes.of(layout, misses, has_link)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted)
     whole = sizes.whole()
     if whole.num_bytes <= expert_bytes:
         return whole
@@ -115,9 +128,11 @@ def place_experts(
     return sizes.with_hottest(layout, popularity, heat, max(static_bytes, 0), dynamic_bytes)
 
 
-def least_placement(layout: PackLayout, misses: Misses) -> GpuPlacement:
-    """Returns the placement with the least memory: no static rows."""
-    sizes = _Sizes.of(layout, misses)
+def least_placement(
+    layout: PackLayout, misses: Misses, has_link: Array | None = None, num_predicted: int = 0
+) -> GpuPlacement:
+    """Returns the placement with the least memory: no static rows; arguments as for `place_experts`."""
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted)
     whole, least = sizes.whole(), sizes.least()
     return whole if whole.num_bytes <= least.num_bytes else least
 
@@ -131,6 +146,18 @@ def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
     falling = 2 * _USUAL_RUNNING * (np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES
     drops = (thresholds > 0) & (layout.experts[0][0].selector is not None)
     return np.where(drops[:, :, None], falling, 1.0)
+
+
+def mostly_static(placement: GpuPlacement, heat: Array) -> Array:
+    """Returns which experts have nearly all rows in static memory that usually run: bool [L, E].
+
+    Args:    heat: as for `place_experts`.
+    """
+    num_slices = heat.shape[2]
+    ends = placement.first_dynamic[:, :, None] * num_slices / placement.num_rows - np.arange(num_slices)
+    here = (heat * np.clip(ends, 0, 1)).sum(axis=2)
+    is_static: Array = placement.has_selector & (here >= _MOSTLY * heat.sum(axis=2))
+    return is_static
 
 
 def _most_popular(expert_bytes: Array, popularity: Array, num_bytes: int) -> Array:
@@ -155,15 +182,17 @@ class _Sizes:
     record_rows: Array
     num_rows: int
     num_active: int
+    num_predicted: int
     extra_bytes: int
 
     @classmethod
-    def of(cls, layout: PackLayout, misses: Misses, has_link: Array | None = None) -> "_Sizes":
+    def of(cls, layout: PackLayout, misses: Misses, has_link: Array | None = None, num_predicted: int = 0) -> "_Sizes":
         rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
         first = layout.experts[0][0]
         num_active = layout.spec.router.num_experts_per_tok
         has_link = np.full(len(rows), misses != "disk") if has_link is None else has_link
-        return cls(misses, has_link, rows[:, :, 0], rows[:, :, 1], first.num_rows, num_active, first.extra_bytes)
+        counts = (first.num_rows, num_active, num_predicted)
+        return cls(misses, has_link, rows[:, :, 0], rows[:, :, 1], *counts, first.extra_bytes)
 
     @property
     def expert_bytes(self) -> Array:
@@ -185,13 +214,17 @@ class _Sizes:
         return self.placement(np.ones(shape, bool), np.full(shape, self.num_rows), 0)
 
     def least(self) -> GpuPlacement:
-        """Returns the placement without static rows."""
-        dynamic_bytes = int(self.expert_bytes.max())
+        """Returns the placement without static rows. It has slots for everything that a larger one has slots for."""
         has_selector = self.selector_rows == 0
         first = np.zeros_like(self.selector_rows)
+        num_slots = 2 * self.num_predicted * bool(self.has_link.any())
+        if self.misses == "split":
+            num_slots += (NUM_TURNS * self.num_active + 1) * int(self.has_link.sum())
+        dynamic_bytes = num_slots * int(self.record_rows.max())
         if self.misses == "pull":
-            dynamic_bytes = max(dynamic_bytes, self._scratch_bytes(has_selector, first))
-        return self.placement(has_selector, first, dynamic_bytes)
+            dynamic_bytes += self._scratch_bytes(has_selector, first)
+        dynamic_bytes = max(dynamic_bytes, int(self.expert_bytes.max()))
+        return self.placement(has_selector, first, -(-dynamic_bytes // LINE_BYTES) * LINE_BYTES)
 
     def with_hottest(
         self, layout: PackLayout, popularity: Array, heat: Array, static_bytes: int, dynamic_bytes: int
@@ -218,10 +251,17 @@ class _Sizes:
         if self.misses == "pull" and dynamic_bytes:
             scratch_bytes = self._scratch_bytes(has_selector, first_dynamic)
             slots_bytes = dynamic_bytes - scratch_bytes
+        num_ahead, ahead_bytes = np.zeros_like(slot_bytes), 0
+        if self.num_predicted:
+            of_place = 2 * self.num_predicted * slot_bytes
+            most = np.minimum(np.maximum(_AHEAD_SHARE * slots_bytes // of_place, 1), self.num_rows).astype(np.int64)
+            num_ahead = most * (self.has_link & missing.any(axis=1) & (of_place <= slots_bytes))
+            ahead_bytes = int((num_ahead * of_place).max())
+            slots_bytes -= ahead_bytes
         missing_bytes = missing.sum(axis=1) * self.has_link
         shares = slots_bytes * (missing_bytes / max(missing_bytes.sum(), 1))
         num_slots = np.minimum(shares // slot_bytes, (self.num_rows - first_dynamic).sum(axis=1)).astype(np.int64)
-        landing = (_LANDING_SHARE * num_slots / self.num_active).astype(np.int64)
+        landing = np.maximum(_LANDING_SHARE * num_slots / self.num_active, num_slots >= NUM_TURNS * self.num_active)
         return GpuPlacement(
             misses=self.misses,
             has_selector=has_selector,
@@ -229,11 +269,15 @@ class _Sizes:
             static_bytes=(-(-static // LINE_BYTES) * LINE_BYTES).sum(axis=1),
             num_slots=num_slots,
             slot_bytes=slot_bytes,
-            num_landing=np.minimum(landing, _MOST_LANDING),
+            num_landing=np.minimum(landing.astype(np.int64), _MOST_LANDING),
+            num_ahead=num_ahead,
             scratch_bytes=scratch_bytes,
+            ahead_bytes=ahead_bytes,
             dynamic_bytes=dynamic_bytes,
             other_bytes=self.other_bytes,
+            num_rows=self.num_rows,
             num_active=self.num_active,
+            num_predicted=self.num_predicted,
         )
 
     def _scratch_bytes(self, has_selector: Array, first_dynamic: Array) -> int:

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.runtime.gpu.placement import GpuPlacement
+from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.offload import ExpertKey
 from moe_pack.runtime.offload.cache import Eviction
 
 Array = NDArray[Any]
-NUM_TURNS = 2  # the host looks at what one token left while the next one runs
 MOST_KEPT = 1 << 12  # records that a token brings to slots: with more, the host would take longer than the token
 _NO_NUMBERS = np.zeros(0, np.int64)
 

@@ -24,7 +24,7 @@ from moe_pack.runtime.gpu.kernels.attention import (
 )
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.router import Routed, Router, route
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import Angles, KVCache, PackWeights
 
@@ -183,20 +183,25 @@ class TokenLayers:
         embed, scale = stored(self._weights, "embed"), self._weights.spec.embedding_multiplier
         gather_row(embed, self.control[:1], self.x, scale=scale)
 
-    def run(self, layer: int) -> Tensor | None:
-        """Launches a layer up to its routed experts, whose numbers it writes to `routes`.
+    def run(self, layer: int, x: Tensor) -> None:
+        """Launches a layer without its routed experts: its attention, and its dense expert if it has one.
 
-        Returns the shared experts' output, float32 [d], if there is one. A layer with a dense expert is run whole.
+        Args:    x: float32 [d], changed in place: the token's hidden state, or what a prediction has of it; the keys
+                 and values of the last such call stay in the cache.
         """
-        role, spec, x = f"layers.{layer}", self._weights.spec, self.x
         self._attention.run(layer, x, self.control[1:])
         if layer not in self._layer_idx:
-            hidden = self._neurons(f"{role}.mlp", x, norm_of(self._weights, f"{role}.mlp_norm"), None)
-            gemv(hidden, stored(self._weights, f"{role}.mlp.down"), x, residual=x, scale=spec.residual_multiplier)
-            return None
-        layer_idx = self._layer_idx[layer]
-        route(x, self._router(role), self.routes[layer_idx], self._routed[layer_idx])
-        shared = spec.shared_expert
+            role, weights = f"layers.{layer}", self._weights
+            hidden = self._neurons(f"{role}.mlp", x, norm_of(weights, f"{role}.mlp_norm"), None)
+            gemv(hidden, stored(weights, f"{role}.mlp.down"), x, residual=x, scale=weights.spec.residual_multiplier)
+
+    def route(self, layer_idx: int, changed: ChangedChoice | None = None) -> Tensor | None:
+        """Launches the router of a MoE layer, which writes to `routes`, and the shared experts.
+
+        Returns the shared experts' output, float32 [d], if there is one.
+        """
+        role, shared = f"layers.{self._weights.spec.moe_layers[layer_idx]}", self._weights.spec.shared_expert
+        route(self.x, self.router(layer_idx), self.routes[layer_idx], self._routed[layer_idx], changed)
         if shared is None:
             return None
         weight = self._shared_weight if shared.gated else None
@@ -213,8 +218,10 @@ class TokenLayers:
         head = stored(weights, "embed" if spec.tied_head else "head")
         gemv(self.normed, head, self.logits, bias=bias, scale=1 / spec.logits_scaling)
 
-    def _router(self, role: str) -> Router:
+    def router(self, layer_idx: int) -> Router:
+        """Returns the router of a MoE layer."""
         weights, spec = self._weights, self._weights.spec
+        role = f"layers.{spec.moe_layers[layer_idx]}"
         is_gated = spec.shared_expert is not None and spec.shared_expert.gated
         return Router(
             spec=spec.router,

@@ -1,9 +1,10 @@
 """One token on a GPU: its launches, which a CUDA graph repeats, and what the host does between two tokens.
 
-`TokenStep` launches a forward pass. Of each layer's experts the GPU computes what lies in its memory. Beside it, on
-forks of the graph, the CPU computes what is left to it (`cpu_share`), and records are pulled over the link. Nothing in
-it waits for Python. `GpuDecoder` runs it: between two tokens the host enters records in the tables, and while a token
-runs it decides on those that the token before lacked (`residency`). Importing this needs Triton.
+`TokenStep` launches a forward pass. Of each layer's experts the GPU computes what lies in its memory. At the same time,
+on forks of the graph, the CPU computes what is left to it (`cpu_share`), and records are pulled over the link, those of
+the next layer's predicted experts too (`prefetch`). Nothing in it waits for Python. `GpuDecoder` runs it: between two
+tokens the host enters records in the tables, and while a token runs it decides on those that the token before lacked
+(`residency`). Importing this needs Triton.
 """
 
 import time
@@ -13,6 +14,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
@@ -23,16 +25,32 @@ from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
 from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED, HostRows, RunningNeurons
+from moe_pack.runtime.gpu.placement import NUM_TURNS
+from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, RecordPrefetch
 from moe_pack.runtime.gpu.prefill import GpuWeights
-from moe_pack.runtime.gpu.residency import MOST_KEPT, NUM_TURNS, Promotion, Residency, TokenRoutes
+from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
 _FIRST_TOKEN_SECONDS = 0.02
+_TIMED_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Substitution:
+    """Experts in place of missing ones with low scores, which changes the answer.
+
+    `alpha`: 0 to 1, as in `runtime.offload.split.substitute`.   `is_resident`: bool [L, E], experts that may stand in
+    for others, and that no other replaces.
+    """
+
+    alpha: float
+    is_resident: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +60,7 @@ class StepInputs:
     `host`: experts in page-locked memory; None if the CPU's own engine has them.   `share`: computes what is left to
     the CPU; None if everything is pulled or resident.   `exchange`: of the share.   `pulled_share`: of the missing
     records, that the link brings.   `needs_scores`: whether the policy uses the routers' scores of all experts.
+    `prediction`: of experts; None: none are predicted.   `substitution`: what replaces experts; None: nothing does.
     """
 
     queues: Queues
@@ -50,6 +69,8 @@ class StepInputs:
     exchange: Exchange
     pulled_share: float
     needs_scores: bool
+    prediction: PredictionPlan | None = None
+    substitution: Substitution | None = None
 
 
 class TokenStep:
@@ -58,6 +79,8 @@ class TokenStep:
     `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 4], in page-locked memory: the token's experts, and
     their neurons (HERE, PULLED, LEFT, MISSING).   `changes`: int32 [turns, most_changes, 2], likewise: places and
     values for the table of records.   `router_logits`: float32 [turns, L, E], likewise, if the policy needs scores.
+    `ahead`: int32 [turns, L, n, 3], the prefetch's totals, `num_changed`: int32 [turns, L], experts that ran in place
+    of the routers'; both likewise, if there are any.
     Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
 
@@ -84,6 +107,7 @@ class TokenStep:
         self._turned, self._sum = (torch.zeros(d * is_rotated, device=device) for _ in range(2))
         self._matrix = rotation_matrix(d, device)
         self._from_tier = torch.zeros(d, device=device)
+        self._own_pulled = Mark(None)  # reached when what a layer itself pulls is there
         self.routes, self.totals = (
             torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
             for shape in ((num_layers, k), (num_layers, k, 4))
@@ -91,6 +115,22 @@ class TokenStep:
         logits_shape = (NUM_TURNS, *layers.router_logits.shape) if inputs.needs_scores else (0,)
         self.router_logits = torch.zeros(logits_shape, pin_memory=is_locked)
         self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=torch.int32, pin_memory=is_locked)
+        self.prefetch: RecordPrefetch | None = None
+        plan, substitution = inputs.prediction, inputs.substitution
+        if plan is not None and not self._placement.is_whole:
+            prediction = ExpertPrediction(plan, weights, layers)
+            self.prefetch = RecordPrefetch(prediction, weights, layers, inputs.queues, self._host_rows)
+        self._runs_predicted = (
+            self.prefetch is not None and plan is not None and plan.runs_predicted and plan.num_predicted >= k
+        )
+        self._partial = torch.zeros(d, device=device)
+        ahead_shape = (0,) if self.prefetch is None else self.prefetch.totals.shape
+        self.ahead = torch.zeros((NUM_TURNS, *ahead_shape), dtype=torch.int32, pin_memory=is_locked)
+        self._num_changed = torch.zeros(num_layers, dtype=torch.int32, device=device)
+        self.num_changed = torch.zeros((NUM_TURNS, num_layers), dtype=torch.int32, pin_memory=is_locked)
+        self._is_resident: Tensor | None = None
+        if substitution is not None and not self._placement.is_whole:
+            self._is_resident = torch.from_numpy(substitution.is_resident.astype(np.int32)).to(device)
 
     def run(self, turn: int, num_changes: Tensor) -> None:
         """Launches the whole forward pass, from the token in `control` to `logits`, `routes` and `totals`.
@@ -103,20 +143,44 @@ class TokenStep:
         layers.start()
         layer_idx = 0
         for layer in range(spec.num_hidden_layers):
-            shared = layers.run(layer)
+            layers.run(layer, layers.x)
             if layer in spec.moe_layers:
+                self._inputs.queues.join("next")
+                shared = layers.route(layer_idx, self._changed_choice(layer_idx))
                 self._add_experts(turn, layer_idx, shared)
                 layer_idx += 1
+        self._inputs.queues.join("next")
         layers.finish()
         self.routes[turn].copy_(layers.routes, non_blocking=True)
         self.totals[turn].copy_(self._totals, non_blocking=True)
         if self._inputs.needs_scores:
             self.router_logits[turn].copy_(layers.router_logits, non_blocking=True)
+        if self.prefetch is not None:
+            self.ahead[turn].copy_(self.prefetch.totals, non_blocking=True)
+        if self._is_resident is not None or self._runs_predicted:
+            self.num_changed[turn].copy_(self._num_changed, non_blocking=True)
+
+    def run_layers(self) -> None:
+        """Launches the layers without their routed experts, for timing: their results mean nothing."""
+        for layer in range(self._spec.num_hidden_layers):
+            self._layers.run(layer, self._layers.x)
+        for layer_idx in range(len(self._host_rows)):
+            self._layers.route(layer_idx)
+
+    def _changed_choice(self, layer_idx: int) -> ChangedChoice | None:
+        """Returns what changes the choice of a layer's router, if anything does."""
+        prefetch, number = self.prefetch, self._num_changed[layer_idx : layer_idx + 1]
+        if prefetch is not None and self._runs_predicted and prefetch.prediction.predicts(layer_idx):
+            return ChangedChoice(prefetch.prediction.experts, None, 0.0, number)
+        substitution = self._inputs.substitution
+        if substitution is None or self._is_resident is None:
+            return None
+        return ChangedChoice(None, self._is_resident[layer_idx], substitution.alpha, number)
 
     def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None) -> None:
         """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
         layers, rotation, share = self._layers, self._weights.rotation(layer_idx), self._inputs.share
-        x, scale = layers.x, self._spec.residual_multiplier
+        x, scale, exchange = layers.x, self._spec.residual_multiplier, self._inputs.exchange
         inputs = layers.normed
         if rotation is not None:
             inputs = self._turned
@@ -125,16 +189,52 @@ class TokenStep:
         if is_whole:
             share = None
         pulled = self._experts(turn, layer_idx, inputs, is_whole)
-        host = None if share is None or share.adds_output else self._inputs.exchange.y
+        self._look_at_next(layer_idx, shared)
+        self._inputs.queues.join("cpu", "link")
+        self._add_up(layer_idx, x, shared, pulled, None if share is None or share.adds_output else exchange.y)
+        if share is not None and share.adds_output:
+            self._from_tier.copy_(exchange.y, non_blocking=True)
+            x.add_(self._from_tier, alpha=scale)
+
+    def _add_up(
+        self, layer_idx: int, out: Tensor, shared: Tensor | None, pulled: Tensor | None, host: Tensor | None
+    ) -> None:
+        """Launches the sum of a layer's outputs and the hidden state, which it writes to `out`."""
+        layers, rotation, scale = self._layers, self._weights.rotation(layer_idx), self._spec.residual_multiplier
         if rotation is None:
-            sums = {"pulled": pulled, "host": host, "residual": x, "shared": shared}
-            reduce(self._partials, layers.router_weights, x, scale=scale, **sums)
+            sums = {"pulled": pulled, "host": host, "residual": layers.x, "shared": shared}
+            reduce(self._partials, layers.router_weights, out, scale=scale, **sums)
         else:
             reduce(self._partials, layers.router_weights, self._sum, pulled=pulled, host=host)
-            rotate_back(self._sum, rotation, self._matrix, x, residual=x, shared=shared, scale=scale)
-        if share is not None and share.adds_output:
-            self._from_tier.copy_(self._inputs.exchange.y, non_blocking=True)
-            x.add_(self._from_tier, alpha=scale)
+            rotate_back(self._sum, rotation, self._matrix, out, residual=layers.x, shared=shared, scale=scale)
+
+    def _look_at_next(self, layer_idx: int, shared: Tensor | None) -> None:
+        """Launches, on a fork, the prediction of the next layer's experts, and pulls records of these.
+
+        A prediction by the partial hidden state runs before that, while the CPU computes: it uses the attention's
+        buffers.
+        """
+        prefetch, queues, layers = self.prefetch, self._inputs.queues, self._layers
+        if prefetch is None:
+            return
+        after, next_idx = self._own_pulled, layer_idx + 1
+        has_next = next_idx < len(self._host_rows) and prefetch.prediction.predicts(next_idx)
+        with queues.forked("next"):
+            if prefetch.pulls(layer_idx):
+                prefetch.forget(layer_idx, self._running[layer_idx])
+            if has_next and not prefetch.prediction.needs_partial(next_idx):
+                prefetch.prediction.launch(next_idx, layers.x)
+                if prefetch.pulls(next_idx):
+                    prefetch.launch(next_idx, after)
+        if has_next and prefetch.prediction.needs_partial(next_idx):
+            queues.join("next")
+            self._add_up(layer_idx, self._partial, shared, None, None)
+            for layer in range(self._spec.moe_layers[layer_idx] + 1, self._spec.moe_layers[next_idx] + 1):
+                layers.run(layer, self._partial)
+            prefetch.prediction.launch(next_idx, self._partial)
+            if prefetch.pulls(next_idx):
+                with queues.forked("next"):
+                    prefetch.launch(next_idx, after)
 
     def _experts(self, turn: int, layer_idx: int, inputs: Tensor, is_whole: bool) -> Tensor | None:
         """Launches the token's experts; returns partial sums of pulled neurons beside the others, if there are any.
@@ -153,10 +253,12 @@ class TokenStep:
             pull_selectors(experts, tables, host, scratch_at, selector_units)
         select(inputs, experts, tables, running, selector_units)
         compact(experts, tables, running, landing, self._pulled_share, left, is_split=not is_pull)
+        self._own_pulled = queues.mark()
         if is_pull:
             if not is_whole:
                 assert host is not None, "records are pulled from host memory"
                 pull_records(experts, tables, running, host, is_split=False)
+            self._own_pulled = queues.mark()
             neurons(inputs, experts, tables, running, self._partials, "here")
             return None
         pulls = landing.slots.numel() > 0 and self._inputs.pulled_share > 0
@@ -166,9 +268,9 @@ class TokenStep:
             assert host is not None, "records are pulled from host memory"
             with queues.forked("link"):
                 pull_records(experts, tables, running, host, is_split=True)
+                self._own_pulled = queues.mark()
                 neurons(inputs, experts, tables, running, self._pulled_partials, "pulled")
         neurons(inputs, experts, tables, running, self._partials, "here")
-        queues.join()
         return self._pulled_partials if pulls else None
 
     def _launch_share(self, turn: int, layer_idx: int, inputs: Tensor) -> None:
@@ -240,7 +342,7 @@ class GpuDecoder(Decoder):
         self._undecided = False  # whether the last token's routes are still to be looked at
         self._coming: list[tuple[Mark, list[Promotion]]] = []
         self._token_seconds = _FIRST_TOKEN_SECONDS
-        self._counts = np.zeros(4, np.int64)
+        self._counts = np.zeros(7, np.int64)
         self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in weights.memory.kinds])
         self._num_tokens = self._promoted_bytes = self._pulled_bytes = 0
         self._busy_before = 0.0
@@ -267,11 +369,30 @@ class GpuDecoder(Decoder):
             for turn, launch in enumerate(launches):
                 launch()
                 stream.synchronize()
+                if turn == 0:
+                    self._limit_prefetch(stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=stream):
                     launch()
                 self._runs[turn] = graph.replay
         self._clear_counts()
+
+    def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
+        """Lets records be pulled ahead as long as a layer's other work takes, as measured now."""
+        prefetch, placement = self._step.prefetch, self._gpu_weights.memory.placement
+        if prefetch is None:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._step.run_layers()
+        times = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_RUNS + 1)]  # type: ignore[no-untyped-call]  # untyped in torch
+        for event in times:
+            graph.replay()
+            event.record(stream)
+        stream.synchronize()
+        seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.num_slots)
+        num_bytes = int(placement.slot_bytes.max()) * placement.num_predicted
+        prefetch.limit(int(self._link_rate * seconds / num_bytes))
 
     def close(self) -> None:
         """Frees the graphs, which contain calls of the CPU."""
@@ -284,11 +405,12 @@ class GpuDecoder(Decoder):
 
     def counts(self) -> GpuCounts:
         """Returns what tokens that ran alone needed until now."""
-        resident, pulled, left, whole = self._counts.tolist()
+        resident, pulled, left, whole, ahead, ahead_ran, changed = self._counts.tolist()
         promoted = 0 if self._residency is None else self._residency.promoted_rows
         link_bytes = self._promoted_bytes + self._pulled_bytes
         cpu_seconds = self._busy_seconds() - self._busy_before
-        return GpuCounts(self._num_tokens, resident, pulled, left, whole, promoted, link_bytes, cpu_seconds)
+        counts = (resident, pulled, left, whole, promoted, ahead, ahead_ran, changed)
+        return GpuCounts(self._num_tokens, *counts, link_bytes, cpu_seconds)
 
     def _clear_counts(self) -> None:
         """Forgets what launches have counted that were no tokens of the caller."""
@@ -429,6 +551,11 @@ class GpuDecoder(Decoder):
         record_bytes = np.take_along_axis(self._record_bytes, self._step.routes[turn].numpy(), axis=1)
         self._pulled_bytes += int((pulled * record_bytes).sum())
         self._counts[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
+        if self._step.prefetch is not None:
+            ahead = self._step.ahead[turn].numpy()  # [L, n, 3]
+            self._counts[4:6] += ahead[..., 1:].sum(axis=(0, 1))
+            self._pulled_bytes += int((ahead[..., 1] * np.take_along_axis(self._record_bytes, ahead[..., 0], 1)).sum())
+        self._counts[6] += int(self._step.num_changed[turn].sum())
         self._num_tokens += 1
 
     # ---- positions --------------------------------------------------------------------------------------------------

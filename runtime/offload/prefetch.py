@@ -13,7 +13,7 @@ and token; therefore everything that can be prepared is.
 `Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import RunError
+from moe_pack.formats import ModelSpec, RunError
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, Weights, linear, mlp_input, router_scores
 from moe_pack.runtime.offload.cache import Array
 from moe_pack.runtime.offload.paths import PathStatistics, ranked
@@ -32,6 +33,15 @@ PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partia
 PREDICTION_NAMES: tuple[PredictionName, ...] = get_args(PredictionName)
 
 Scores = NDArray[np.float32]
+MethodName = Literal["popularity", "paths", "router", "mlp", "partial"]
+_METHODS: dict[str, MethodName] = {  # by the names of PREDICTORS
+    "popularity": "popularity",
+    "paths": "paths",
+    "next router": "router",
+    "MLP of one layer": "mlp",
+    "MLP of two layers": "mlp",
+    "partial state": "partial",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,57 +182,57 @@ class BestPrediction:
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
 
-def make_prediction(name: PredictionName, weights: Weights, routing: Routing | None) -> Prediction | None:
-    """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
+def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: Routing | None) -> dict[int, MethodName]:
+    """Returns the method that predicts each MoE layer; the first layer of a stack, and others without one, are missing.
 
     Args:    routing: of the pack's folder, if there is one.
-    Raises:  RunError if the prediction needs a profile's routing and there is none, or one without networks; PackError
-             if a network is damaged.
+    Raises:  RunError if the prediction needs a profile's routing and there is none, or one without networks.
     """
-    plain: dict[str, Callable[[], Prediction | None]] = {
-        "none": lambda: None,
-        "router": lambda: NextRouterPrediction(weights),
-        "partial": lambda: PartialPrediction(weights),
-    }
-    if name in plain:
-        return plain[name]()
+    first = first_moe_layers(spec)
+    layers = [layer_idx for layer_idx in range(len(spec.moe_layers)) if layer_idx not in first]
+    if name == "none":
+        return {}
     if name == "best":
-        return _best(weights, routing)
+        judged = () if routing is None else routing.judged_layers
+        chosen = {} if routing is None else {l: _METHODS[PREDICTORS[routing.best[l]]] for l in judged}
+        return {layer_idx: chosen.get(layer_idx, "router") for layer_idx in layers}
+    if name in ("router", "partial"):
+        return dict.fromkeys(layers, name)
     if routing is None:
         raise RunError(
             f"prediction {name!r}: the pack has no routing of a profile, which it needs; "
             "run moe-pack attach PACK --profile DIR, or predict by router"
         )
-    if name == "mlp":
-        return _learned(routing.judged_layers, weights, routing)
-    return PopularityPrediction(routing.paths) if name == "popularity" else PathPrediction(routing.paths)
-
-
-def _learned(layers: tuple[int, ...], weights: Weights, routing: Routing) -> LearnedPrediction:
-    if not layers:
+    if name == "mlp" and not routing.judged_layers:
         raise RunError(
             "prediction 'mlp': the pack's profile has no networks, because its text was too short to hold any out; "
             "profile longer text and attach that, or predict by paths"
         )
-    return LearnedPrediction({layer_idx: routing.network(layer_idx) for layer_idx in layers}, weights.operations)
+    return dict.fromkeys(routing.judged_layers if name == "mlp" else layers, name)
 
 
-def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
-    router = NextRouterPrediction(weights)
-    if routing is None:
-        return BestPrediction({}, router)
-    names = {layer_idx: PREDICTORS[routing.best[layer_idx]] for layer_idx in routing.judged_layers}
-    learned = tuple(layer_idx for layer_idx, name in names.items() if name.startswith("MLP"))
-    by_name: dict[str, Prediction] = {
-        "popularity": PopularityPrediction(routing.paths),
-        "paths": PathPrediction(routing.paths),
-        "next router": router,
-        "partial state": PartialPrediction(weights),
+def make_prediction(name: PredictionName, weights: Weights, routing: Routing | None) -> Prediction | None:
+    """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
+
+    Args:    routing: of the pack's folder, if there is one.
+    Raises:  as `methods_by_layer`; PackError if a network is damaged.
+    """
+    by_layer = methods_by_layer(name, weights.spec, routing)
+    learned = [layer_idx for layer_idx, method in by_layer.items() if method == "mlp"]
+    made: dict[MethodName, Prediction] = {
+        "router": NextRouterPrediction(weights),
+        "partial": PartialPrediction(weights),
     }
-    if learned:
-        network = _learned(learned, weights, routing)
-        by_name |= {name: network for name in PREDICTORS if name.startswith("MLP")}
-    return BestPrediction({layer_idx: by_name[name] for layer_idx, name in names.items()}, router)
+    if routing is not None:
+        made |= {"popularity": PopularityPrediction(routing.paths), "paths": PathPrediction(routing.paths)}
+        if learned:
+            networks = {layer_idx: routing.network(layer_idx) for layer_idx in learned}
+            made["mlp"] = LearnedPrediction(networks, weights.operations)
+    if name == "none":
+        return None
+    if name == "best":
+        return BestPrediction({l: made[method] for l, method in by_layer.items()}, made["router"])
+    return made[name]
 
 
 class _LoadedNetwork:

@@ -208,9 +208,8 @@ def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
 
     class Rows:
         operations = TORCH
-        spec = type(
-            "Spec", (), {"moe_layers": (0, 1), "router": type("Router", (), {"bias": False, "logit_bias": False})}
-        )
+        router = type("Router", (), {"bias": False, "logit_bias": False})
+        spec = type("Spec", (), {"moe_layers": (0, 1), "encoder": None, "router": router})
 
         def matrix(self, role: str) -> StoredMatrix:
             assert role == "layers.1.router"

@@ -26,10 +26,14 @@ def placement_of(num_slots: int, num_landing: int, first: int = 0) -> GpuPlaceme
         num_slots=np.full(L, num_slots),
         slot_bytes=np.full(L, 16 * SLOT_UNITS),
         num_landing=np.full(L, num_landing),
+        num_ahead=np.zeros(L, np.int64),
         scratch_bytes=0,
+        ahead_bytes=0,
         dynamic_bytes=16 * SLOT_UNITS * L * num_slots,
         other_bytes=0,
+        num_rows=F,
         num_active=K,
+        num_predicted=0,
     )
 
 

@@ -14,6 +14,7 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
+from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
@@ -33,7 +34,8 @@ IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 class GpuRun:
     """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
 
-    `misses`, `pulled_share`, `dynamic_share`, `is_fast`: as in `GpuInputs`.   `policy`: whose eviction decides.
+    `misses`, `pulled_share`, `dynamic_share`, `is_fast`, `prediction`, `alpha`: as in `GpuInputs`.   `policy`: whose
+    eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
     """
@@ -48,6 +50,8 @@ class GpuRun:
     dynamic_share: float = DYNAMIC_SHARE
     cpu_share: float | None = None
     is_fast: bool = False
+    prediction: PredictionPlan | None = None
+    alpha: float | None = None
 
 
 def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
@@ -93,6 +97,8 @@ def gpu_engine(
             dynamic_share=run.dynamic_share,
             is_fast=run.is_fast,
             needs_scores=PRESETS[run.policy].needs_scores,
+            prediction=run.prediction,
+            alpha=run.alpha,
         )
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:

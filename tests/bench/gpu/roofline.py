@@ -25,8 +25,7 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts, usual_heat
-from moe_pack.runtime.gpu.residency import NUM_TURNS
+from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, place_experts, usual_heat
 from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
 
 Array = NDArray[Any]

@@ -37,7 +37,7 @@ from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, Text
 from moe_pack.runtime.gpu.device import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
-from moe_pack.runtime.gpu.residency import NUM_TURNS
+from moe_pack.runtime.gpu.placement import NUM_TURNS
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.options import KvDtype, MissesOption
 

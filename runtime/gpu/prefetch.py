@@ -1,0 +1,234 @@
+"""Prediction of a token's experts on a GPU, a layer ahead, and the records that are pulled for them meanwhile.
+
+`ExpertPrediction` launches the methods of `runtime.offload.prefetch`: popularity, path statistics, the next layer's
+router, a learned network, or the next router on the partial hidden state. `RecordPrefetch` pulls records of predicted
+experts: those of the neurons that their selectors choose for this layer's input (FloE §3.3.2, CORM §4.2), and that the
+GPU lacks, the hottest first, as many as the link brings in the time of a layer's other work. They are in the next
+layer's table while that is listed, and are forgotten afterwards: a wrong prediction changes no answer, and costs only
+time of the link. Importing this needs Triton.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_pack.runtime.gpu.device import Mark, Queues
+from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gemv, normed_gemv
+from moe_pack.runtime.gpu.kernels.neurons import compact, select
+from moe_pack.runtime.gpu.kernels.predict import (
+    LayerPaths,
+    PulledAhead,
+    add_routes,
+    enter_pulled,
+    forget_pulled,
+    rank,
+    score_paths,
+)
+from moe_pack.runtime.gpu.kernels.pull import pull_records
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate
+from moe_pack.runtime.gpu.kernels.rows import stored_part
+from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, RunningNeurons
+from moe_pack.runtime.gpu.prefill import GpuWeights
+from moe_pack.runtime.gpu.token_layers import TokenLayers
+from moe_pack.runtime.offload import Predictor, Routing
+from moe_pack.runtime.offload.paths import PATH_MEMORY, ranked
+from moe_pack.runtime.offload.prefetch import MethodName
+
+_UNIT_STEP = 8  # hidden units of a network are padded to so many: rows of bfloat16 are multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictionPlan:
+    """What is predicted. `methods`: by MoE layer; a layer without one is not predicted.   `num_predicted`: experts.
+
+    `routing`: of the pack's folder, for the methods that need it.   `runs_predicted`: whether the predicted experts run
+    in any case, which changes the answer.
+    """
+
+    methods: Mapping[int, MethodName]
+    num_predicted: int
+    routing: Routing | None
+    runs_predicted: bool = False
+
+
+class ExpertPrediction:
+    """Predicts the experts of a token's MoE layers, one after the other. Owns its tensors.
+
+    `experts`: int32 [n] on the device, the last prediction, likeliest first.
+    """
+
+    def __init__(self, plan: PredictionPlan, weights: GpuWeights, layers: TokenLayers) -> None:
+        device = layers.x.device
+        self._layers, self._plan = layers, plan
+        self.experts = torch.zeros(plan.num_predicted, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(weights.spec.router.num_experts, device=device)
+        self._launch = {layer_idx: self._launches(layer_idx, method) for layer_idx, method in plan.methods.items()}
+
+    def predicts(self, layer_idx: int) -> bool:
+        """Whether a layer has a prediction."""
+        return layer_idx in self._launch
+
+    def needs_partial(self, layer_idx: int) -> bool:
+        """Whether it predicts a layer by the partial hidden state."""
+        return self._plan.methods.get(layer_idx) == "partial"
+
+    def launch(self, layer_idx: int, partial: Tensor) -> None:
+        """Launches the prediction of a layer, while the layer before runs.
+
+        Args:    partial: float32 [d], the hidden state before the layer's norm, if it needs it.
+        """
+        self._launch[layer_idx](partial)
+
+    def _launches(self, layer_idx: int, method: MethodName) -> Callable[[Tensor], None]:
+        layers, scores, experts = self._layers, self._scores, self.experts
+        routing, device = self._plan.routing, experts.device
+        if method in ("router", "partial"):
+            router = layers.router(layer_idx)
+            is_sigmoid = router.spec.kind == "sigmoid_topk"
+
+            def by_router(partial: Tensor) -> None:
+                if method == "router":
+                    gemv(layers.normed, router.rows, scores, bias=router.logit_bias)
+                else:
+                    normed_gemv(partial, router.norm, [Product(router.rows, scores, router.logit_bias)])
+                rank(scores, experts, bias=router.bias, is_sigmoid=is_sigmoid)
+
+            return by_router
+        assert routing is not None, "the other methods need a profile's routing"
+        if method == "popularity":
+            popular = ranked(routing.paths.popularity[layer_idx].astype(np.float32)[None], len(experts))
+            fixed = torch.from_numpy(popular[0].astype(np.int32)).to(device)
+
+            def by_popularity(partial: Tensor) -> None:
+                experts.copy_(fixed)
+
+            return by_popularity
+        if method == "mlp":
+            return self._network(layer_idx, routing.network(layer_idx))
+        num_before = min(layer_idx, PATH_MEMORY)
+        paths = LayerPaths.of(routing.paths, layer_idx, num_before, device)
+        routes = layers.routes[layer_idx - num_before : layer_idx]
+
+        def by_paths(partial: Tensor) -> None:
+            score_paths(routes, paths, scores)
+            rank(scores, experts)
+
+        return by_paths
+
+    def _network(self, layer_idx: int, network: Predictor) -> Callable[[Tensor], None]:
+        layers, scores, experts = self._layers, self._scores, self.experts
+        is_deep, h = network.out_weight is not None, len(network.bias)
+        padding = -h % _UNIT_STEP if is_deep else 0
+        device, routes = experts.device, layers.routes[layer_idx - network.num_previous : layer_idx]
+        x_weight = functional.pad(network.x_weight, (0, 0, 0, padding)).to(device)
+        rows = StoredRows(x_weight, stored_part("BF16", x_weight.shape[1]))
+        by_route = functional.pad(network.route_weight.permute(1, 2, 0), (0, padding)).contiguous().to(device)
+        bias = functional.pad(network.bias, (0, padding)).to(device)
+        first = torch.zeros(h + padding, device=device) if is_deep else scores
+        out = None
+        if network.out_weight is not None and network.out_bias is not None:
+            out_weight = functional.pad(network.out_weight, (0, padding)).contiguous().to(device)
+            out = Product(StoredRows(out_weight, stored_part("BF16", h + padding)), scores, network.out_bias.to(device))
+
+        def by_network(partial: Tensor) -> None:
+            gemv(layers.normed, rows, first, bias=bias)
+            add_routes(first, by_route, routes, is_rectified=is_deep)
+            if out is not None:
+                gemv(first, out.matrix, scores, bias=out.bias)
+            rank(scores, experts)
+
+        return by_network
+
+
+class RecordPrefetch:
+    """Pulls records of the experts predicted for a layer while the layer before runs. Owns its buffers.
+
+    `totals`: int32 [L, n, 3] on the device: of each layer the predicted experts, their pulled records, and how many of
+    these ran; of layers that are not predicted 0 records.
+    Args:    host_rows: of each layer.
+    """
+
+    def __init__(
+        self,
+        prediction: ExpertPrediction,
+        weights: GpuWeights,
+        layers: TokenLayers,
+        queues: Queues,
+        host_rows: list[HostRows | None],
+    ) -> None:
+        memory, spec, device = weights.memory, weights.spec, layers.x.device
+        self.prediction, self._weights, self._layers, self._queues = prediction, weights, layers, queues
+        self._host_rows, self._placement = host_rows, memory.placement
+        n, f = len(prediction.experts), spec.expert.intermediate_size
+        self.totals = torch.zeros((len(host_rows), n, 3), dtype=torch.int32, device=device)
+        self._running = RunningNeurons.allocate(n, f, device)
+        self._all = torch.ones(1, device=device)
+        self._turned = torch.zeros(spec.hidden_size, device=device)
+        self._matrix = device_matrix(spec.hidden_size, device)
+        numbers = torch.zeros((2, n, f), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((2, n), dtype=torch.int32, device=device)
+        # Nobody computes what is left: those neurons are computed where their layer lists them.
+        self._left = LeftToCpu(
+            counts=self._counts[0],
+            neurons=numbers[0],
+            a=torch.zeros((n, f), device=device),
+            pulled_counts=self._counts[1],
+            pulled=numbers[1],
+        )
+        self._slots = [torch.zeros(0)] * len(host_rows)
+        self.limit(f)
+
+    def limit(self, most_records: int) -> None:
+        """Pulls at most so many records for an expert; graphs that were captured before keep to what held then."""
+        memory, placement = self._weights.memory, self._placement
+        n, device = placement.num_predicted, self.totals.device
+        half = placement.ahead_bytes // 32
+        begin = memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
+        for layer_idx, num_slots in enumerate(np.minimum(placement.num_ahead, most_records).tolist()):
+            slots = torch.arange(n * num_slots, dtype=torch.int32, device=device).view(n, num_slots)
+            units = int(placement.slot_bytes[layer_idx]) // 16
+            self._slots[layer_idx] = begin + layer_idx % 2 * half + slots * units
+
+    def pulls(self, layer_idx: int) -> bool:
+        """Whether records of a layer are pulled ahead."""
+        return self.prediction.predicts(layer_idx) and self._slots[layer_idx].numel() > 0
+
+    def launch(self, layer_idx: int, after: Mark) -> None:
+        """Launches what chooses and pulls records of the predicted experts of a layer.
+
+        Args:    after: what pulls the running layer's own records, which come first.
+        """
+        tables, layers = self._weights.memory.layers[layer_idx], self._layers
+        host, running, slots = self._host_rows[layer_idx], self._running, self._slots[layer_idx]
+        assert host is not None, "records are pulled from host memory"
+        rotation, inputs = self._weights.rotation(layer_idx), layers.normed
+        if rotation is not None:
+            inputs = self._turned
+            rotate(layers.normed, rotation, self._matrix, inputs)
+        experts, landing = self.prediction.experts, Landing(slots, -1, 0)
+        select(inputs, experts, tables, running)
+        compact(experts, tables, running, landing, self._all, self._left_for(slots), is_split=True)
+        self._queues.wait_for(after)
+        pull_records(experts, tables, running, host, is_split=True)
+        enter_pulled(self._pulled(slots), tables.record_at)
+
+    def forget(self, layer_idx: int, running: RunningNeurons) -> None:
+        """Launches what takes a layer's records out of its table, after the layer is listed.
+
+        Args:    running: of the layer.
+        """
+        tables, experts = self._weights.memory.layers[layer_idx], self._layers.routes[layer_idx]
+        forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
+
+    def _left_for(self, slots: Tensor) -> LeftToCpu:
+        left = self._left
+        pulled = left.pulled.view(-1)[: slots.numel()].view(slots.shape)
+        return LeftToCpu(left.counts, left.neurons, left.a, left.pulled_counts, pulled)
+
+    def _pulled(self, slots: Tensor) -> PulledAhead:
+        left = self._left_for(slots)
+        return PulledAhead(self.prediction.experts, slots, left.pulled, left.pulled_counts)
