@@ -31,7 +31,7 @@ from moe_pack.runtime.offload import (
     recorded_expert_cache_for,
 )
 from moe_pack.runtime.offload.disk import reads_directly
-from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
+from moe_pack.runtime.offload.prefetch import PredictionName, make_prediction
 from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 
@@ -113,20 +113,12 @@ class OffloadChoices:
             return None
         router = self._pack.spec.router
         num_ahead = preset.num_predicted(router.num_experts_per_tok)
-        prediction = self._prediction(preset, weights)
+        name = predicted_by(preset, self.routing, self._fall_back)
+        prediction = make_prediction(name, weights, self.routing)
         return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
 
     def _predicts(self, preset: Preset) -> bool:
         return self._options.prefetches and preset.prediction != "none"
-
-    def _prediction(self, preset: Preset, weights: OffloadedWeights) -> Prediction | None:
-        if preset.prediction in ("popularity", "paths", "mlp") and self.routing is None:
-            self._fall_back(
-                f"the next layer's router predicts, not {preset.prediction}: the pack has no routing of a profile; "
-                "moe-pack attach adds it"
-            )
-            return make_prediction("router", weights, None)
-        return make_prediction(preset.prediction, weights, self.routing)
 
     def cutover(self) -> float:
         """Returns the share of running neurons below which single rows are read from the disk; 0: never.
@@ -174,6 +166,20 @@ class OffloadChoices:
             raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
         self._fall_back("reads go through the system's cache: the file system has no direct reads")
         return False
+
+
+def predicted_by(preset: Preset, routing: Routing | None, fall_back: Callable[[str], None]) -> PredictionName:
+    """Returns the prediction of a preset, or what replaces one that needs a profile's routing.
+
+    Args:    routing: of the pack's folder; None if there is none.   fall_back: notes a fallback; may raise RunError.
+    """
+    if preset.prediction in ("popularity", "paths", "mlp") and routing is None:
+        fall_back(
+            f"the next layer's router predicts, not {preset.prediction}: the pack has no routing of a profile; "
+            "moe-pack attach adds it"
+        )
+        return "router"
+    return preset.prediction
 
 
 def cache_facts(

@@ -22,7 +22,7 @@ import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
@@ -39,9 +39,12 @@ from moe_pack.runtime.model import (
     open_weights,
 )
 from moe_pack.runtime.offload import (
+    EXACT,
     PRESETS,
+    Approximations,
     BudgetPlan,
     OffloadedWeights,
+    Preset,
     Routing,
     divide_budget,
     expert_pages,
@@ -50,12 +53,14 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
+from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.offload.presets import eviction_of
 from moe_pack.runtime.offload.split import balanced, fastest
 from moe_pack.runtime.options import EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.gpu.gpu_engine import GpuInputs
+    from moe_pack.runtime.gpu.prefetch import PredictionPlan
 
 LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
@@ -75,7 +80,8 @@ class Engine:
 
     `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how a budget of host memory is divided,
     `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
-    `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`: a GPU's memory and its use; None on the CPU.
+    `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
+    its policies; None on the CPU.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
@@ -101,6 +107,7 @@ class Engine:
         self.misses: Literal["pull", "auto", "cpu", "disk"] | None = None
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
+        self.gpu_preset: Preset | None = None
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
@@ -110,7 +117,7 @@ class Engine:
         with ExitStack() as stack:
             self._stack = stack
             self.operations = self._open_operations()
-            if self.device.type == "cuda":
+            if options.device == "cuda":
                 self._build_for_gpu()
             else:
                 self._build_for_cpu()
@@ -151,7 +158,7 @@ class Engine:
     def _open_operations(self) -> Operations:
         """Opens what computes on the CPU; with a GPU it is torch, which computes small things there."""
         threads = self.options.threads or num_cpus()
-        if self.options.kernels == "torch" or self.device.type != "cpu":
+        if self.options.kernels == "torch" or self.options.device != "cpu":
             torch.set_num_threads(threads)
             return TORCH
         kernels = self._open_kernels(threads)
@@ -205,11 +212,13 @@ class Engine:
         self.decoder = self._cpu_decoder(PREFILL_TOKENS)
 
     def _build_offloaded(self, budget_bytes: int) -> None:
-        self.weights = self._offloaded_weights(budget_bytes, self.operations)
+        self.weights = self._offloaded_weights(budget_bytes, self.operations, self.options.approximations)
         assert self.plan is not None, "it is made with the weights"
         self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
 
-    def _offloaded_weights(self, budget_bytes: int, operations: Operations) -> OffloadedWeights:
+    def _offloaded_weights(
+        self, budget_bytes: int, operations: Operations, approximations: Approximations
+    ) -> OffloadedWeights:
         """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
         pack, options = self._pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
@@ -246,7 +255,7 @@ class Engine:
             cache,
             scores_matter=choices.needs_scores(preset),
             reuses_selector=preset.reuse_selector and options.prefetches and rows_below > 0,
-            approximations=options.approximations,
+            approximations=approximations,
             recorder=choices.recorder,
             trace=trace,
         )
@@ -328,7 +337,7 @@ class Engine:
 
         pack, options, host = self._pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
-        preset = PRESETS["lru" if options.policy == "auto" else options.policy]
+        preset = self.gpu_preset = self._gpu_preset(host is not None)
         tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"
         if host is None:
@@ -344,6 +353,10 @@ class Engine:
             rate, rule = rates.link, balanced if preset.name == "importance" else fastest
             if options.misses == "auto":
                 share, split = rates.pulled_share, rates.split(pack.layout.experts[0][0].num_bytes, rule)
+        routing = Routing.open(pack)
+        if not (share or misses == "pull"):
+            preset = self.gpu_preset = preset.without_prediction()  # nothing comes over the link
+        prediction = self._gpu_prediction(preset, routing, misses)
         return GpuInputs(
             pack=pack,
             device=self.device,
@@ -354,12 +367,34 @@ class Engine:
             split=split,
             pulled_share=share,
             link_rate=rate,
-            popularity=popularity_shares(pack, Routing.open(pack)),
+            popularity=popularity_shares(pack, routing),
             eviction=lambda facts: eviction_of(preset, facts),
             dynamic_share=DYNAMIC_SHARE if preset.keeps else 0.0,
             is_fast=options.numerics == "fast",
             needs_scores=preset.needs_scores,
+            prediction=prediction,
+            alpha=options.approximations.substitute,
         )
+
+    def _gpu_preset(self, has_link: bool) -> Preset:
+        """Returns the policies of `--policy`; `auto` predicts nothing, because no GPU has shown yet what that gains."""
+        preset = PRESETS["lru" if self.options.policy == "auto" else self.options.policy]
+        return preset if self.options.prefetches and has_link else preset.without_prediction()
+
+    def _gpu_prediction(self, preset: Preset, routing: Routing | None, misses: Misses) -> "PredictionPlan | None":
+        """Returns what is predicted on the GPU; None if nothing is."""
+        from moe_pack.runtime.gpu.prefetch import PredictionPlan
+
+        spec, trusts = self._pack.spec, self.options.approximations.runs_predicted
+        if preset.prediction == "none":
+            if trusts:
+                self._fall_back("--trust-experts changes nothing: no experts are predicted")
+            return None
+        methods = methods_by_layer(predicted_by(preset, routing, self._fall_back), spec, routing)
+        if misses == "pull":  # nothing is missing in the hidden state, and the next layer's attention comes later
+            methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
+        number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
+        return PredictionPlan(methods, number, routing, trusts)
 
     def _helping_kernels(self) -> Kernels | None:
         """Opens kernels with which the CPU computes what the GPU lacks; None where there are none."""
@@ -375,7 +410,7 @@ class Engine:
     def _cpu_tier(self, ram_bytes: int, kernels: Kernels | None) -> OffloadedWeights:
         """Builds the CPU's own engine for experts that are not in GPU memory, within so much host memory."""
         operations = TORCH if kernels is None else NativeOperations(kernels)
-        return self._offloaded_weights(ram_bytes, operations)
+        return self._offloaded_weights(ram_bytes, operations, EXACT)  # the GPU chooses the experts
 
 
 def _device(name: Literal["cpu", "cuda"]) -> torch.device:

@@ -21,7 +21,8 @@ MissesOption = Literal["auto", "cpu", "pull"]
 NumericsOption = Literal["strict", "fast"]
 KvDtype = Literal["f32", "bf16"]
 
-_GPU, _OFFLOAD = "gpu", "offload"  # marks: where an option has a meaning
+# Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
+_GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
 DEVICE_OPTION = option("--device", help="Where to compute.")
 
 
@@ -170,7 +171,7 @@ class EngineOptions:
 
     def offload_only(self) -> list[str]:
         """Lists the given options that have a meaning for offloaded experts only."""
-        return given(self, mark=_OFFLOAD)
+        return given(self, mark=_OFFLOAD) + given(self, mark=_APPROXIMATION)
 
     def check_cpu(self, has_encoder: bool) -> None:
         """Refuses options that have no effect on the CPU, or that a model with an encoder cannot follow.
@@ -196,5 +197,5 @@ class EngineOptions:
             raise RunError("--device cuda does not support models with an encoder; use --device cpu")
         if self.read == "map":
             raise RunError("--read map needs --device cpu; remove one of them")
-        if names := self.offload_only():
+        if names := given(self, mark=_OFFLOAD):
             raise RunError(f"{names[0]} needs --device cpu; remove one of them")

@@ -62,12 +62,15 @@ class OffloadReport:
 class GpuReport:
     """A run on a GPU.
 
-    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `used_bytes`: GPU memory that the
+    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `policy`, `prediction`: by which
+    records come and go, and experts are predicted.   `used_bytes`: GPU memory that the
     driver counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that
     ran alone.
     """
 
     misses: str
+    policy: str
+    prediction: str
     use: GpuMemoryUse
     used_bytes: int
     locked_bytes: int
@@ -159,11 +162,13 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
 
 
 def _gpu(engine: Engine) -> GpuReport | None:
-    if engine.gpu_memory is None or engine.gpu_use is None or engine.misses is None:
+    memory, use, preset = engine.gpu_memory, engine.gpu_use, engine.gpu_preset
+    if memory is None or use is None or preset is None or engine.misses is None:
         return None
     assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
     locked_bytes, counts = 0 if engine.host is None else engine.host.locked_bytes, engine.decoder.counts()
-    return GpuReport(engine.misses, engine.gpu_use, engine.gpu_memory.used_bytes(), locked_bytes, counts)
+    names = (engine.misses, preset.name, preset.prediction)
+    return GpuReport(*names, use, memory.used_bytes(), locked_bytes, counts)
 
 
 def report_lines(facts: RunReport) -> list[tuple[str, str]]:
@@ -199,6 +204,8 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
         ("page-locked", f"{size_text(gpu.locked_bytes)} of host memory"),
         ("missing rows", _MISSES[gpu.misses]),
     ]
+    if gpu.misses != "disk":  # there the policy is the CPU's
+        lines.append(("policy", _policy_text(gpu.policy, gpu.prediction)))
     needed = counts.resident + counts.pulled + counts.left
     if needed:
         lines.append(
@@ -209,11 +216,21 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
             )
         )
         lines.append(("copied", f"{size_text(counts.link_bytes)} over the link in {counts.tokens} tokens"))
+    if counts.ahead:
+        right = counts.ahead_ran / counts.ahead
+        lines.append(("pulled ahead", f"{counts.ahead} records of predicted experts, {right:.0%} of them needed"))
+    if counts.changed:
+        number = counts.changed
+        lines.append(("changed", f"{number} experts ran in place of the router's: the answer is not the pack's"))
     if counts.cpu_seconds:
         lines.append(("CPU's share", f"computed in {counts.cpu_seconds:.2f} s, in {counts.tokens} tokens"))
     if counts.whole:
         lines.append(("experts", f"{counts.whole} were computed by the CPU as a whole"))
     return lines
+
+
+def _policy_text(policy: str, prediction: str) -> str:
+    return policy if prediction == "none" else f"{policy}, predicting by {prediction}"
 
 
 def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
@@ -222,7 +239,7 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
     way = "bypassing the system's cache" if offload.direct else "through the system's cache"
     lines = [
         *_plan_lines(offload),
-        ("policy", offload.policy + ("" if offload.prediction == "none" else f", predicting by {offload.prediction}")),
+        ("policy", _policy_text(offload.policy, offload.prediction)),
         ("prefill", _phase_text(offload.prefill)),
         ("decode", _phase_text(offload.decode)),
         ("experts read", f"{size_text(read)}, {size_text(offload.read_ahead)} of it prefetched{rate}, {way}"),

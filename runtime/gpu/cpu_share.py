@@ -280,7 +280,8 @@ def link_rate(host: HostArena, device: torch.device) -> float:
 
     def bring() -> None:
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return len(source) / _median_seconds(bring)
 

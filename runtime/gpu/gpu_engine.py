@@ -136,19 +136,7 @@ class GpuEngine:
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
-            substitution = None
-            if inputs.alpha is not None:
-                substitution = Substitution(inputs.alpha, mostly_static(placement, heat))
-            step = StepInputs(
-                queues,
-                inputs.host,
-                share,
-                exchange,
-                inputs.pulled_share,
-                inputs.needs_scores,
-                inputs.prediction,
-                substitution,
-            )
+            step = _step_inputs(inputs, placement, heat, queues, share, exchange)
             self.decoder = GpuDecoder(
                 self.weights,
                 step,
@@ -173,6 +161,27 @@ class GpuEngine:
             torch.cuda.synchronize(self.memory.device)
         self._opened.close()
         del self.decoder, self.weights, self.memory
+
+
+def _step_inputs(
+    inputs: GpuInputs,
+    placement: GpuPlacement,
+    heat: NDArray[Any],
+    queues: Queues,
+    share: CpuShare | None,
+    exchange: Exchange,
+) -> StepInputs:
+    substitution = None if inputs.alpha is None else Substitution(inputs.alpha, mostly_static(placement, heat))
+    return StepInputs(
+        queues=queues,
+        host=inputs.host,
+        share=share,
+        exchange=exchange,
+        pulled_share=inputs.pulled_share,
+        needs_scores=inputs.needs_scores,
+        prediction=inputs.prediction,
+        substitution=substitution,
+    )
 
 
 def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: GpuPlacement) -> Residency | None:

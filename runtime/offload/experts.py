@@ -88,7 +88,7 @@ class Approximations:
             least=0,
             most=1,
             metavar="ALPHA",
-            mark="offload",
+            mark="approximation",
             help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
         ),
     )
@@ -104,7 +104,7 @@ class Approximations:
         default=False,
         metadata=option(
             "--trust-experts",
-            mark="offload",
+            mark="approximation",
             help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
             "chooses.",
         ),

@@ -4,6 +4,7 @@
     python tests/bench/policies.py hits
     python tests/bench/policies.py trust
     python tests/bench/policies.py gpu
+    python tests/bench/policies.py gpu --ahead 1
 
 The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
 neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
@@ -13,7 +14,7 @@ tokens, and the others are played.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,11 +61,13 @@ from moe_pack.runtime.offload import (
     PolicyName,
     Predictor,
     Preset,
+    Routing,
     expert_cache_for,
     replay,
     routing_bytes,
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
+from moe_pack.runtime.offload.prefetch import MethodName, PredictionName
 from moe_pack.runtime.offload.presets import SIMPLEST_FIRST
 from moe_pack.runtime.offload.replay import optimum
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
@@ -501,22 +504,34 @@ def trust_command(folder: Path, tokens: int, experts: int, as_json: bool) -> Non
 
 
 _GPU_SHARES = (0.25, 0.5, 0.75)
+# Of each preset's prediction the method that is played. That of importance depends on what is resident; without that it
+# is the next router.
+_PLAYED: dict[PredictionName, MethodName] = {"mlp": "mlp", "router": "router", "paths": "paths", "partial": "router"}
 
 
 def gpu_row(
-    pack: Pack, policy: PolicyName, learned: Sequence[PlayedToken], tokens: Sequence[PlayedToken]
+    pack: Pack, policy: PolicyName, learned: Sequence[PlayedToken], tokens: Sequence[PlayedToken], ahead_share: float
 ) -> tuple[str, ...]:
-    """Returns the line of a policy, by memory: the share of neurons that a GPU had, and what the CPU read."""
+    """Returns the line of a policy, by memory: the share of neurons that a GPU had, and what the CPU read.
+
+    Args:    ahead_share: of an expert's records, how many can be pulled ahead.
+    """
     preset, layout = PRESETS[policy], pack.layout
     popularity, heat = popularity_of(learned, pack.spec.router.num_experts), usual_heat(layout, pack.thresholds)
     whole, cells = place_experts(layout, 1 << 40, "split").num_bytes, list[str]()
-    expert = layout.experts[0][0]
+    expert, method = layout.experts[0][0], _PLAYED.get(preset.prediction) if ahead_share else None
+    ahead = int(ahead_share * expert.num_rows)
     for share in _GPU_SHARES:
         dynamic_share = DYNAMIC_SHARE if preset.keeps else 0.0
-        placement = place_experts(layout, int(share * whole), "split", popularity, heat, dynamic_share)
-        found = played(placement, preset, popularity, tokens)
+        placement = place_experts(
+            layout, int(share * whole), "split", popularity, heat, dynamic_share, is_pulled=method is not None
+        )
+        found = played(placement, preset, popularity, tokens, method=method, most_ahead=ahead)
         read = found.left * expert.records.row_bytes + found.whole_experts * expert.selector_bytes
         cells += [f"{found.resident / (found.resident + found.left):.1%}", f"{read / len(tokens) / 1000:.0f}"]
+        if ahead_share:
+            pulled = found.ahead * expert.records.row_bytes / len(tokens) / 1000
+            cells += [f"{pulled:.0f}", f"{found.ahead_ran / found.ahead:.0%}" if found.ahead else "-"]
     return policy, *cells
 
 
@@ -525,19 +540,35 @@ def gpu_row(
 @click.option("--learned", default=1024, show_default=True, type=click.IntRange(1), help="Tokens for popularity.")
 @click.option("--tokens", default=1024, show_default=True, type=click.IntRange(2), help="That are played.")
 @click.option("--sparsity", default=0.8, show_default=True, type=float, help="Share of neurons that do not run.")
+@click.option(
+    "--ahead",
+    "ahead_share",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Of the records of each expert that the policy predicts, pulled before its layer.",
+)
 @json_option
-def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, as_json: bool) -> None:
+def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, ahead_share: float, as_json: bool) -> None:
     """Prints, for each policy, which share of a token's neurons a GPU of some memory has, and what the CPU reads.
 
     The slots of `moe-run --device cuda --misses cpu` are played on the demo model's tokens, at 4 bit; nothing runs on a
-    GPU. Memory is that of all experts times a share.
+    GPU. Memory is that of all experts times a share. With --ahead: what is pulled before its layer too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with Pack(make_demo(folder, sparsity)) as pack, closing(Kernels()) as kernels:
+    methods = sorted(set(_PLAYED.values())) if ahead_share else []
+    with ExitStack() as opened:
+        pack = opened.enter_context(Pack(make_demo(folder, sparsity)))
+        kernels = opened.enter_context(closing(Kernels()))
+        routing = None
+        if ahead_share:
+            routing = Routing.open(opened.enter_context(Pack(make_profiled_demo(folder))))
         ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * (learned + tokens)])[: learned + tokens]
-        found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH)
-        rows = [gpu_row(pack, policy, found[:learned], found[learned:]) for policy in SIMPLEST_FIRST]
-    shares = [f"{share:.0%} of the memory: resident, KB by the CPU" for share in _GPU_SHARES]
+        found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH, routing, methods)
+        policies = [name for name in SIMPLEST_FIRST if not ahead_share or PRESETS[name].prediction != "none"]
+        rows = [gpu_row(pack, policy, found[:learned], found[learned:], ahead_share) for policy in policies]
+    names = "resident, KB by the CPU" + ", KB ahead, needed" * bool(ahead_share)
+    shares = [f"{share:.0%} of the memory: {names}" for share in _GPU_SHARES]
     header = ("policy", *(cell for share in shares for cell in share.split(", ")))
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 

@@ -39,6 +39,7 @@ from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.placement import Misses, place_experts, usual_heat
+from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.layer import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores
@@ -156,18 +157,22 @@ def test_a_policy_gets_the_routers_scores_of_all_experts(tmp_path: Path) -> None
 def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
     """The engine's counts are those of a play of the same tokens, which computes nothing."""
     folder, ids = packed(tmp_path, sparse=True), [*LONG_IDS, *LONG_IDS]
-    run = GpuRun(0.6, pulled_share=0.0, dynamic_share=0.5)
+    prediction = PredictionPlan({1: "router"}, 2, None)
+    run = GpuRun(0.7, pulled_share=0.0, dynamic_share=0.4, prediction=prediction)
     with gpu_decoder(folder, run) as decoder:
         for token in ids:
             decoder.next_logits([token])
         found = decoder.counts()
     with Pack(folder) as opened:
-        tokens = recorded_tokens(opened, NativeOperations(kernels_limited_to("portable")), ids, 64)
+        native = NativeOperations(kernels_limited_to("portable"))
+        tokens = recorded_tokens(opened, native, ids, 64, methods=["router"])
         popularity = np.ones(opened.index.size.shape)
         heat, room = usual_heat(opened.layout, opened.thresholds), expert_bytes_for(opened, run.share)
-        placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share)
-        expected = played(placement, PRESETS["lru"], popularity, tokens)
+        placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share, num_predicted=2)
+        most_ahead = int(placement.num_ahead[1])
+        expected = played(placement, PRESETS["lru"], popularity, tokens, method="router", most_ahead=most_ahead)
     assert expected.promoted and found.resident == expected.resident
+    assert expected.ahead and (found.ahead, found.ahead_ran) == (expected.ahead, expected.ahead_ran)
     assert (found.left, found.promoted) == (expected.left - expected.whole, expected.promoted)
 
 

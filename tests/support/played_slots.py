@@ -1,7 +1,7 @@
 """The slots of a GPU's memory, played on recorded tokens without computing anything."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,24 +14,35 @@ from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, Toke
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.weights import to_experts
-from moe_pack.runtime.offload import CacheFacts, Preset
+from moe_pack.runtime.offload import CacheFacts, Preset, Routing
+from moe_pack.runtime.offload.paths import PATH_MEMORY, ranked
+from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction
 from moe_pack.runtime.offload.presets import eviction_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedToken:
-    """A token's experts, int64 [L, k], and the running neurons of each, rising."""
+    """A token's experts, int64 [L, k], and the running neurons of each, rising.
+
+    `predicted`: by method, of each layer the predicted experts, likeliest first, and the neurons that their selectors
+    would run on the input of the layer before, rising; none of the first layer.
+    """
 
     experts: NDArray[np.int64]
     neurons: list[list[NDArray[np.int32]]]
+    predicted: Mapping[MethodName, list[list[tuple[int, NDArray[np.int32]]]]] = field(default_factory=dict)
 
 
 class _Recording(MappedPackWeights):
-    """Weights that take note of experts and running neurons."""
+    """Weights that take note of experts and running neurons, and of those that are predicted for the next layer."""
 
-    def __init__(self, pack: Pack, operations: NativeOperations) -> None:
+    def __init__(
+        self, pack: Pack, operations: NativeOperations, routing: Routing | None, methods: Sequence[MethodName]
+    ) -> None:
         super().__init__(pack, operations)
         self.seen: list[tuple[NDArray[np.int64], list[NDArray[np.int32]]]] = []
+        self.ahead: list[dict[MethodName, list[tuple[int, NDArray[np.int32]]]]] = []
+        self._predictions = {method: make_prediction(method, self, routing) for method in methods}
 
     def run_experts(
         self,
@@ -41,26 +52,49 @@ class _Recording(MappedPackWeights):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
-        inputs = to_experts(x, self, layer_idx)
-        rows = [self._mapped_expert(layer_idx, expert).rows for expert in experts[0].tolist()]
-        works = [(each, np.zeros(1, np.int64)) for each in rows]
-        found = self.operations.kernels.select_each(inputs, works)
-        self.seen.append((experts[0].numpy(), [each.neurons.numpy().copy() for each in found]))
+        self.seen.append((experts[0].numpy(), self._running(layer_idx, x, experts[0].tolist())))
+        self.ahead.append({})
+        next_idx = layer_idx + 1
+        for method, prediction in self._predictions.items() if next_idx < len(self.spec.moe_layers) else ():
+            assert prediction is not None, "every method predicts"
+            routes = np.stack([chosen for chosen, _ in self.seen[-min(next_idx, PATH_MEMORY) :]])[None]
+            scores = prediction.scores(next_idx, PredictionInput(x, routes))
+            if scores is not None:
+                likeliest = ranked(scores, experts.shape[1])[0].tolist()
+                running = self._running(next_idx, x, likeliest)
+                self.ahead[-1][method] = list(zip(likeliest, running, strict=True))
         return super().run_experts(layer_idx, x, experts, router_weights, partial_state)
+
+    def _running(self, layer_idx: int, x: Tensor, experts: list[int]) -> list[NDArray[np.int32]]:
+        """The neurons that experts of a layer would run on x, float32 [1, d]."""
+        rows = [self._mapped_expert(layer_idx, expert).rows for expert in experts]
+        works = [(each, np.zeros(1, np.int64)) for each in rows]
+        found = self.operations.kernels.select_each(to_experts(x, self, layer_idx), works)
+        return [each.neurons.numpy().copy() for each in found]
 
 
 def recorded_tokens(
-    pack: Pack, operations: NativeOperations, ids: Sequence[int], context_tokens: int
+    pack: Pack,
+    operations: NativeOperations,
+    ids: Sequence[int],
+    context_tokens: int,
+    routing: Routing | None = None,
+    methods: Sequence[MethodName] = (),
 ) -> list[PlayedToken]:
-    """Runs tokens one by one, in windows of `context_tokens`, and returns what they needed."""
-    weights, num_layers = _Recording(pack, operations), len(pack.layout.experts)
+    """Runs tokens one by one, in windows of `context_tokens`, and returns what they needed, and what is predicted."""
+    weights, num_layers = _Recording(pack, operations, routing, methods), len(pack.layout.experts)
     decoder = Decoder(weights, context_tokens)
     for start in range(0, len(ids), context_tokens):
         decoder.reset()
         for token in ids[start : start + context_tokens]:
             decoder.next_logits([token])
-    steps = [weights.seen[place : place + num_layers] for place in range(0, len(weights.seen), num_layers)]
-    return [PlayedToken(np.stack([experts for experts, _ in step]), [neurons for _, neurons in step]) for step in steps]
+    tokens = []
+    for place in range(0, len(weights.seen), num_layers):
+        step, ahead = weights.seen[place : place + num_layers], weights.ahead[place : place + num_layers]
+        predicted = {method: [[], *(layer.get(method, []) for layer in ahead[:-1])] for method in methods}
+        experts = np.stack([experts for experts, _ in step])
+        tokens.append(PlayedToken(experts, [neurons for _, neurons in step], predicted))
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +102,8 @@ class PlayedSlots:
     """Running neurons whose records were resident, and others; records that were promoted.
 
     `whole`: of the others, those of experts without a resident selector, `whole_experts`, which the CPU selects itself.
+    `ahead`: records that were pulled because their experts were predicted; `ahead_ran`: of these, those that ran, which
+    count as resident.
     """
 
     resident: int
@@ -75,6 +111,8 @@ class PlayedSlots:
     whole: int
     whole_experts: int
     promoted: int
+    ahead: int
+    ahead_ran: int
 
 
 def played(
@@ -83,8 +121,13 @@ def played(
     popularity: NDArray[np.float64],
     tokens: Sequence[PlayedToken],
     most_rows: int = MOST_KEPT,
+    method: MethodName | None = None,
+    most_ahead: int = 0,
 ) -> PlayedSlots:
-    """Plays tokens whose missing records the CPU computes; promoted records arrive before the next token but one."""
+    """Plays tokens whose missing records the CPU computes; promoted records arrive before the next token but one.
+
+    Args:    method: predicts experts; for each of them at most `most_ahead` records are pulled ahead.
+    """
     f = 1 + max(int(neurons.max(initial=0)) for token in tokens for layer in token.neurons for neurons in layer)
     f = max(f, int(placement.first_dynamic.max()))
     is_static = np.arange(f) < placement.first_dynamic[:, :, None]
@@ -94,14 +137,24 @@ def played(
     facts = CacheFacts(f - placement.first_dynamic, int(placement.num_slots.sum()), placement.num_active, popularity)
     residency = Residency(placement, static_at, slots_at, eviction_of(preset, facts)) if preset.keeps else None
     at, resident, left, whole, whole_experts = static_at.copy(), 0, 0, 0, 0
+    ahead = ahead_ran = 0
     coming: list[Promotion] = []
     last: TokenRoutes | None = None
     for token in tokens:
         missing = dict[tuple[int, int], NDArray[np.int32]]()
         for l, layer in enumerate(token.neurons):
+            pulled = dict[int, NDArray[np.int32]]()
+            for expert, neurons in token.predicted[method][l] if method is not None else ():
+                if placement.has_selector[l, expert]:
+                    pulled[expert] = neurons[at[l, expert, neurons] < 0][:most_ahead]
+            ahead += sum(map(len, pulled.values()))
             for place, neurons in enumerate(layer):
-                has_selector = placement.has_selector[l, token.experts[l, place]]
-                is_here = (at[l, token.experts[l, place], neurons] >= 0) & has_selector
+                expert = int(token.experts[l, place])
+                has_selector = placement.has_selector[l, expert]
+                is_here = (at[l, expert, neurons] >= 0) & has_selector
+                came = np.isin(neurons, pulled.get(expert, neurons[:0]))
+                ahead_ran += int(came.sum())
+                is_here |= came
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
                 whole += 0 if has_selector else len(neurons)
@@ -117,7 +170,8 @@ def played(
         for key, neurons in missing.items():
             counts[key] = len(neurons)
         last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-    return PlayedSlots(resident, left, whole, whole_experts, 0 if residency is None else residency.promoted_rows)
+    promoted = 0 if residency is None else residency.promoted_rows
+    return PlayedSlots(resident, left, whole, whole_experts, promoted, ahead, ahead_ran)
 
 
 def popularity_of(tokens: Sequence[PlayedToken], num_experts: int) -> NDArray[np.float64]:

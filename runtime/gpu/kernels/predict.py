@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_pack.runtime.gpu.kernels.products import runs
 from moe_pack.runtime.gpu.kernels.router import keys_of, largest
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, LayerTables, RunningNeurons
-from moe_pack.runtime.offload.paths import PathStatistics
+from moe_pack.runtime.offload import PathStatistics
 
 _BLOCK = 256  # records that a program enters, hidden units that it sums up, or keys that it compares together
 _SUCCESSORS = 16

@@ -23,7 +23,7 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from gpu_layers import layer_of, partly_there, random_layer, random_running, running_on
+from gpu_layers import layer_of, partly_there, random_layer, running_on
 from interpreted_bf16 import correct_bf16
 from kernel_twins import (
     bring_plain,
@@ -47,7 +47,8 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.calib.statistics import learn_paths
+from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
+from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
 from moe_pack.formats import GroupedQuerySpec, NeuronFunction, NormSpec, RouterSpec, Selector
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
@@ -70,18 +71,9 @@ from moe_pack.runtime.gpu.kernels.grouped import (
 )
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
-from moe_pack.runtime.gpu.kernels.predict import (
-    LayerPaths,
-    PulledAhead,
-    add_routes,
-    enter_pulled,
-    forget_pulled,
-    rank,
-    score_paths,
-)
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
-from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router
+from moe_pack.runtime.gpu.kernels.router import Routed, Router
 from moe_pack.runtime.gpu.kernels.router import route as route_kernel
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import WHOLE, RunningNeurons
@@ -100,10 +92,6 @@ from moe_pack.runtime.model.attention import attend_latent
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.model.router import expert_scores, router_weights
-from moe_pack.runtime.offload.paths import ranked
-from moe_pack.runtime.offload.routing_file import multi_hot
-from moe_pack.runtime.offload.split import substitute
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]
@@ -120,39 +108,9 @@ _NEURONS: dict[Size, int] = {"real": 642, "tiny": 66}  # few enough that twins d
 # Bounds, of the sums of magnitudes behind a value: float32 products in another order. Tensor cores add products in 21
 # bits or more, and cut sums off: their bound is of the answer's root mean square. So is that of products of bfloat16,
 # for which neurons' outputs are rounded to 8 bits.
-_FLOAT32, _TENSOR_CORES, _EXP, _BF16 = 1e-6, 3e-5, 1e-5, 0.03
+_FLOAT32, _TENSOR_CORES, _BF16 = 1e-6, 3e-5, 0.03
 _FAULT_LINES = 12
 _NORMS = (NormSpec("rms", 1e-6), NormSpec("layer", 1e-6))
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest difference of a kernel's answer from its twin's, and what it may be."""
-
-    error: float
-    bound: float
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the kernel is right; a NaN is never small."""
-        return self.error <= self.bound
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A case with its inputs on a device: `launch` may be called again, `compare` follows it."""
-
-    launch: Callable[[], object]
-    compare: Callable[[], Difference]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Case:
-    """A public operation on one set of inputs. `kernels`: the jitted functions that it launches."""
-
-    kernels: str
-    name: str
-    prepare: Callable[[torch.device], Prepared]
 
 
 def cases(size: Size) -> Iterator[Case]:
@@ -166,11 +124,11 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("gated", function, partial(_gated, function, f, d))
     for spec in _ROUTERS:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
-        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(_substituted, spec))
+        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(substituted_case, spec))
     for num_experts in (16, 256):
-        yield Case("rank, score_paths", f"{num_experts} experts", partial(_paths, num_experts))
-    yield Case("add_routes", "2 layers of 8 experts", _routes)
-    yield Case("enter_pulled, forget_pulled", "300 neurons", _pulled_ahead)
+        yield Case("rank, score_paths", f"{num_experts} experts", partial(paths_case, num_experts))
+    yield Case("add_routes", "2 layers of 8 experts", routes_case)
+    yield Case("enter_pulled, forget_pulled", "300 neurons", pulled_ahead_case)
     for name in FORMATS[size]:
         yield Case("gemv", label(name), partial(_gemv, name, size))
         for norm_spec in _NORMS:
@@ -204,40 +162,12 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("enter_latent, attend, leave_latent", str(stored), partial(_latent, stored, size))
 
 
-# --- how answers are compared
-
-
-def _excess(found: Tensor, expected: Tensor, magnitude: Tensor) -> float:
-    """The largest error by its magnitude; infinite where one is no number and the other is."""
-    found, expected = found.cpu().double(), expected.cpu().double()
-    error = torch.where(found == expected, 0.0, (found - expected).abs() / magnitude.cpu().double())
-    error = torch.where(found.isnan() & expected.isnan(), 0.0, error)
-    return float(error.nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
-
-
-def _against_rms(found: Tensor, expected: Tensor) -> float:
-    return _excess(found, expected, expected.double().square().mean().sqrt().expand(expected.shape))
-
-
-def _exact(is_same: bool) -> Difference:
-    return Difference(0.0 if is_same else float("inf"), 0.0)
-
-
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _nans(like: Tensor | tuple[int, ...], device: torch.device) -> Tensor:
-    """Room for an answer, of which every value has to be written."""
-    return torch.full(tuple(like) if isinstance(like, tuple) else tuple(like.shape), torch.nan, device=device)
-
-
 # --- what lies between products
 
 
 def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Callable[[Tensor], Tensor]]:
     """A norm on the device, and torch's."""
-    weight, bias = 1 + _random(d, seed=1) / 4, _random(d, seed=2) if spec.kind == "layer" else None
+    weight, bias = 1 + random_values(d, seed=1) / 4, random_values(d, seed=2) if spec.kind == "layer" else None
     there = Norm(weight.to(device), None if bias is None else bias.to(device), spec.eps)
 
     def plain(x: Tensor) -> Tensor:
@@ -249,26 +179,30 @@ def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Ca
 
 
 def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
-    x, (there, plain) = 5 + _random(d), _random_norm(spec, d, device)
-    out, expected = _nans(x, device), plain(x)
+    x, (there, plain) = 5 + random_values(d), _random_norm(spec, d, device)
+    out, expected = nans(x, device), plain(x)
     launch = partial(norm, x.to(device), there, out)
-    return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
+    return Prepared(launch, lambda: Difference(excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
 
 
 def _rotate(d: int, device: torch.device) -> Prepared:
     """Three tokens there, and back into a residual."""
-    vectors, x, residual = [_random(d, seed=seed) + 3 for seed in (1, 2)], _random(3, d), _random(3, d, seed=4)
+    vectors, x, residual = (
+        [random_values(d, seed=seed) + 3 for seed in (1, 2)],
+        random_values(3, d),
+        random_values(3, d, seed=4),
+    )
     expected = TORCH.rotate(x, Rotation(*vectors))
     returned = residual + 0.5 * TORCH.rotate_back(x, Rotation(*vectors))
     there, matrix = Rotation(*(each.to(device) for each in vectors)), device_matrix(d, device)
-    given, start, out, back = x.to(device), residual.to(device), _nans(x, device), _nans(x, device)
+    given, start, out, back = x.to(device), residual.to(device), nans(x, device), nans(x, device)
 
     def launch() -> None:
         rotate(given, there, matrix, out)
         rotate_back(given, there, matrix, back, residual=start, scale=0.5)
 
     def compare() -> Difference:
-        error = max(_against_rms(out, expected), _against_rms(back, returned))
+        error = max(against_rms(out, expected), against_rms(back, returned))
         return Difference(error, 16 * _FLOAT32)
 
     return Prepared(launch, compare)
@@ -276,16 +210,16 @@ def _rotate(d: int, device: torch.device) -> Prepared:
 
 def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Prepared:
     """Two formats, a norm and a weight."""
-    x, (there, plain) = _random(d), _random_norm(NormSpec("rms", 1e-6), d, device)
+    x, (there, plain) = random_values(d), _random_norm(NormSpec("rms", 1e-6), d, device)
     stored, products = [], []
     for name in cast(tuple[Name, ...], (4, 16)):
         rows, matrix, _ = _matrix(name, f, d)
         stored.append(StoredRows(rows.to(device), _part(name, d)))
         products.append(linear(plain(x)[None], matrix)[0])
-    weight, out = torch.tensor([0.5], device=device), _nans((f,), device)
+    weight, out = torch.tensor([0.5], device=device), nans((f,), device)
     expected = 0.5 * NEURONS[function].h(products[0], products[1])
     launch = partial(gated, x.to(device), stored[0], stored[1], function, out, norm=there, weight=weight)
-    return Prepared(launch, lambda: Difference(_against_rms(out, expected), 16 * _FLOAT32))
+    return Prepared(launch, lambda: Difference(against_rms(out, expected), 16 * _FLOAT32))
 
 
 _ROUTERS = (
@@ -300,9 +234,9 @@ _ROUTERS = (
 
 def _route(spec: RouterSpec, d: int, device: torch.device) -> Prepared:
     """The norm, a router of values in 16 bits, and the weight of a shared expert; what is chosen follows its logits."""
-    k, x, (there, plain) = spec.num_experts_per_tok, _random(d), _random_norm(NormSpec("rms", 1e-6), d, device)
-    rows, shared = (_random(n, d, seed=n).bfloat16() for n in (spec.num_experts, 1))
-    bias = _random(spec.num_experts, seed=1) / 10 if spec.bias else None
+    k, x, (there, plain) = spec.num_experts_per_tok, random_values(d), _random_norm(NormSpec("rms", 1e-6), d, device)
+    rows, shared = (random_values(n, d, seed=n).bfloat16() for n in (spec.num_experts, 1))
+    bias = random_values(spec.num_experts, seed=1) / 10 if spec.bias else None
     experts, routed = torch.zeros(k, dtype=torch.int32, device=device), Routed.allocate(d, spec, device)
     stored = [StoredRows(each.to(device), stored_part("BF16", d)) for each in (rows, shared)]
     router = Router(spec, there, stored[0], None, None if bias is None else bias.to(device), stored[1])
@@ -312,117 +246,16 @@ def _route(spec: RouterSpec, d: int, device: torch.device) -> Prepared:
     def compare() -> Difference:
         chosen, weights = TORCH.route(routed.logits.cpu()[None], spec, bias)
         if not torch.equal(experts.cpu().long(), chosen[0]):
-            return _exact(False)
+            return exact(False)
         error = max(
-            _excess(routed.normed, normed, 1 + normed.abs()),
-            _against_rms(routed.logits, logits),
-            _excess(routed.weights, weights[0], weights[0].abs()),
-            _excess(routed.shared_weight[0], shared_weight, torch.tensor(1.0)),
+            excess(routed.normed, normed, 1 + normed.abs()),
+            against_rms(routed.logits, logits),
+            excess(routed.weights, weights[0], weights[0].abs()),
+            excess(routed.shared_weight[0], shared_weight, torch.tensor(1.0)),
         )
-        return Difference(error, 2 * _EXP)
+        return Difference(error, 2 * EXP)
 
     return Prepared(partial(route_kernel, x.to(device), router, experts, routed), compare)
-
-
-def _substituted(spec: RouterSpec, device: torch.device) -> Prepared:
-    """Half of the experts are resident; the router's rows have one value each, a logit."""
-    draw = torch.Generator().manual_seed(2)
-    logits = torch.randn((1, spec.num_experts), generator=draw) / 2
-    bias = torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
-    is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
-    own, _ = TORCH.route(logits, spec, bias)
-    chosen = torch.from_numpy(substitute(expert_scores(logits, spec).numpy(), own.numpy(), is_resident.numpy(), 0.5))
-    weights = router_weights(logits, chosen, spec)[0]
-    rows = torch.zeros((spec.num_experts, 4))
-    rows[:, 0] = logits[0]
-    stored, ones = StoredRows(rows.to(device), stored_part("F32", 4)), torch.ones(4, device=device)
-    experts = torch.zeros(spec.num_experts_per_tok, dtype=torch.int32, device=device)
-    routed, changed = Routed.allocate(4, spec, device), torch.zeros(1, dtype=torch.int32, device=device)
-    choice = ChangedChoice(None, is_resident.int().to(device), 0.5, changed)
-
-    def compare() -> Difference:
-        if not torch.equal(experts.cpu().long(), chosen[0]) or changed != (chosen != own).sum():
-            return _exact(False)
-        return Difference(_excess(routed.weights, weights, weights.abs()), 2 * _EXP)
-
-    router = Router(spec, Norm(ones, None, 0.0), stored, None, None if bias is None else bias.to(device), None)
-    return Prepared(partial(route_kernel, ones, router, experts, routed, choice), compare)
-
-
-# --- experts that are predicted
-
-
-def _paths(num_experts: int, device: torch.device) -> Prepared:
-    """Statistics of drawn routes, and the best of what they say about a token; the scores are logarithms."""
-    draw, k = np.random.default_rng(num_experts), 4
-    routes = np.argsort(-draw.gumbel(size=(400, 3, num_experts)), axis=2)[:, :, :k].astype(np.uint16)
-    statistics = learn_paths(routes, num_experts, 1 << 20)
-    before = torch.from_numpy(routes[7, :2].astype(np.int32))
-    shares, _ = statistics.predict(2, before[None].numpy())
-    scores, found = (torch.zeros(n, device=device) for n in (num_experts, 8))
-    experts, paths = found.int(), LayerPaths.of(statistics, 2, 2, device)
-
-    def launch() -> None:
-        score_paths(before.to(device), paths, scores)
-        rank(scores, experts)
-
-    def compare() -> Difference:
-        if experts.tolist() != ranked(scores.cpu()[None].numpy(), len(experts))[0].tolist():
-            return _exact(False)
-        found = (scores.cpu().double() / (2 * k)).softmax(0)
-        return Difference(float((found - torch.from_numpy(shares[0])).abs().max()), _EXP)
-
-    return Prepared(launch, compare)
-
-
-def _routes(device: torch.device) -> Prepared:
-    """A network's first layer of 300 units."""
-    routes = torch.tensor([[4, 1, 0], [2, 5, 3]])
-    first, weights = _random(300), _random(300, 2, 8, seed=1).bfloat16()
-    expected = (first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T).relu()
-    by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(300, device=device)
-
-    def launch() -> None:
-        there.copy_(first)
-        add_routes(there, by_route, routes.int().to(device), is_rectified=True)
-
-    return Prepared(launch, lambda: Difference(_excess(there, expected, 1 + expected.abs()), _EXP))
-
-
-def _pulled_ahead(device: torch.device) -> Prepared:
-    """Records of two experts are entered and forgotten, one of which runs."""
-    shape = Shape(300, 64, "up", named_format(4), named_format(2), named_format(4))
-    layer = random_layer([shape] * 3, thresholds=[0.5] * 3)
-    record_at = layer.tables.record_at.clone()
-    running = running_on(random_running(layer.tables, (2, 1), 0.5, seed=1), device)
-    neurons, counts = torch.arange(280, dtype=torch.int32).expand(2, 280).contiguous(), (260, 3)
-    for expert, count in zip((1, 0), counts, strict=True):
-        record_at[expert, :count] = -1
-    table = record_at.to(device, copy=True)
-    tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(device))
-    pulled = PulledAhead(
-        torch.tensor([1, 0], dtype=torch.int32).to(device),
-        torch.arange(560, dtype=torch.int32).view(2, 280).to(device),
-        neurons.to(device),
-        torch.tensor(counts, dtype=torch.int32).to(device),
-    )
-    entered, totals = torch.zeros_like(table), torch.zeros((2, 3), dtype=torch.int32, device=device)
-    chosen = torch.tensor([2, 1], dtype=torch.int32).to(device)
-
-    def launch() -> None:
-        enter_pulled(pulled, table)
-        entered.copy_(table)
-        forget_pulled(pulled, chosen, tables, running, totals)
-
-    def compare() -> Difference:
-        expected = record_at.clone()
-        for place, (expert, count) in enumerate(zip((1, 0), counts, strict=True)):
-            expected[expert, :count] = torch.arange(place * 280, place * 280 + count, dtype=torch.int32)
-        ran = int((running.a[1, :260].abs() >= 0.5).sum())
-        is_same = torch.equal(entered.cpu(), expected) and torch.equal(table.cpu(), record_at)
-        return _exact(is_same and totals.tolist() == [[1, 260, ran], [0, 3, 0]])
-
-    return Prepared(launch, compare)
 
 
 # --- dense matrices
@@ -443,10 +276,10 @@ def _part(name: Name, num_cols: int):  # type: ignore[no-untyped-def]  # a Named
 def _gemv(name: Name, size: Size, device: torch.device) -> Prepared:
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, magnitude = _matrix(name, n, d)
-    x, out = random_tokens(1, d), _nans((n,), device)
+    x, out = random_tokens(1, d), nans((n,), device)
     there, stored, expected = x[0].to(device), StoredRows(rows.to(device), _part(name, d)), linear(x, matrix)[0]
     bounds = product_magnitudes(x, magnitude)[0]
-    return Prepared(lambda: gemv(there, stored, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32))
+    return Prepared(lambda: gemv(there, stored, out), lambda: Difference(excess(out, expected, bounds), _FLOAT32))
 
 
 def _normed_gemv(name: Name, spec: NormSpec, size: Size, device: torch.device) -> Prepared:
@@ -455,11 +288,11 @@ def _normed_gemv(name: Name, spec: NormSpec, size: Size, device: torch.device) -
     normed, products, compared = plain(x)[None], [], []
     for n in (5, _ROWS[size], 8 * _ROWS[size]):
         rows, matrix, magnitude = _matrix(name, n, d)
-        products.append(Product(StoredRows(rows.to(device), _part(name, d)), _nans((n,), device)))
+        products.append(Product(StoredRows(rows.to(device), _part(name, d)), nans((n,), device)))
         compared.append((linear(normed, matrix)[0], product_magnitudes(normed, magnitude)[0]))
 
     def compare() -> Difference:
-        errors = [_excess(each.out, *known) for each, known in zip(products, compared, strict=True)]
+        errors = [excess(each.out, *known) for each, known in zip(products, compared, strict=True)]
         return Difference(max(errors), 4 * _FLOAT32)
 
     return Prepared(partial(normed_gemv, x.to(device), there, products), compare)
@@ -467,22 +300,22 @@ def _normed_gemv(name: Name, spec: NormSpec, size: Size, device: torch.device) -
 
 def _gather(name: Name, d: int, device: torch.device) -> Prepared:
     rows, matrix, magnitude = _matrix(name, 5, d)
-    row_id, out = torch.tensor([3], dtype=torch.int32, device=device), _nans((d,), device)
+    row_id, out = torch.tensor([3], dtype=torch.int32, device=device), nans((d,), device)
     stored, expected = StoredRows(rows.to(device), _part(name, d)), 2 * matrix.rows(3, 4)[0]
     return Prepared(
         lambda: gather_row(stored, row_id, out, scale=2.0),
-        lambda: Difference(_excess(out, expected, 2 * magnitude[3]), _FLOAT32),
+        lambda: Difference(excess(out, expected, 2 * magnitude[3]), _FLOAT32),
     )
 
 
 def _gemm(name: Name, num_tokens: int, size: Size, device: torch.device) -> Prepared:
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, _ = _matrix(name, n, d)
-    x, out = _random(num_tokens, d), _nans((num_tokens, n), device)
+    x, out = random_values(num_tokens, d), nans((num_tokens, n), device)
     there, stored, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
     return Prepared(
         lambda: gemm(there, stored, part, stored.shape[1] // 16, out),
-        lambda: Difference(_against_rms(out, expected), _TENSOR_CORES),
+        lambda: Difference(against_rms(out, expected), _TENSOR_CORES),
     )
 
 
@@ -524,7 +357,7 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
     selector_units = None
     if selector != "none" and not is_split:
         selector_units = torch.full((k, f), -7, dtype=torch.int32, device=device)
-    here, pulled = _nans((k, 3, d), device), torch.zeros((k, 3, d), device=device)
+    here, pulled = nans((k, 3, d), device), torch.zeros((k, 3, d), device=device)
 
     def launch() -> None:
         if selector_units is not None:
@@ -552,18 +385,18 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
     def compare() -> Difference:
         on_host, worst = running_on(found, CPU), 0.0
         if not is_as_the_twin(on_host):
-            return _exact(False)
+            return exact(False)
         for place, e in enumerate(chosen.tolist()):
             expert, threshold, count = layer.experts[e], float(layer.tables.thresholds[e]), int(left.counts[place])
             runs = running(values[e], selector, threshold)
             wanted = list(range(f)) if selector == "none" else runs[0].nonzero()[:, 0].tolist()
             if listed_in_blocks(on_host, place) != ([] if count == WHOLE else wanted):
-                return _exact(False)
+                return exact(False)
             to_cpu = wanted if count == WHOLE else left.neurons[place, : max(0, count)].tolist()
             by_cpu = (values[e].h * runs)[:, to_cpu] @ expert.block().down[to_cpu]
             y = run_expert(x, expert.packed(), function, selector, threshold)
             sums = here[place].sum(0) + pulled[place].sum(0)
-            worst = max(worst, _excess(sums.cpu()[None] + by_cpu, y, magnitudes(x, expert, runs).y))
+            worst = max(worst, excess(sums.cpu()[None] + by_cpu, y, magnitudes(x, expert, runs).y))
         return Difference(worst, _FLOAT32)
 
     return Prepared(launch, compare)
@@ -579,7 +412,7 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     """Some tokens, each through two of these experts, of which 60% of the neurons do not run."""
     k, f, d, selector = 2, shapes[0].num_rows, shapes[0].num_cols, shapes[0].selector
     experts = [random_expert(shape, seed, zero_rows=(0, 3)) for seed, shape in enumerate(shapes)]
-    x = _random(num_tokens, d).to(dtype)
+    x = random_values(num_tokens, d).to(dtype)
     values = [activations(x.float(), expert.block(), "silu").of(selector) for expert in experts]
     thresholds = [threshold_at(each, 0.6) for each in values]
     draw = np.random.default_rng(0)
@@ -593,30 +426,34 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     tables, is_bf16 = layer_of(experts, thresholds=thresholds).tables_on(device), dtype == torch.bfloat16
     group = ExpertGroup(tables.arena, tables.selector_at, tables.record_at, tables.thresholds, tables.kinds)
     pairs = pairs_by_expert(chosen, weights.numpy(), np.arange(len(experts)))
-    hidden = _nans((max_pairs(num_tokens, k, f), f), device)
+    hidden = nans((max_pairs(num_tokens, k, f), f), device)
     plan = plan_tiles(pairs.counts, tables.kind.cpu().numpy(), group.kinds, len(hidden), is_bf16)
     given = [torch.from_numpy(each).to(device) for each in (pairs.tokens, pairs.places, pairs.weights, plan.tiles)]
-    there, outputs, y = x.to(device), _nans((num_tokens * k, d), device), _nans((num_tokens, d), device)
+    there, outputs, y = x.to(device), nans((num_tokens * k, d), device), nans((num_tokens, d), device)
 
     def launch() -> None:
         run_group(there, given[0], given[1], given[2], group, plan, given[3], hidden, outputs)
         combine(outputs, y)
 
     bound = _BF16 if is_bf16 else _TENSOR_CORES
-    return Prepared(launch, lambda: Difference(_against_rms(y, expected), bound))
+    return Prepared(launch, lambda: Difference(against_rms(y, expected), bound))
 
 
 def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared:
     """Sums of neurons that are here and of pulled ones, the CPU's share, and a residual."""
-    partials, pulled, weights = _random(k, num_partials, d), _random(k, num_partials + 3, d, seed=3), _random(k, seed=1)
-    residual, host = _random(d, seed=2), _random(d, seed=4)
+    partials, pulled, weights = (
+        random_values(k, num_partials, d),
+        random_values(k, num_partials + 3, d, seed=3),
+        random_values(k, seed=1),
+    )
+    residual, host = random_values(d, seed=2), random_values(d, seed=4)
     expected = residual + 2.5 * (reduce_twin(partials, weights) + reduce_twin(pulled, weights) + host)
     bounds = reduce_twin(partials.abs(), weights.abs()) + reduce_twin(pulled.abs(), weights.abs()) + host.abs()
-    given, out = [each.to(device) for each in (partials, weights, pulled, residual)], _nans(residual, device)
+    given, out = [each.to(device) for each in (partials, weights, pulled, residual)], nans(residual, device)
     locked = host.pin_memory() if device.type == "cuda" else host
     return Prepared(
         lambda: reduce(given[0], given[1], out, pulled=given[2], host=locked, residual=given[3], scale=2.5),
-        lambda: Difference(_excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
+        lambda: Difference(excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
     )
 
 
@@ -659,13 +496,13 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     """A token enters the cache and attends: heads normed and rotated."""
     dim, widths = shape.head_dim, [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
     spec = GroupedQuerySpec("grouped_query", shape.heads, shape.kv_heads, dim, shape.window, dim**-0.5, (), "head")
-    projected = [_random(width, seed=seed) for seed, width in enumerate(widths)]
-    norms = [1 + _random(dim, seed=seed) / 4 for seed in (3, 4)]
-    turns = 9 * _random(shape.position + 1, dim // 2, seed=5)
+    projected = [random_values(width, seed=seed) for seed, width in enumerate(widths)]
+    norms = [1 + random_values(dim, seed=seed) / 4 for seed in (3, 4)]
+    turns = 9 * random_values(shape.position + 1, dim // 2, seed=5)
     cos, sin = turns.cos(), turns.sin()
     dtype = torch.bfloat16 if shape.is_bf16 else torch.float32
-    cached = [_random(shape.kv_heads, shape.places, dim, seed=seed).to(dtype) for seed in (6, 7)]
-    sinks = _random(shape.heads, seed=8) if shape.sinks else None
+    cached = [random_values(shape.kv_heads, shape.places, dim, seed=seed).to(dtype) for seed in (6, 7)]
+    sinks = random_values(shape.heads, seed=8) if shape.sinks else None
     at = slice(shape.position, shape.position + 1)
     cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position)
     expected = TORCH.attend(
@@ -675,7 +512,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     there = [each.to(device) for each in (*projected, cos, sin, *norms)]
     keys, values = (each.to(device) for each in cached)
     position = torch.tensor([shape.position], dtype=torch.int32, device=device)
-    rotated, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
+    rotated, out = nans((shape.heads, dim), device), nans((shape.heads, dim), device)
     workspace = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
     on_device = None if sinks is None else sinks.to(device)
     qk_norms = QkNorms(there[5], there[6], 1e-6)
@@ -686,10 +523,10 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
         attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device, entering)
 
     def compare() -> Difference:
-        error = _against_rms(out, expected.view(shape.heads, dim))
+        error = against_rms(out, expected.view(shape.heads, dim))
         rounding = 2**-7 if shape.is_bf16 else 4 * _FLOAT32  # to one bfloat16 or the next
-        if _excess(keys.float(), cache.keys.float(), 1 + cache.keys.float().abs()) > rounding:
-            return _exact(False)
+        if excess(keys.float(), cache.keys.float(), 1 + cache.keys.float().abs()) > rounding:
+            return exact(False)
         return Difference(error, 0.02 if shape.is_bf16 else _TENSOR_CORES)
 
     return Prepared(launch, compare)
@@ -702,19 +539,19 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     num_rows, at, width = heads * (nope + v), places - 20, 16
     matrix: Matrix
     if stored == "BF16":
-        weight = _random(num_rows, rank).to(torch.bfloat16) / 8
+        weight = random_values(num_rows, rank).to(torch.bfloat16) / 8
         matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part("BF16", rank))
     else:
         rows, matrix, _ = _matrix(stored, num_rows, rank)
         kv_b = StoredRows(rows.to(device), _part(stored, rank))
     matrices: dict[str, Matrix] = {
-        "q": StoredMatrix(_random(heads * (nope + rope), width)),
-        "kv_a": StoredMatrix(_random(rank + rope, width)),
+        "q": StoredMatrix(random_values(heads * (nope + rope), width)),
+        "kv_a": StoredMatrix(random_values(rank + rope, width)),
         "kv_b": matrix,
         "o": StoredMatrix(torch.eye(heads * v)),
     }
-    norm_weight, x, turns = 1 + _random(rank) / 4, _random(1, width), 9 * _random(at + 1, rope // 2)
-    cos, sin, keys = turns.cos(), turns.sin(), _random(1, places, rank + rope, seed=1)
+    norm_weight, x, turns = 1 + random_values(rank) / 4, random_values(1, width), 9 * random_values(at + 1, rope // 2)
+    cos, sin, keys = turns.cos(), turns.sin(), random_values(1, places, rank + rope, seed=1)
     weights = SimpleNamespace(
         spec=SimpleNamespace(rotation=SimpleNamespace(interleaved=True)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
@@ -726,7 +563,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
-    moved, mixed, out = (_nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
+    moved, mixed, out = (nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
     workspace = AttentionWorkspace.allocate(heads, 1, rank, places, device)
 
     def launch() -> None:
@@ -734,7 +571,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         attend(moved, (there, there[..., :rank]), position, spec.scale, None, workspace, mixed)
         leave_latent(mixed, spec, kv_b, out)
 
-    return Prepared(launch, lambda: Difference(_against_rms(out, expected), _TENSOR_CORES))
+    return Prepared(launch, lambda: Difference(against_rms(out, expected), _TENSOR_CORES))
 
 
 # --- rows that come
@@ -752,7 +589,7 @@ def _bring(row_units: int, device: torch.device) -> Prepared:
     rows = host.pin_memory() if device.type == "cuda" else host
     return Prepared(
         partial(bring, sources.to(device), targets.to(device), row_units, rows, arena),
-        lambda: _exact(torch.equal(arena.cpu(), expected)),
+        lambda: exact(torch.equal(arena.cpu(), expected)),
     )
 
 
@@ -764,7 +601,7 @@ def _enter_rows(device: torch.device) -> Prepared:
     table = expected.to(device, copy=True)
     expected[changes[:1500, 0].long()] = changes[:1500, 1]
     listed = changes.pin_memory() if device.type == "cuda" else changes
-    return Prepared(partial(enter_rows, listed, count, table), lambda: _exact(torch.equal(table.cpu(), expected)))
+    return Prepared(partial(enter_rows, listed, count, table), lambda: exact(torch.equal(table.cpu(), expected)))
 
 
 def main(device_name: str, size: Size, first: int) -> int:

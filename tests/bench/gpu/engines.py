@@ -41,8 +41,10 @@ from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.gpu.device import HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
 from moe_pack.runtime.gpu.placement import Misses
+from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
-from moe_pack.runtime.offload import PolicyName
+from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.options import KvDtype, MissesOption
 
 MEMORY = Path("/dev/shm")
@@ -179,15 +181,22 @@ class EngineRequest:
             kv_dtype=self.kv_dtype,
         )
 
-    def run(self, context_tokens: int) -> GpuRun:
-        """Returns the same for an engine that is built for a share; without one everything fits, or a small share."""
+    def run(self, pack: Pack, context_tokens: int) -> GpuRun:
+        """Returns the same for an engine that is built for a share; without one everything fits, or a small share.
+
+        A policy that predicts does so by the next router: these packs have no profile.
+        """
+        policy: PolicyName = "lru" if self.policy == "auto" else self.policy
+        num_predicted = PRESETS[policy].num_predicted(pack.spec.router.num_experts_per_tok)
+        prediction = PredictionPlan(methods_by_layer("router", pack.spec, None), num_predicted, None)
         misses: Misses = "pull" if self.misses == "pull" else "split"
         usual_share = 1.0 if self.budget_bytes is None and self.ram_bytes is None else _SMALL_SHARE
         return GpuRun(
             share=usual_share if self.share is None else self.share,
             misses=misses if self.ram_bytes is None else "disk",
             pulled_share=0.0 if self.misses == "cpu" else 0.5,
-            policy="lru" if self.policy == "auto" else self.policy,
+            policy=policy,
+            prediction=prediction if num_predicted and self.ram_bytes is None else None,
             chunk_tokens=_CHUNK_TOKENS,
             context_tokens=context_tokens,
             cache_dtype=torch.bfloat16 if self.kv_dtype == "bf16" else torch.float32,
@@ -201,7 +210,8 @@ class Speed:
     What comes next is drawn at random all the same: synthetic weights would soon repeat one token, and so one route.
     Of decoding, `resident`, `pulled`, `left`: shares of the running neurons that were computed from GPU memory, over
     the link, and by the CPU, without those of experts that the CPU computed whole, `whole_per_token`;
-    `promoted_per_token`: records copied while tokens ran; `bytes_per_token`: over the link; `disk_bytes_per_token`:
+    `promoted_per_token`: records copied while tokens ran; `ahead_per_token`: pulled before their layer, of which
+    `ahead_needed` is the share that ran; `bytes_per_token`: over the link; `disk_bytes_per_token`:
     that the CPU's own engine asked for.   `link_share`: what the link's bytes take at its measured copy rate, as a
     share of the time; `cpu_share`: of the time, in which the CPU computed.   `driver_bytes`: that the driver says are
     taken of the GPU, by whomever.
@@ -220,6 +230,8 @@ class Speed:
     left: float
     whole_per_token: float
     promoted_per_token: float
+    ahead_per_token: float
+    ahead_needed: float
     bytes_per_token: float
     disk_bytes_per_token: float
     link_share: float
@@ -313,7 +325,7 @@ def open_engine(
     """
     if wanted.share is not None or clock.is_rehearsal:
         assert wanted.misses == "pull" or is_available(), "the CPU's share needs the native kernels, and g++ for them"
-        return SharedEngine(pack.folder, wanted.run(context_tokens), clock.device)
+        return SharedEngine(pack.folder, wanted.run(pack, context_tokens), clock.device)
     host = host if wanted.ram_bytes is None else None
     return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
 
@@ -414,6 +426,8 @@ class EngineBench:
             left=found.left / running,
             whole_per_token=found.whole / decode_tokens,
             promoted_per_token=found.promoted / decode_tokens,
+            ahead_per_token=found.ahead / decode_tokens,
+            ahead_needed=found.ahead_ran / max(found.ahead, 1),
             bytes_per_token=found.link_bytes / decode_tokens,
             disk_bytes_per_token=(disk_bytes(engine.engine) - read_before) / decode_tokens,
             link_share=found.link_bytes / self._rate / decode_s,

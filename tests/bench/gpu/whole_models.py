@@ -349,11 +349,13 @@ _SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8
 class Ratio:
     """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident).
 
-    `tier`: where missing rows are: host memory, or the disk.
+    `tier`: where missing rows are: host memory, or the disk.   `policy`: of what comes and goes; only named policies
+    predict.
     """
 
     pack: str
     misses: MissesOption
+    policy: str
     tier: str
     gib: int
     capped_per_s: float
@@ -407,8 +409,9 @@ class _Run:
     @property
     def name(self) -> str:
         """What the section is called."""
-        budget, tier = self.wanted.budget_bytes, "" if self.wanted.ram_bytes is None else ", disk"
-        return f"{self.wanted.misses}, {'all' if budget is None else f'{budget >> 30} GiB'}{tier}"
+        wanted, tier = self.wanted, "" if self.wanted.ram_bytes is None else ", disk"
+        space = "all" if wanted.budget_bytes is None else f"{wanted.budget_bytes >> 30} GiB"
+        return f"{wanted.misses}, {wanted.policy}, {space}{tier}"
 
 
 def _runs() -> list[_Run]:
@@ -423,6 +426,8 @@ def _runs() -> list[_Run]:
         _Run(_capped("auto", 8)),
         _Run(_capped("cpu", _CAP_GIB)),
         _Run(_capped("pull", _CAP_GIB)),
+        _Run(replace(_capped("auto", _CAP_GIB), policy="corm")),
+        _Run(replace(_capped("pull", _CAP_GIB), policy="corm")),
         _Run(from_disk, _DISK_LENGTHS, _DISK_DECODED),
         _Run(_capped("auto", 12)),
         _Run(_capped("auto", 16)),
@@ -433,7 +438,7 @@ def _runs() -> list[_Run]:
 
 def _rehearsed_runs() -> list[_Run]:
     auto = _capped("auto", _CAP_GIB)
-    runs = (EngineRequest("auto"), auto, replace(auto, ram_bytes=_RAM_BYTES))
+    runs = (EngineRequest("auto"), replace(auto, policy="corm"), replace(auto, ram_bytes=_RAM_BYTES))
     return [_Run(wanted, *_REHEARSED_LENGTHS) for wanted in runs]
 
 
@@ -450,7 +455,16 @@ def _budgets(results: Results, clock: Clock, wanted: PackRequest) -> None:
             elif whole:
                 tier, resident = "host" if run.wanted.ram_bytes is None else "disk", whole[0].decode_per_s
                 ratio = found.decode_per_s / resident
-                row = Ratio(bench.name, run.wanted.misses, tier, budget >> 30, found.decode_per_s, resident, ratio)
+                row = Ratio(
+                    bench.name,
+                    run.wanted.misses,
+                    run.wanted.policy,
+                    tier,
+                    budget >> 30,
+                    found.decode_per_s,
+                    resident,
+                    ratio,
+                )
                 results.add(row)
 
         for run in _rehearsed_runs() if clock.is_rehearsal else _runs():

@@ -1,0 +1,130 @@
+"""The cases of predicted experts and of changed choices for `cases`; each makes its inputs on a device."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from gpu_layers import random_layer, random_running, running_on
+from named_formats import named_format
+from random_experts import Shape
+
+from gpu.comparing import EXP, Difference, Prepared, exact, excess, random_values
+from moe_pack.calib.statistics import learn_paths
+from moe_pack.formats import RouterSpec
+from moe_pack.runtime.gpu.kernels.elementwise import Norm
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
+from moe_pack.runtime.gpu.kernels.predict import (
+    LayerPaths,
+    PulledAhead,
+    add_routes,
+    enter_pulled,
+    forget_pulled,
+    rank,
+    score_paths,
+)
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
+from moe_pack.runtime.gpu.kernels.rows import stored_part
+from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model.router import expert_scores, router_weights
+from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.routing_file import multi_hot
+from moe_pack.runtime.offload.split import substitute
+
+
+def substituted_case(spec: RouterSpec, device: torch.device) -> Prepared:
+    """Half of the experts are resident; the router's rows have one value each, a logit."""
+    draw = torch.Generator().manual_seed(2)
+    logits = torch.randn((1, spec.num_experts), generator=draw) / 2
+    bias = torch.randn(spec.num_experts, generator=draw) / 8 if spec.bias else None
+    is_resident = torch.rand(spec.num_experts, generator=draw) < 0.5
+    own, _ = TORCH.route(logits, spec, bias)
+    chosen = torch.from_numpy(substitute(expert_scores(logits, spec).numpy(), own.numpy(), is_resident.numpy(), 0.5))
+    weights = router_weights(logits, chosen, spec)[0]
+    rows = torch.zeros((spec.num_experts, 4))
+    rows[:, 0] = logits[0]
+    stored, ones = StoredRows(rows.to(device), stored_part("F32", 4)), torch.ones(4, device=device)
+    experts = torch.zeros(spec.num_experts_per_tok, dtype=torch.int32, device=device)
+    routed, changed = Routed.allocate(4, spec, device), torch.zeros(1, dtype=torch.int32, device=device)
+    choice = ChangedChoice(None, is_resident.int().to(device), 0.5, changed)
+
+    def compare() -> Difference:
+        if not torch.equal(experts.cpu().long(), chosen[0]) or changed != (chosen != own).sum():
+            return exact(False)
+        return Difference(excess(routed.weights, weights, weights.abs()), 2 * EXP)
+
+    router = Router(spec, Norm(ones, None, 0.0), stored, None, None if bias is None else bias.to(device), None)
+    return Prepared(partial(route, ones, router, experts, routed, choice), compare)
+
+
+def paths_case(num_experts: int, device: torch.device) -> Prepared:
+    """Statistics of drawn routes, and the best of what they say about a token; the scores are logarithms."""
+    draw, k = np.random.default_rng(num_experts), 4
+    routes = np.argsort(-draw.gumbel(size=(400, 3, num_experts)), axis=2)[:, :, :k].astype(np.uint16)
+    statistics = learn_paths(routes, num_experts, 1 << 20)
+    before = torch.from_numpy(routes[7, :2].astype(np.int32))
+    shares, _ = statistics.predict(2, before[None].numpy())
+    scores, found = (torch.zeros(n, device=device) for n in (num_experts, 8))
+    experts, paths = found.int(), LayerPaths.of(statistics, 2, 2, device)
+
+    def launch() -> None:
+        score_paths(before.to(device), paths, scores)
+        rank(scores, experts)
+
+    def compare() -> Difference:
+        if experts.tolist() != ranked(scores.cpu()[None].numpy(), len(experts))[0].tolist():
+            return exact(False)
+        found = (scores.cpu().double() / (2 * k)).softmax(0)
+        return Difference(float((found - torch.from_numpy(shares[0])).abs().max()), EXP)
+
+    return Prepared(launch, compare)
+
+
+def routes_case(device: torch.device) -> Prepared:
+    """A network's first layer of 300 units."""
+    routes = torch.tensor([[4, 1, 0], [2, 5, 3]])
+    first, weights = random_values(300), random_values(300, 2, 8, seed=1).bfloat16()
+    expected = (first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T).relu()
+    by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(300, device=device)
+
+    def launch() -> None:
+        there.copy_(first)
+        add_routes(there, by_route, routes.int().to(device), is_rectified=True)
+
+    return Prepared(launch, lambda: Difference(excess(there, expected, 1 + expected.abs()), EXP))
+
+
+def pulled_ahead_case(device: torch.device) -> Prepared:
+    """Records of two experts are entered and forgotten, one of which runs."""
+    shape = Shape(300, 64, "up", named_format(4), named_format(2), named_format(4))
+    layer = random_layer([shape] * 3, thresholds=[0.5] * 3)
+    record_at = layer.tables.record_at.clone()
+    running = running_on(random_running(layer.tables, (2, 1), 0.5, seed=1), device)
+    neurons, counts = torch.arange(280, dtype=torch.int32).expand(2, 280).contiguous(), (260, 3)
+    for expert, count in zip((1, 0), counts, strict=True):
+        record_at[expert, :count] = -1
+    table = record_at.to(device, copy=True)
+    tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(device))
+    pulled = PulledAhead(
+        torch.tensor([1, 0], dtype=torch.int32).to(device),
+        torch.arange(560, dtype=torch.int32).view(2, 280).to(device),
+        neurons.to(device),
+        torch.tensor(counts, dtype=torch.int32).to(device),
+    )
+    entered, totals = torch.zeros_like(table), torch.zeros((2, 3), dtype=torch.int32, device=device)
+    chosen = torch.tensor([2, 1], dtype=torch.int32).to(device)
+
+    def launch() -> None:
+        enter_pulled(pulled, table)
+        entered.copy_(table)
+        forget_pulled(pulled, chosen, tables, running, totals)
+
+    def compare() -> Difference:
+        expected = record_at.clone()
+        for place, (expert, count) in enumerate(zip((1, 0), counts, strict=True)):
+            expected[expert, :count] = torch.arange(place * 280, place * 280 + count, dtype=torch.int32)
+        ran = int((running.a[1, :260].abs() >= 0.5).sum())
+        is_same = torch.equal(entered.cpu(), expected) and torch.equal(table.cpu(), record_at)
+        return exact(is_same and totals.tolist() == [[1, 260, ran], [0, 3, 0]])
+
+    return Prepared(launch, compare)
