@@ -26,7 +26,7 @@ from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_sha
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses
+from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
 from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
@@ -314,7 +314,7 @@ class Engine:
         from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
         pack, device, request = self._pack, self.device, run.request
-        inputs = self._gpu_inputs(run.ram_bytes)
+        inputs = self._gpu_inputs(run.ram_bytes, request.budget_bytes or run.memory.free_bytes())
         if inputs.misses == "split":
             self.misses = "auto" if inputs.pulled_share else "cpu"
         else:
@@ -330,7 +330,7 @@ class Engine:
 
         return fit_to_gpu(pack, device, run.memory, request, inputs.least_bytes, build, compile_kernels)
 
-    def _gpu_inputs(self, ram_bytes: int) -> "GpuInputs":
+    def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> "GpuInputs":
         """Decides who has what is missing on the GPU, and by which policy records come and go there."""
         from moe_pack.runtime.gpu.cpu_share import Rates, Split, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
@@ -374,6 +374,7 @@ class Engine:
             needs_scores=preset.needs_scores,
             prediction=prediction,
             alpha=options.approximations.substitute,
+            offset_bytes=offset_bytes_for(pack.layout, most_bytes),
         )
 
     def _gpu_preset(self, has_link: bool) -> Preset:

@@ -48,6 +48,7 @@ class GpuInputs:
     `needs_scores`: whether the policy uses the routers' scores of all experts.   `prediction`: of experts, whose
     records the link brings ahead; None: none are predicted.   `alpha`: resident experts replace missing ones with low
     scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no expert is replaced.
+    `offset_bytes`: from `placement.offset_bytes_for`.
     """
 
     pack: Pack
@@ -66,6 +67,7 @@ class GpuInputs:
     needs_scores: bool = False
     prediction: PredictionPlan | None = None
     alpha: float | None = None
+    offset_bytes: int = 4
 
     @property
     def has_link(self) -> NDArray[np.bool_] | None:
@@ -85,7 +87,8 @@ class GpuInputs:
     @property
     def least_bytes(self) -> int:
         """The least memory for experts in which an engine runs."""
-        return least_placement(self.pack.layout, self.misses, self.has_link, self.num_predicted).num_bytes
+        sizes = (self.has_link, self.num_predicted, self.offset_bytes)
+        return least_placement(self.pack.layout, self.misses, *sizes).num_bytes
 
 
 class GpuEngine:
@@ -115,6 +118,7 @@ class GpuEngine:
             inputs.has_link,
             is_pulled=inputs.pulled_share > 0,
             num_predicted=inputs.num_predicted,
+            offset_bytes=inputs.offset_bytes,
         )
         queues = Queues(device)
         with ExitStack() as opened:

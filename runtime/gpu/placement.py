@@ -24,7 +24,7 @@ Array = NDArray[Any]
 Misses = Literal["pull", "split", "disk"]
 
 NUM_TURNS = 2  # the host looks at what one token left while the next one runs
-REACH_BYTES = 16 * (2**31 - 1)  # the largest arena with one beginning: offsets are int32 in units of 16 bytes
+REACH_BYTES = 16 * (2**31 - 1)  # of offsets in units of 16 bytes in 32 bits; in more memory they have 64
 # Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/policies.md), but a
 # prompt's experts stream through it.
 DYNAMIC_SHARE = 0.05
@@ -52,7 +52,7 @@ class GpuPlacement:
     that each of a token's experts can fill by pulling, in either of two turns.   `num_ahead` int64 [L]: records that
     can be pulled ahead for each of `num_predicted` experts, in either of two halves of `ahead_bytes`.
     `scratch_bytes`: for one layer's pulled rows.   `dynamic_bytes`: of scratch memory, slots and records pulled ahead
-    together, in this order.   `other_bytes`: of tables.
+    together, in this order.   `other_bytes`: of tables, whose offsets have `offset_bytes` each.
     """
 
     misses: Misses
@@ -67,6 +67,7 @@ class GpuPlacement:
     ahead_bytes: int
     dynamic_bytes: int
     other_bytes: int
+    offset_bytes: int
     num_rows: int
     num_active: int
     num_predicted: int
@@ -92,6 +93,7 @@ def place_experts(
     has_link: Array | None = None,
     is_pulled: bool = False,
     num_predicted: int = 0,
+    offset_bytes: int = 4,
 ) -> GpuPlacement:
     """Divides a GPU's memory for experts between static rows and dynamic memory.
 
@@ -101,14 +103,13 @@ def place_experts(
              runs, in each of H equal slices of an expert's rows; None: all rows are read equally often.   has_link:
              bool [L], layers whose experts a GPU can read in host memory: only these have slots; None: all.
              is_pulled: whether the link brings some of a token's missing records.   num_predicted: experts of each
-             layer for which records are pulled ahead.
+             layer for which records are pulled ahead.   offset_bytes: from `offset_bytes_for`.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
-    sizes = _Sizes.of(layout, misses, has_link, num_predicted)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted, offset_bytes)
     whole = sizes.whole()
     if whole.num_bytes <= expert_bytes:
         return whole
-    expert_bytes = min(expert_bytes, REACH_BYTES)
     least = sizes.least()
     if least.num_bytes > expert_bytes:
         raise RunError(
@@ -129,12 +130,22 @@ def place_experts(
 
 
 def least_placement(
-    layout: PackLayout, misses: Misses, has_link: Array | None = None, num_predicted: int = 0
+    layout: PackLayout,
+    misses: Misses,
+    has_link: Array | None = None,
+    num_predicted: int = 0,
+    offset_bytes: int = 4,
 ) -> GpuPlacement:
     """Returns the placement with the least memory: no static rows; arguments as for `place_experts`."""
-    sizes = _Sizes.of(layout, misses, has_link, num_predicted)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted, offset_bytes)
     whole, least = sizes.whole(), sizes.least()
     return whole if whole.num_bytes <= least.num_bytes else least
+
+
+def offset_bytes_for(layout: PackLayout, most_bytes: int) -> int:
+    """Returns the bytes of an offset, 4 or 8, that reach all experts in so much memory."""
+    whole = _Sizes.of(layout, "split").whole().num_bytes
+    return 4 if min(whole, most_bytes) <= REACH_BYTES else 8
 
 
 def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
@@ -183,15 +194,23 @@ class _Sizes:
     num_rows: int
     num_active: int
     num_predicted: int
+    offset_bytes: int
     extra_bytes: int
 
     @classmethod
-    def of(cls, layout: PackLayout, misses: Misses, has_link: Array | None = None, num_predicted: int = 0) -> "_Sizes":
+    def of(
+        cls,
+        layout: PackLayout,
+        misses: Misses,
+        has_link: Array | None = None,
+        num_predicted: int = 0,
+        offset_bytes: int = 4,
+    ) -> "_Sizes":
         rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
         first = layout.experts[0][0]
         num_active = layout.spec.router.num_experts_per_tok
         has_link = np.full(len(rows), misses != "disk") if has_link is None else has_link
-        counts = (first.num_rows, num_active, num_predicted)
+        counts = (first.num_rows, num_active, num_predicted, offset_bytes)
         return cls(misses, has_link, rows[:, :, 0], rows[:, :, 1], *counts, first.extra_bytes)
 
     @property
@@ -204,8 +223,8 @@ class _Sizes:
     def other_bytes(self) -> int:
         """Bytes of tables: offsets of rows, of slots to pull into, kinds, thresholds, biases of down."""
         L, E = self.record_rows.shape
-        offsets = 4 * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
-        landing = 2 * 4 * L * self.num_active * _MOST_LANDING
+        offsets = self.offset_bytes * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
+        landing = NUM_TURNS * self.offset_bytes * L * self.num_active * _MOST_LANDING
         return int(offsets + landing + L * (_TABLES_A_LAYER * LINE_BYTES + 24 * E) + self.extra_bytes * L * E)
 
     def whole(self) -> GpuPlacement:
@@ -275,6 +294,7 @@ class _Sizes:
             ahead_bytes=ahead_bytes,
             dynamic_bytes=dynamic_bytes,
             other_bytes=self.other_bytes,
+            offset_bytes=self.offset_bytes,
             num_rows=self.num_rows,
             num_active=self.num_active,
             num_predicted=self.num_predicted,

@@ -165,7 +165,7 @@ class RecordPrefetch:
         self._host_rows, self._placement = host_rows, memory.placement
         n, f = len(prediction.experts), spec.expert.intermediate_size
         self.totals = torch.zeros((len(host_rows), n, 3), dtype=torch.int32, device=device)
-        self._running = RunningNeurons.allocate(n, f, device)
+        self._running = RunningNeurons.allocate(n, f, device, memory.record_at.dtype)
         self._all = torch.ones(1, device=device)
         self._turned = torch.zeros(spec.hidden_size, device=device)
         self._matrix = device_matrix(spec.hidden_size, device)
@@ -189,7 +189,7 @@ class RecordPrefetch:
         half = placement.ahead_bytes // 32
         begin = memory.dynamic_at + (placement.dynamic_bytes - placement.ahead_bytes) // 16
         for layer_idx, num_slots in enumerate(np.minimum(placement.num_ahead, most_records).tolist()):
-            slots = torch.arange(n * num_slots, dtype=torch.int32, device=device).view(n, num_slots)
+            slots = torch.arange(n * num_slots, dtype=memory.record_at.dtype, device=device).view(n, num_slots)
             units = int(placement.slot_bytes[layer_idx]) // 16
             self._slots[layer_idx] = begin + layer_idx % 2 * half + slots * units
 

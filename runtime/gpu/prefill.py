@@ -281,16 +281,17 @@ class GpuWeights(PackWeights, ExpertRunner):
     def _group(self, layer_idx: int, experts: Sequence[int]) -> ExpertGroup:
         """Returns some experts of a layer with the places of all their rows; waits for their copies."""
         tables, kinds = self.memory.layers[layer_idx], self.memory.kinds[layer_idx]
-        begins = np.zeros((2, len(experts)), np.int32)  # where row 0 of selector and records would lie
+        offsets = self.memory.static_at.dtype
+        begins = np.zeros((2, len(experts)), offsets)  # where row 0 of selector and records would lie
         for place, expert in enumerate(experts):
             entry = self.stream.find(ExpertKey(layer_idx, expert))
             if entry is not None:
                 self._queues.wait_for(entry.copied)
                 begins[:, place] = self.stream.rows_at(entry)
         chosen = torch.tensor(experts, device=self._device)
-        units = np.array([[kinds[expert].selector_units, kinds[expert].record_units] for expert in experts], np.int32)
+        units = np.array([[kinds[expert].selector_units, kinds[expert].record_units] for expert in experts], offsets)
         at, steps = (torch.from_numpy(each).to(self._device) for each in (begins, np.ascontiguousarray(units.T)))
-        rows = torch.arange(tables.record_at.shape[1], dtype=torch.int32, device=self._device)
+        rows = torch.arange(tables.record_at.shape[1], dtype=tables.record_at.dtype, device=self._device)
 
         def places(table: Tensor, number: int) -> Tensor:
             known = table.index_select(0, chosen)

@@ -77,7 +77,7 @@ class TokenStep:
     """The launches of one token, experts included, and buffers for its experts.
 
     `routes`: int32 [turns, L, k], `totals`: int32 [turns, L, k, 4], in page-locked memory: the token's experts, and
-    their neurons (HERE, PULLED, LEFT, MISSING).   `changes`: int32 [turns, most_changes, 2], likewise: places and
+    their neurons (HERE, PULLED, LEFT, MISSING).   `changes`: [turns, most_changes, 2], likewise: places and
     values for the table of records.   `router_logits`: float32 [turns, L, E], likewise, if the policy needs scores.
     `ahead`: int32 [turns, L, n, 3], the prefetch's totals, `num_changed`: int32 [turns, L], experts that ran in place
     of the routers'; both likewise, if there are any.
@@ -93,13 +93,14 @@ class TokenStep:
         f, k, d = spec.expert.intermediate_size, spec.router.num_experts_per_tok, spec.hidden_size
         num_layers = len(spec.moe_layers)
         is_locked = device.type == "cuda"
-        running = RunningNeurons.allocate(k, f, device)
+        offsets = weights.memory.record_at.dtype
+        running = RunningNeurons.allocate(k, f, device, offsets)
         self._totals = torch.zeros((num_layers, k, 4), dtype=torch.int32, device=device)
         self._running = [replace(running, totals=totals) for totals in self._totals]
         self._partials, self._pulled_partials = (
             torch.zeros((k, num_partials(k, f, num_sms), d), device=device) for _ in range(2)
         )
-        self._selector_units = torch.zeros((k, f), dtype=torch.int32, device=device)
+        self._selector_units = torch.zeros((k, f), dtype=offsets, device=device)
         self._pulled_share = torch.tensor([inputs.pulled_share], device=device)
         self._host_rows = [_host_rows(inputs.host, l, device) for l in range(num_layers)]
         is_rotated = any(weights.rotation(layer_idx) is not None for layer_idx in range(num_layers))
@@ -114,7 +115,7 @@ class TokenStep:
         )
         logits_shape = (NUM_TURNS, *layers.router_logits.shape) if inputs.needs_scores else (0,)
         self.router_logits = torch.zeros(logits_shape, pin_memory=is_locked)
-        self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=torch.int32, pin_memory=is_locked)
+        self.changes = torch.zeros((NUM_TURNS, most_changes, 2), dtype=offsets, pin_memory=is_locked)
         self.prefetch: RecordPrefetch | None = None
         plan, substitution = inputs.prediction, inputs.substitution
         if plan is not None and not self._placement.is_whole:
@@ -328,11 +329,12 @@ class GpuDecoder(Decoder):
         )
         self._num_changes = torch.zeros(1, dtype=torch.int32, device=device)
         landing_slots = weights.memory.landing_slots
-        self._landing = torch.zeros((NUM_TURNS, *landing_slots.shape), dtype=torch.int32, pin_memory=self._is_cuda)
+        offsets = landing_slots.dtype
+        self._landing = torch.zeros((NUM_TURNS, *landing_slots.shape), dtype=offsets, pin_memory=self._is_cuda)
         self._num_entries = [0] * NUM_TURNS  # of the changes before the next token of each turn
         most = 0 if residency is None else MOST_KEPT
         self._sources, self._targets = (
-            torch.zeros(most, dtype=dtype, pin_memory=self._is_cuda) for dtype in (torch.int64, torch.int32)
+            torch.zeros(most, dtype=dtype, pin_memory=self._is_cuda) for dtype in (torch.int64, offsets)
         )
         self._sources_there, self._targets_there = (each.to(device) for each in (self._sources, self._targets))
         # An event and not a stream: a test makes torch forbid waits for streams.
@@ -497,7 +499,7 @@ class GpuDecoder(Decoder):
         """Writes what changes before the next token of a turn to where its launches read it."""
         changes, entries = residency.changes(), self._step.changes[turn]
         number = self._num_entries[turn] = len(changes.places)
-        entries[:number, 0] = torch.from_numpy(changes.places.astype(np.int32))
+        entries[:number, 0] = torch.from_numpy(changes.places)
         entries[:number, 1] = torch.from_numpy(changes.values)
         self._landing[turn] = torch.from_numpy(residency.landing[turn])
 

@@ -87,9 +87,9 @@ def down_biases(pack: Pack, layer_idx: int) -> Tensor | None:
 class ExpertMemory:
     """A GPU's memory for experts, with its tables. Owns it: `close` it.
 
-    `layers`: the tables of each MoE layer.   `kinds`: of each layer's experts, known to the host.   `record_at`: int32
-    [L, E, f] on the device, which the layers' tables are parts of; `static_at`, int32 [L, E, f]: its values if no slot
-    has a record.   `landing`: of each layer; `landing_slots`, int32 on the device, has all their slots.
+    `layers`: the tables of each MoE layer.   `kinds`: of each layer's experts, known to the host.   `record_at`:
+    [L, E, f] on the device, int32 or int64, which the layers' tables are parts of; `static_at`, [L, E, f]: its values
+    if no slot has a record.   `landing`: of each layer; `landing_slots`, on the device, has all their slots.
     `slots_at`: int64 [L], where a layer's slots begin, `dynamic_at`: where the dynamic memory does, both in units of 16
     bytes.   `num_bytes`: the size of the allocation, equal to the placement's `num_bytes`.
     """
@@ -100,10 +100,10 @@ class ExpertMemory:
         Args:    host: all experts' extents; None: static experts are read from the pack.
         Raises:  RunError if the device has too little memory; PackError if an expert is damaged or cannot be read.
         """
+        assert placement.num_bytes <= REACH_BYTES or placement.offset_bytes == 8, "offsets reach all rows"
         memory = _Memory(placement.num_bytes, device)
         num_layers = len(placement.num_slots)
         self.placement, self.num_bytes, self.device = placement, placement.num_bytes, device
-        has_one_base = placement.num_bytes <= REACH_BYTES or not placement.is_whole
         static = [memory.take(int(num_bytes)) for num_bytes in placement.static_bytes]
         dynamic = memory.take(placement.dynamic_bytes)
         self.arena = memory.bytes
@@ -112,16 +112,16 @@ class ExpertMemory:
         slots_begin = memory.begin_of(dynamic) + placement.scratch_bytes
         self.slots_at: NDArray[np.int64] = (slots_begin + np.cumsum(slots_bytes) - slots_bytes) // 16
         shape = (num_layers, pack.spec.router.num_experts, pack.spec.expert.intermediate_size)
-        self.static_at = np.full(shape, -1, np.int32)
-        selector_at = np.full(shape, -1, np.int32)
+        dtype = np.int32 if placement.offset_bytes == 4 else np.int64
+        self.static_at = np.full(shape, -1, dtype)
+        selector_at = np.full(shape, -1, dtype)
         for l, part in enumerate(static):
-            begin = memory.begin_of(part) if has_one_base else 0
-            _copy_static(pack, l, placement, host, part, begin, selector_at[l], self.static_at[l])
+            _copy_static(pack, l, placement, host, part, memory.begin_of(part), selector_at[l], self.static_at[l])
         self.record_at = memory.put(torch.from_numpy(self.static_at))
         has_selector = pack.layout.experts[0][0].selector is not None
         on_device = memory.put(torch.from_numpy(selector_at)) if has_selector else None
         self.landing_slots = memory.put(
-            torch.zeros(int(placement.num_active * placement.num_landing.sum()), dtype=torch.int32)
+            torch.zeros(int(placement.num_active * placement.num_landing.sum()), dtype=self.record_at.dtype)
         )
         self.landing = self._landing(placement)
         self.layers: tuple[LayerTables, ...] = tuple(
@@ -129,7 +129,7 @@ class ExpertMemory:
                 pack,
                 l,
                 placement,
-                memory.bytes if has_one_base else static[l],
+                memory.bytes,
                 None if on_device is None else on_device[l],
                 self.record_at[l],
                 memory.put,
@@ -213,12 +213,12 @@ def _copy_static(
     host: HostArena | None,
     to: Tensor,
     base: int,
-    selector_at: NDArray[np.int32],
-    record_at: NDArray[np.int32],
+    selector_at: NDArray[np.integer],
+    record_at: NDArray[np.integer],
 ) -> None:
     """Copies a layer's static rows to `to`, which begins at byte `base` of the arena, and enters their offsets.
 
-    Args:    selector_at, record_at: int32 [E, f] of this layer, which get the offsets in units of 16 bytes.
+    Args:    selector_at, record_at: [E, f] of this layer, which get the offsets in units of 16 bytes.
     """
     layouts, begin = pack.layout.experts[l], 0
     f = layouts[0].num_rows

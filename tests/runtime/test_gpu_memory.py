@@ -14,7 +14,14 @@ from moe_pack.formats import BF16, Pack, PackLayout, Plan, RunError, Selector, d
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.device import HostArena, Queues
-from moe_pack.runtime.gpu.placement import GpuPlacement, Misses, least_placement, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import (
+    GpuPlacement,
+    Misses,
+    least_placement,
+    offset_bytes_for,
+    place_experts,
+    usual_heat,
+)
 from moe_pack.runtime.gpu.prefill import ExpertStream
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.offload import ExpertKey
@@ -163,11 +170,15 @@ def test_more_memory_never_has_fewer_rows(misses: Misses, is_sparse: bool) -> No
     assert all(more >= 0.999 * less for less, more in pairwise(found)), found
 
 
-def test_an_arena_is_no_longer_than_offsets_reach() -> None:
+def test_offsets_reach_all_of_the_memory() -> None:
     spec = model_spec("mixtral-8x7b")
     layout = pack_layout(spec, uniform_plan(spec, "up", BF16, BF16), ["BF16"] * len(dense_roles(spec)))
-    assert place_experts(layout, 64 << 30, "split").num_bytes <= 32 << 30
-    assert place_experts(layout, 1 << 40, "split").is_whole
+    reach = 16 * (2**31 - 1)
+    assert [offset_bytes_for(layout, most) for most in (11 << 30, reach, reach + 1, 1 << 40)] == [4, 4, 8, 8]
+    near, far = (place_experts(layout, 64 << 30, "split", offset_bytes=offset_bytes) for offset_bytes in (4, 8))
+    num_neurons = 14336 * layout.spec.router.num_experts * len(layout.experts)
+    assert far.other_bytes - near.other_bytes == 4 * (2 * num_neurons + 2 * 32 * 2 * 256)
+    assert 63 << 30 < far.num_bytes <= 64 << 30
 
 
 def test_experts_stream_through_the_ring_as_they_are_in_the_pack(opened: tuple[Pack, HostArena]) -> None:

@@ -55,8 +55,8 @@ class PlainEngine(Engine):
         self.gpu_memory: Any = PlainMemory()
         return _GpuRun(self.gpu_memory, GpuRequest(BUDGET, self._context_tokens, 4, torch.float32), 1 << 30)
 
-    def _gpu_inputs(self, ram_bytes: int) -> GpuInputs:
-        self.inputs = super()._gpu_inputs(ram_bytes)
+    def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
+        self.inputs = super()._gpu_inputs(ram_bytes, most_bytes)
         self.gpu_memory.least_bytes = self.inputs.least_bytes
         self.gpu_memory.expert_bytes = expert_bytes_for(self._pack, 0.6, self.inputs.misses)
         return self.inputs

@@ -83,7 +83,9 @@ def test_logits_are_the_references_on_every_way_to_what_is_missing(tmp_path: Pat
         GpuRun(0.4, pulled_share=1.0, dynamic_share=0.9),
         GpuRun(0.5, policy="fiddler", cpu_share=3.0, dynamic_share=0.0),
         GpuRun(0.4, "disk"),
-        GpuRun(1.0),
+        GpuRun(0.5, offset_bytes=8),
+        GpuRun(0.4, "pull", offset_bytes=8),
+        GpuRun(1.0, offset_bytes=8),
     ):
         with case(str(run)):
             found = gpu_logits(folder, run, LONG_IDS)

@@ -13,7 +13,7 @@ from moe_pack.formats import BF16, PackLayout, RunError, dense_roles, part_forma
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime.gpu.placement import Misses, least_placement, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.offload import divide_budget, least_budget
 from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, best_gpu_plan, divide, least_gpu_budget
 
@@ -43,7 +43,7 @@ def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
 
 def gpu(made: PackLayout, num_bytes: int, misses: Misses) -> tuple[int, ...]:
     heat = usual_heat(made, np.ones((len(made.experts), len(made.experts[0]))))
-    found = place_experts(made, num_bytes, misses, heat=heat)
+    found = place_experts(made, num_bytes, misses, heat=heat, offset_bytes=offset_bytes_for(made, num_bytes))
     static, slots = int(found.static_bytes.sum()), int(found.num_slots.sum())
     return (static, found.dynamic_bytes, found.scratch_bytes, slots, int(found.num_landing.max()), found.other_bytes)
 
@@ -68,16 +68,16 @@ EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
     ("small", "planned gpu", 555_414_912): (27648, 46080, 0, 16, 8388608),
     ("mixtral-8x7b", "pull", 3_221_225_472): (2675441664, 507379712, 507379712, 0, 0, 29562880),
     ("mixtral-8x7b", "pull", 8_589_934_592): (8052953984, 507379712, 470220800, 2256, 4, 29562880),
-    ("mixtral-8x7b", "pull", 42_949_672_960): (32612150784, 1717986816, 470220800, 76071, 151, 29562880),
-    ("mixtral-8x7b", "pull", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "pull", 42_949_672_960): (40743090432, 2147483648, 470220800, 102265, 201, 59054080),
+    ("mixtral-8x7b", "pull", 85_899_345_920): (64944603136, 0, 0, 0, 0, 59054080),
     ("mixtral-8x7b", "split", 3_221_225_472): (2935554048, 253689856, 0, 15456, 30, 29562880),
     ("mixtral-8x7b", "split", 8_589_934_592): (8130837632, 429496704, 0, 26169, 51, 29562880),
-    ("mixtral-8x7b", "split", 42_949_672_960): (32612150784, 1717986816, 0, 104739, 208, 29562880),
-    ("mixtral-8x7b", "split", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "split", 42_949_672_960): (40743090432, 2147483648, 0, 130935, 256, 59054080),
+    ("mixtral-8x7b", "split", 85_899_345_920): (64944603136, 0, 0, 0, 0, 59054080),
     ("mixtral-8x7b", "disk", 3_221_225_472): (2790588416, 253689856, 0, 0, 0, 29562880),
     ("mixtral-8x7b", "disk", 8_589_934_592): (8118075392, 429496704, 0, 0, 0, 29562880),
-    ("mixtral-8x7b", "disk", 42_949_672_960): (32472301568, 1717986816, 0, 0, 0, 29562880),
-    ("mixtral-8x7b", "disk", 85_899_345_920): (64944603136, 0, 0, 0, 0, 29562880),
+    ("mixtral-8x7b", "disk", 42_949_672_960): (40590376960, 2147483648, 0, 0, 0, 59054080),
+    ("mixtral-8x7b", "disk", 85_899_345_920): (64944603136, 0, 0, 0, 0, 59054080),
     ("small", "pull", 40_000): (6912, 12288, 12288, 0, 0, 17184),
     ("small", "pull", 54_528): (23040, 12288, 12288, 0, 0, 17184),
     ("small", "pull", 90_911): (60800, 12288, 7680, 56, 1, 17184),

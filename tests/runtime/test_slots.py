@@ -31,6 +31,7 @@ def placement_of(num_slots: int, num_landing: int, first: int = 0) -> GpuPlaceme
         ahead_bytes=0,
         dynamic_bytes=16 * SLOT_UNITS * L * num_slots,
         other_bytes=0,
+        offset_bytes=4,
         num_rows=F,
         num_active=K,
         num_predicted=0,

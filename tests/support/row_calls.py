@@ -52,6 +52,9 @@ def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[t
         for width in widths:
             for selector in SELECTORS:
                 yield f"running {selector} {label(width)} d{d}", partial(_running, (width,), selector, d)
+        if 4 in widths:
+            layouts = _layouts((4,), "up", d)
+            yield f"running up 4 bit d{d}, far", partial(_run, layouts, "up", "silu", offsets=torch.int64)
         if 16 in widths:
             for selector in SELECTORS:
                 yield f"running mixed {selector} d{d}", partial(_running, MIXED, selector, d)
@@ -63,21 +66,31 @@ def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[t
 MIXED: tuple[Name, ...] = (1, 3, 4, 16, "t5")  # whose rows take from one warp to eight
 
 
-def _running(widths: tuple[Name, ...], selector: Selector, d: int) -> None:
+def _layouts(widths: tuple[Name, ...], selector: Selector, d: int) -> list[ExpertLayout]:
     spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
-    _run([expert_layout(named_expert(width), selector, spec, d) for width in widths], selector, "silu")
+    return [expert_layout(named_expert(width), selector, spec, d) for width in widths]
 
 
-def _run(layouts: list[ExpertLayout], selector: Selector, function: NeuronFunction, k: int = 8) -> None:
+def _running(widths: tuple[Name, ...], selector: Selector, d: int) -> None:
+    _run(_layouts(widths, selector, d), selector, "silu")
+
+
+def _run(
+    layouts: list[ExpertLayout],
+    selector: Selector,
+    function: NeuronFunction,
+    k: int = 8,
+    offsets: torch.dtype = torch.int32,
+) -> None:
     f, d, device = layouts[0].num_rows, layouts[0].records.num_cols, torch.device("cpu")
-    at, numbers = torch.zeros(16, f, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    at, numbers = torch.zeros(16, f, dtype=offsets), torch.zeros(16, dtype=torch.int32)
     arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layouts[0].extra else None
     kinds = tuple(kind_of(layout, selector, function) for layout in layouts)
     selector_at = None if selector == "none" else at
     tables = LayerTables(arena, selector_at, at, numbers, torch.zeros(16), kinds, down_bias)
     experts, x, partials = numbers[:k], torch.empty(d), torch.empty(k, 16, d)
-    running = RunningNeurons.allocate(k, f, device)
-    left = LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], at[:k])
+    running = RunningNeurons.allocate(k, f, device, offsets)
+    left = LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], running.neurons)
     for selector_units in (None, running.units):
         select(x, experts, tables, running, selector_units)
     for is_split in (False, True):

@@ -49,7 +49,7 @@ _BLOCK_NEURONS = 64  # of a program that computes neurons' outputs: as tensor co
 class ExpertGroup:
     """G experts that run together, with all their rows in an arena; all tensors are on one device.
 
-    `arena`: u8, its first byte at a multiple of 128.   `selector_units`, `record_units`: int32 [G, f], a row's offset
+    `arena`: u8, its first byte at a multiple of 128.   `selector_units`, `record_units`: [G, f], a row's offset
     in it in units of 16 bytes; `selector_units` is None if no selector is stored.   `thresholds`: float32 [G].
     `kinds`: the kinds of these experts.   `down_bias`: float32 [G, d], if experts have one.   All are contiguous.
     """

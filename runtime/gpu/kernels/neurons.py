@@ -95,7 +95,7 @@ def select(
     If no selector is stored, it lists all neurons and sets `a` to 0. If an expert's selector rows are missing (the
     offset of the first is negative), it lists none.
     Args:    x: float32 [d].   experts: int32 [k].   running: `a`, `blocks` and `counts` are overwritten.
-             selector_units: int32 [k, f], where these experts' selector rows are; `tables.selector_at` if None.
+             selector_units: [k, f], where these experts' selector rows are; `tables.selector_at` if None.
     """
     f, at = tables.record_at.shape[1], tables.selector_at if selector_units is None else selector_units
     parts = [(_part_in(True, kind.gate), _part_in(True, kind.up)) for kind in tables.kinds]

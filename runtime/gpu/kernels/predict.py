@@ -249,7 +249,7 @@ def _score_paths_kernel(
 class PulledAhead:
     """The records that are pulled for the experts predicted for one layer.
 
-    `experts`: int32 [n].   `slots`: int32 [n, S], where records go, in units of 16 bytes.   `neurons`: int32 [n, S],
+    `experts`: int32 [n].   `slots`: [n, S], where records go, in units of 16 bytes.   `neurons`: int32 [n, S],
     whose record is in each slot.   `counts`: int32 [n], the slots that are in use.
     """
 
@@ -262,7 +262,7 @@ class PulledAhead:
 def enter_pulled(pulled: PulledAhead, record_at: Tensor) -> None:
     """Enters records in a layer's table.
 
-    Args:    record_at: int32 [E, f].
+    Args:    record_at: [E, f].
     """
     n, most = pulled.slots.shape
     _enter_pulled_kernel[n, triton.cdiv(most, _BLOCK)](
@@ -347,7 +347,7 @@ def _forget_pulled_kernel(
         number = start + tl.arange(0, BLOCK)
         mask = number < count
         neuron = tl.load(neurons_ptr + predicted * most + number, mask=mask, other=0)
-        tl.store(record_at_ptr + expert * F + neuron, tl.full([BLOCK], -1, tl.int32), mask=mask)
+        tl.store(record_at_ptr + expert * F + neuron, -1, mask=mask)
         ran = mask & (place >= 0)
         if IS_SELECTED:
             ran = ran & runs(tl.load(a_ptr + place * F + neuron, mask=ran, other=0.0), threshold)

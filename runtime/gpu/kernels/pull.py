@@ -158,7 +158,7 @@ def pull_selectors(
 
     An expert's selector rows are all in the arena or all missing: the offset of the first says which.
     Args:    experts: int32 [k].   scratch_at: where the scratch memory begins, in units of 16 bytes; for each expert
-             it is as large as the selector rows of the layer's largest kind.   selector_units: int32 [k, f],
+             it is as large as the selector rows of the layer's largest kind.   selector_units: [k, f],
              overwritten.   num_programs: for all experts.
     """
     assert tables.selector_at is not None, "a selector is stored"
@@ -233,7 +233,7 @@ def bring(
 ) -> None:
     """Copies a list of rows from host memory to the arena.
 
-    Args:    sources: int64 [n], targets: int32 [n], on the arena's device: offsets in `host_rows` and in `arena`, in
+    Args:    sources: int64 [n], targets: [n], on the arena's device: offsets in `host_rows` and in `arena`, in
              units of 16 bytes.   row_units: of a row, in such units.   host_rows, arena: u8.
     """
     block_words = _block_words(row_units)
@@ -276,8 +276,8 @@ def _bring_kernel(
 def enter_rows(changes: Tensor, num_changes: Tensor, table: Tensor) -> None:
     """Changes entries of a table of rows.
 
-    Args:    changes: int32 [n, 2], places and values, each place once; page-locked host memory if the table is on a
-             GPU.   num_changes: int32 [1] on the table's device; only so many are read.   table: int32, contiguous.
+    Args:    changes: [n, 2], places and values, each place once; page-locked host memory if the table is on a
+             GPU.   num_changes: int32 [1] on the table's device; only so many are read.   table: contiguous.
     """
     _enter_rows_kernel[(triton.cdiv(len(changes), _CHANGES),)](
         changes, num_changes, table, BLOCK=_CHANGES, num_warps=4, enable_fp_fusion=True

@@ -78,9 +78,9 @@ def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) 
 class LayerTables:
     """Where the rows of a layer's experts lie; all tensors are on one device.
 
-    `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
-    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored. An expert's selector
-    rows are all there or all missing.
+    `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: [E, f], a row's offset in it in
+    units of 16 bytes, -1 if the row is missing; int64 if int32 does not reach all of the arena. `selector_at` is None
+    if no selector is stored. An expert's selector rows are all there or all missing.
     `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
     `down_bias`: float32 [E, d], contiguous, if experts have one.
     """
@@ -104,10 +104,10 @@ class RunningNeurons:
 
     `a`: float32 [k, f], the selector's activations.   `blocks`: int32 [k, f]; the running neurons of each block of
     `block` neurons stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
-    and how many of these have no record in the arena.   `neurons`, `units`: int32 [k, f], the neurons that the GPU
-    computes, and the offset of each one's record in units of 16 bytes: `totals[:, HERE]` of them, then
-    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 4]; then come LEFT,
-    which are left to the CPU, and MISSING, all that have no record in the arena.
+    and how many of these have no record in the arena.   `neurons`: int32 [k, f], the neurons that the GPU computes, and
+    `units`: [k, f], the offset of each one's record, as the tables have them: `totals[:, HERE]` of them, then
+    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 4]; then come LEFT, which are left to the CPU,
+    and MISSING, all that have no record in the arena.
     """
 
     a: Tensor
@@ -119,7 +119,9 @@ class RunningNeurons:
     block: int
 
     @classmethod
-    def allocate(cls, k: int, num_rows: int, device: torch.device) -> "RunningNeurons":
+    def allocate(
+        cls, k: int, num_rows: int, device: torch.device, offsets: torch.dtype = torch.int32
+    ) -> "RunningNeurons":
         """Allocates for k experts with so many neurons: the fewer there are, the smaller are the blocks."""
         block = _SELECT_BLOCK
         while block > _SMALLEST_BLOCK and k * -(-num_rows // block) < _NUM_BLOCKS:
@@ -134,7 +136,7 @@ class RunningNeurons:
             blocks=numbers(k, num_rows),
             counts=numbers(2, k, num_blocks),
             neurons=numbers(k, num_rows),
-            units=numbers(k, num_rows),
+            units=torch.zeros((k, num_rows), dtype=offsets, device=device),
             totals=numbers(k, 4),
             block=block,
         )
@@ -144,8 +146,8 @@ class RunningNeurons:
 class Landing:
     """Where a layer's pulled records go, in units of 16 bytes from the beginning of the arena.
 
-    The first records of the token's p-th expert go to `slots[p]`, int32 [k, S] on the device, and stay there until the
-    host says otherwise. The others go to the scratch memory, which the next layer overwrites: record `j` of them all
+    The first records of the token's p-th expert go to `slots[p]`, [k, S] on the device, and stay there until the host
+    says otherwise. The others go to the scratch memory, which the next layer overwrites: record `j` of them all
     to `scratch_at + (p * f + j) * slot_units`. `scratch_at` is -1 if there is none.
     """
 

@@ -25,7 +25,7 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
 
 Array = NDArray[Any]
@@ -195,7 +195,10 @@ class Subject:
         """
         who: Literal["pull", "split"] = "pull" if misses == "pull" else "split"
         is_pulled = misses == "auto"
-        return place_experts(self.layout, expert_bytes, who, self.popularity, self.heat, is_pulled=is_pulled)
+        offset_bytes = offset_bytes_for(self.layout, expert_bytes)
+        return place_experts(
+            self.layout, expert_bytes, who, self.popularity, self.heat, is_pulled=is_pulled, offset_bytes=offset_bytes
+        )
 
 
 def moved_bytes(
