@@ -24,6 +24,7 @@ from moe_pack.runtime.gpu.placement import (
     mostly_static,
     place_experts,
     usual_heat,
+    work_of_whole,
 )
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.prefill import GpuWeights
@@ -87,7 +88,7 @@ class GpuInputs:
     @property
     def least_bytes(self) -> int:
         """The least memory for experts in which an engine runs."""
-        sizes = (self.has_link, self.num_predicted, self.offset_bytes)
+        sizes = (self.has_link, self.num_predicted, self.pulled_share > 0, self.offset_bytes)
         return least_placement(self.pack.layout, self.misses, *sizes).num_bytes
 
 
@@ -176,6 +177,7 @@ def _step_inputs(
     exchange: Exchange,
 ) -> StepInputs:
     substitution = None if inputs.alpha is None else Substitution(inputs.alpha, mostly_static(placement, heat))
+    whole_records = work_of_whole(inputs.pack.layout, heat)
     return StepInputs(
         queues=queues,
         host=inputs.host,
@@ -183,6 +185,7 @@ def _step_inputs(
         exchange=exchange,
         pulled_share=inputs.pulled_share,
         needs_scores=inputs.needs_scores,
+        whole_records=whole_records,
         prediction=inputs.prediction,
         substitution=substitution,
     )

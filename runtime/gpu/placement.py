@@ -30,12 +30,14 @@ REACH_BYTES = 16 * (2**31 - 1)  # of offsets in units of 16 bytes in 32 bits; in
 DYNAMIC_SHARE = 0.05
 # Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.
 _LANDING_SHARE, _MOST_LANDING = 0.125, 256
+# Of the slots' memory, if the link brings a share: for pulled records of one layer that do not stay.
+_SCRATCH_SHARE = 0.5
 # Of the slots' memory, if experts are predicted: for records that are pulled ahead, of two layers.
 _AHEAD_SHARE = 0.25
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
 # selector is worth more: without it the CPU computes the whole expert, and the link brings nothing of it. Of 0.02 to 1,
-# 0.75 is predicted to be fastest at all budgets (docs/benchmarks/gpu-roofline.md).
-_RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.75
+# 0.5 is predicted to be fastest at most budgets (docs/benchmarks/gpu-roofline.md).
+_RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.5
 _USUAL_RUNNING = 0.2  # share of the neurons that run where some do not: the papers' packs are 80 to 90% sparse
 _MOSTLY = 0.9  # of the rows that usually run: so many must be static for an expert to replace others
 _NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
@@ -49,9 +51,10 @@ class GpuPlacement:
     `has_selector` bool [L, E]: whether an expert's selector is resident; True if none is stored.   `first_dynamic`
     int64 [L, E]: the records before it are resident.   `static_bytes` int64 [L]: of resident rows as they are laid
     out.   `num_slots`, `slot_bytes` int64 [L]: of a layer's records that came later.   `num_landing` int64 [L]: slots
-    that each of a token's experts can fill by pulling, in either of two turns.   `num_ahead` int64 [L]: records that
-    can be pulled ahead for each of `num_predicted` experts, in either of two halves of `ahead_bytes`.
-    `scratch_bytes`: for one layer's pulled rows.   `dynamic_bytes`: of scratch memory, slots and records pulled ahead
+    that each of a token's experts can fill by pulling, in either of two turns.   `num_scratch` int64 [L]: records of
+    each that can be pulled without staying, into the first part of `scratch_bytes`.   `num_ahead` int64 [L]: records
+    that can be pulled ahead for each of `num_predicted` experts, in either of two halves of `ahead_bytes`.
+    `scratch_bytes`: for rows of one layer.   `dynamic_bytes`: of scratch memory, slots and records pulled ahead
     together, in this order.   `other_bytes`: of tables, whose offsets have `offset_bytes` each.
     """
 
@@ -62,6 +65,7 @@ class GpuPlacement:
     num_slots: Array
     slot_bytes: Array
     num_landing: Array
+    num_scratch: Array
     num_ahead: Array
     scratch_bytes: int
     ahead_bytes: int
@@ -106,7 +110,7 @@ def place_experts(
              layer for which records are pulled ahead.   offset_bytes: from `offset_bytes_for`.
     Raises:  RunError if the dynamic memory does not fit; it says what is needed.
     """
-    sizes = _Sizes.of(layout, misses, has_link, num_predicted, offset_bytes)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted, is_pulled, offset_bytes)
     whole = sizes.whole()
     if whole.num_bytes <= expert_bytes:
         return whole
@@ -134,10 +138,11 @@ def least_placement(
     misses: Misses,
     has_link: Array | None = None,
     num_predicted: int = 0,
+    is_pulled: bool = False,
     offset_bytes: int = 4,
 ) -> GpuPlacement:
     """Returns the placement with the least memory: no static rows; arguments as for `place_experts`."""
-    sizes = _Sizes.of(layout, misses, has_link, num_predicted, offset_bytes)
+    sizes = _Sizes.of(layout, misses, has_link, num_predicted, is_pulled, offset_bytes)
     whole, least = sizes.whole(), sizes.least()
     return whole if whole.num_bytes <= least.num_bytes else least
 
@@ -171,6 +176,18 @@ def mostly_static(placement: GpuPlacement, heat: Array) -> Array:
     return is_static
 
 
+def work_of_whole(layout: PackLayout, heat: Array) -> Array:
+    """Returns the bytes that the CPU usually reads of an expert without a resident selector, in records: float64 [L].
+
+    Args:    heat: as for `place_experts`.
+    """
+    rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.float64)
+    num_records: Array = layout.experts[0][0].num_rows * (rows[:, :, 0] / rows[:, :, 1] + heat.mean(axis=2)).mean(
+        axis=1
+    )
+    return num_records
+
+
 def _most_popular(expert_bytes: Array, popularity: Array, num_bytes: int) -> Array:
     """Returns the experts to keep in so many bytes: the most popular of all layers, smaller ones where others end."""
     is_static = np.zeros(expert_bytes.shape, bool)
@@ -194,6 +211,7 @@ class _Sizes:
     num_rows: int
     num_active: int
     num_predicted: int
+    is_pulled: bool
     offset_bytes: int
     extra_bytes: int
 
@@ -204,13 +222,14 @@ class _Sizes:
         misses: Misses,
         has_link: Array | None = None,
         num_predicted: int = 0,
+        is_pulled: bool = False,
         offset_bytes: int = 4,
     ) -> "_Sizes":
         rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
         first = layout.experts[0][0]
         num_active = layout.spec.router.num_experts_per_tok
         has_link = np.full(len(rows), misses != "disk") if has_link is None else has_link
-        counts = (first.num_rows, num_active, num_predicted, offset_bytes)
+        counts = (first.num_rows, num_active, num_predicted, is_pulled, offset_bytes)
         return cls(misses, has_link, rows[:, :, 0], rows[:, :, 1], *counts, first.extra_bytes)
 
     @property
@@ -239,6 +258,7 @@ class _Sizes:
         num_slots = 2 * self.num_predicted * bool(self.has_link.any())
         if self.misses == "split":
             num_slots += (NUM_TURNS * self.num_active + 1) * int(self.has_link.sum())
+            num_slots *= 1 + self.is_pulled  # half is scratch memory
         dynamic_bytes = num_slots * int(self.record_rows.max())
         if self.misses == "pull":
             dynamic_bytes += self._scratch_bytes(has_selector, first)
@@ -266,15 +286,21 @@ class _Sizes:
         static = np.where(has_selector, self.selector_rows * self.num_rows, 0) + first_dynamic * self.record_rows
         missing = (self.num_rows - first_dynamic) * self.record_rows
         slot_bytes = self.record_rows.max(axis=1)
+        is_missing, num_scratch = missing.any(axis=1), np.full_like(slot_bytes, self.num_rows)
         scratch_bytes, slots_bytes = 0, dynamic_bytes
         if self.misses == "pull" and dynamic_bytes:
             scratch_bytes = self._scratch_bytes(has_selector, first_dynamic)
-            slots_bytes = dynamic_bytes - scratch_bytes
+        else:
+            of_place = self.num_active * slot_bytes
+            most = np.minimum(_SCRATCH_SHARE * dynamic_bytes // of_place, self.num_rows).astype(np.int64)
+            num_scratch = np.where(is_missing, most * (self.has_link & self.is_pulled), num_scratch)
+            scratch_bytes = int(-(-(num_scratch * of_place * is_missing).max() // LINE_BYTES) * LINE_BYTES)
+        slots_bytes -= scratch_bytes
         num_ahead, ahead_bytes = np.zeros_like(slot_bytes), 0
         if self.num_predicted:
             of_place = 2 * self.num_predicted * slot_bytes
             most = np.minimum(np.maximum(_AHEAD_SHARE * slots_bytes // of_place, 1), self.num_rows).astype(np.int64)
-            num_ahead = most * (self.has_link & missing.any(axis=1) & (of_place <= slots_bytes))
+            num_ahead = most * (self.has_link & is_missing & (of_place <= slots_bytes))
             ahead_bytes = int((num_ahead * of_place).max())
             slots_bytes -= ahead_bytes
         missing_bytes = missing.sum(axis=1) * self.has_link
@@ -289,6 +315,7 @@ class _Sizes:
             num_slots=num_slots,
             slot_bytes=slot_bytes,
             num_landing=np.minimum(landing.astype(np.int64), _MOST_LANDING),
+            num_scratch=num_scratch,
             num_ahead=num_ahead,
             scratch_bytes=scratch_bytes,
             ahead_bytes=ahead_bytes,

@@ -209,7 +209,7 @@ class RecordPrefetch:
         if rotation is not None:
             inputs = self._turned
             rotate(layers.normed, rotation, self._matrix, inputs)
-        experts, landing = self.prediction.experts, Landing(slots, -1, 0)
+        experts, landing = self.prediction.experts, Landing(slots, 0, 0, 0)
         select(inputs, experts, tables, running)
         compact(experts, tables, running, landing, self._all, self._left_for(slots), is_split=True)
         self._queues.wait_for(after)

@@ -60,6 +60,7 @@ class StepInputs:
     `host`: experts in page-locked memory; None if the CPU's own engine has them.   `share`: computes what is left to
     the CPU; None if everything is pulled or resident.   `exchange`: of the share.   `pulled_share`: of the missing
     records, that the link brings.   `needs_scores`: whether the policy uses the routers' scores of all experts.
+    `whole_records`: [L], the work of the CPU for an expert whose selector is missing, in records.
     `prediction`: of experts; None: none are predicted.   `substitution`: what replaces experts; None: nothing does.
     """
 
@@ -69,6 +70,7 @@ class StepInputs:
     exchange: Exchange
     pulled_share: float
     needs_scores: bool
+    whole_records: NDArray[np.float64]
     prediction: PredictionPlan | None = None
     substitution: Substitution | None = None
 
@@ -250,10 +252,12 @@ class TokenStep:
         if not is_whole and is_pull and not self._placement.has_selector[layer_idx].all():
             assert host is not None, "records are pulled from host memory"
             selector_units = self._selector_units
-            scratch_at = landing.scratch_at + selector_units.numel() * landing.slot_units
+            num_records = len(experts) * landing.num_scratch
+            scratch_at = landing.scratch_at + num_records * landing.slot_units
             pull_selectors(experts, tables, host, scratch_at, selector_units)
         select(inputs, experts, tables, running, selector_units)
-        compact(experts, tables, running, landing, self._pulled_share, left, is_split=not is_pull)
+        whole_records = float(self._inputs.whole_records[layer_idx])
+        compact(experts, tables, running, landing, self._pulled_share, left, not is_pull, whole_records)
         self._own_pulled = queues.mark()
         if is_pull:
             if not is_whole:

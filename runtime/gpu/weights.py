@@ -148,10 +148,11 @@ class ExpertMemory:
 
     def _landing(self, placement: GpuPlacement) -> tuple[Landing, ...]:
         k, found, end = placement.num_active, [], 0
-        for num_landing, slot_bytes in zip(placement.num_landing.tolist(), placement.slot_bytes.tolist(), strict=True):
+        sizes = (placement.num_landing.tolist(), placement.num_scratch.tolist(), placement.slot_bytes.tolist())
+        for num_landing, num_scratch, slot_bytes in zip(*sizes, strict=True):
             begin, end = end, end + k * num_landing
             slots = self.landing_slots[begin:end].view(k, num_landing)
-            found.append(Landing(slots, self.dynamic_at, slot_bytes // 16))
+            found.append(Landing(slots, self.dynamic_at, num_scratch, slot_bytes // 16))
         return tuple(found)
 
 

@@ -64,8 +64,8 @@ def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
     first_dynamic, zeros = np.array([[32, 16 * has_selector, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
         misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 48, slot_bytes=zeros,
-        num_landing=zeros + 4, num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1, other_bytes=0,
-        offset_bytes=4, num_rows=64, num_active=2, num_predicted=0,
+        num_landing=zeros + 4, num_scratch=zeros, num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1,
+        other_bytes=0, offset_bytes=4, num_rows=64, num_active=2, num_predicted=0,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ def placement_of(num_slots: int, num_landing: int, first: int = 0) -> GpuPlaceme
         num_slots=np.full(L, num_slots),
         slot_bytes=np.full(L, 16 * SLOT_UNITS),
         num_landing=np.full(L, num_landing),
+        num_scratch=np.zeros(L, np.int64),
         num_ahead=np.zeros(L, np.int64),
         scratch_bytes=0,
         ahead_bytes=0,

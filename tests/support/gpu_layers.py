@@ -101,7 +101,7 @@ def partly_there(
     ).tables_on(device)
     host, landing = host_rows(layer), torch.from_numpy(places).to(device)
     host = HostRows(host.rows.pin_memory() if device.type == "cuda" else host.rows, host.extent_at.to(device))
-    return PartlyThere(on_device, host, Landing(landing, scratch_at, units), selectors_at)
+    return PartlyThere(on_device, host, Landing(landing, scratch_at, f, units), selectors_at)
 
 
 def _forget(arena: torch.Tensor, at: torch.Tensor | None, e: int, neuron: int, units: int) -> None:

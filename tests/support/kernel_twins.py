@@ -42,18 +42,26 @@ def compact_plain(
     share: Tensor,
     left: LeftToCpu,
     is_split: bool,
+    whole_records: float = 0.0,
 ) -> None:
     """Does as `compact`, on the host, a neuron at a time."""
-    f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
+    num_slots, share = landing.slots.shape[1], share.cpu()
+    if tables.selector_at is not None:
+        num_whole = int((tables.selector_at[experts.long(), 0] < 0).sum())
+        all_missing = max(int(running.counts[1].sum()), 1)
+        share = (share * (1 + torch.tensor(num_whole * whole_records) / all_missing)).clamp(max=1)
     for place, e in enumerate(experts.tolist()):
         listed = listed_in_blocks(running, place)
         at = tables.record_at[e].tolist()
         missing = [neuron for neuron in listed if at[neuron] < 0]
-        num_pulled = min(int((len(missing) * share).floor()) if is_split else len(missing), num_slots)
-        to_slot = dict(zip(missing[:num_pulled], landing.slots[place].tolist(), strict=False))
+        most = num_slots + landing.num_scratch
+        num_pulled = min(int((len(missing) * share).floor()), most) if is_split else len(missing)
+        begin = landing.scratch_at + place * landing.num_scratch * landing.slot_units
+        scratch = [begin + j * landing.slot_units for j in range(landing.num_scratch)]
+        target = dict(zip(missing[:num_pulled], [*landing.slots[place].tolist(), *scratch], strict=False))
         if is_split:
             here = [neuron for neuron in listed if at[neuron] >= 0]
-            entries = [(neuron, at[neuron]) for neuron in here] + list(to_slot.items())
+            entries = [(neuron, at[neuron]) for neuron in here] + list(target.items())
             to_cpu = missing[num_pulled:]
             running.totals[place] = torch.tensor([len(here), num_pulled, len(to_cpu), num_pulled + len(to_cpu)])
             is_whole = tables.selector_at is not None and tables.selector_at[e, 0] < 0
@@ -62,12 +70,11 @@ def compact_plain(
             if tables.selector_at is not None:
                 left.a[place, : len(to_cpu)] = running.a[place, to_cpu]
         else:
-            scratch = [landing.scratch_at + (place * f + j) * landing.slot_units for j in range(len(missing))]
-            target = dict(zip(missing, scratch, strict=True)) | to_slot
             entries = [(neuron, target.get(neuron, at[neuron])) for neuron in listed]
             running.totals[place] = torch.tensor([len(entries), 0, 0, len(missing)])
-        left.pulled_counts[place] = num_pulled
-        left.pulled[place, :num_pulled] = torch.tensor(list(to_slot), dtype=torch.int32)
+        num_kept = min(num_pulled, num_slots)
+        left.pulled_counts[place] = num_kept
+        left.pulled[place, :num_kept] = torch.tensor(missing[:num_kept], dtype=torch.int32)
         for number, (neuron, units) in enumerate(entries):
             running.neurons[place, number], running.units[place, number] = neuron, units
 

@@ -94,6 +94,6 @@ def _run(
     for selector_units in (None, running.units):
         select(x, experts, tables, running, selector_units)
     for is_split in (False, True):
-        compact(experts, tables, running, Landing(at[:k], 8, 4), torch.zeros(1), left, is_split)
+        compact(experts, tables, running, Landing(at[:k], 8, f, 4), torch.zeros(1), left, is_split)
     neurons(x, experts, tables, running, partials, "here")
     neurons(x, experts, tables, running, partials, "pulled")

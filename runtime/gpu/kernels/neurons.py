@@ -281,22 +281,26 @@ def compact(
     share: Tensor,
     left: LeftToCpu,
     is_split: bool,
+    whole_records: float = 0.0,
 ) -> None:
     """Lists the neurons that the GPU computes with their records, and those that it leaves to the CPU.
 
-    Of an expert's m running neurons without a record in the arena, ascending,
-    - if not `is_split`, all are pulled: the first S to the landing's slots, the others to its scratch memory. The list
-      has all running neurons in ascending order, so that sums do not depend on what is in the arena.
-      `totals` is (their number, 0, 0, m), and `left.counts`, `left.neurons` and `left.a` are not written;
-    - if `is_split`, the first min(floor(m * share), S) are pulled to slots and listed after those whose records are in
-      the arena, and the CPU computes the others. It computes the whole expert if selector rows are missing.
+    Of an expert's m running neurons without a record in the arena, ascending, those that are pulled go to the landing's
+    S slots first, then to its scratch memory.
+    - If not `is_split`, all are pulled. The list has all running neurons in ascending order, so that sums do not depend
+      on what is in the arena. `totals` is (their number, 0, 0, m), and `left.counts`, `left.neurons` and `left.a` are
+      not written.
+    - If `is_split`, the first floor(m * share) are pulled, as far as there is memory, and listed after those whose
+      records are in the arena; the CPU computes the others. It computes the whole expert if selector rows are missing.
+      For w such experts, each as much work as `whole_records` records, the link brings more of what the other experts
+      lack, M records together: the share is min(1, share * (1 + w * whole_records / M)).
     `left.pulled` and `left.pulled_counts` say what is pulled to slots.
     Args:    experts: int32 [k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
-             share: float32 [1] on the device, 0 to 1; not read if not `is_split`.
+             share: float32 [1] on the device, 0 to 1, of all work of the CPU; not read if not `is_split`.
     """
     k, num_blocks = running.counts.shape[1:]
     f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
-    assert is_split or landing.scratch_at >= 0 or num_slots >= f, "there is memory for every record"
+    assert is_split or num_slots + landing.num_scratch >= f, "there is memory for every record"
     has_selector = tables.selector_at is not None and is_split
     _compact_kernel[k, num_blocks](
         experts,
@@ -317,12 +321,16 @@ def compact(
         left.pulled,
         num_slots,
         landing.scratch_at,
+        landing.num_scratch,
         landing.slot_units,
+        whole_records,
         IS_SPLIT=is_split,
         HAS_SELECTOR=has_selector,
         F=f,
         BLOCK=running.block,
         BLOCKS_POW2=triton.next_power_of_2(num_blocks),
+        PLACES_POW2=triton.next_power_of_2(k),
+        ALL_POW2=triton.next_power_of_2(k * num_blocks),
         WHOLE=WHOLE,
         num_warps=1,
         enable_fp_fusion=True,
@@ -350,21 +358,26 @@ def _compact_kernel(
     pulled_ptr,
     num_slots,
     scratch_at,
+    num_scratch,
     slot_units,
+    whole_records,
     IS_SPLIT: tl.constexpr,
     HAS_SELECTOR: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
+    PLACES_POW2: tl.constexpr,
+    ALL_POW2: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     place, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     expert = tl.load(experts_ptr + place)
     blocks = tl.arange(0, BLOCKS_POW2)
+    num_places = tl.num_programs(0)
+    all_missing_ptr = counts_ptr + num_places * num_blocks
     counts_ptr += place * num_blocks
     counts = tl.load(counts_ptr + blocks, mask=blocks < num_blocks, other=0)
-    missing_counts_ptr = counts_ptr + tl.num_programs(0) * num_blocks
-    missing_counts = tl.load(missing_counts_ptr + blocks, mask=blocks < num_blocks, other=0)
+    missing_counts = tl.load(all_missing_ptr + place * num_blocks + blocks, mask=blocks < num_blocks, other=0)
     lanes = tl.arange(0, BLOCK)
     live = lanes < tl.load(counts_ptr + block)
     neuron = tl.load(blocks_ptr + place * F + block * BLOCK + lanes, mask=live, other=0)
@@ -374,18 +387,27 @@ def _compact_kernel(
     missing = live & (units < 0)
     place_of_all = tl.sum(tl.where(blocks < block, counts, 0)) + lanes
     place_of_missing = tl.sum(tl.where(blocks < block, missing_counts, 0)) + tl.cumsum(missing.to(tl.int32), 0) - 1
-    num_pulled = tl.minimum(num_missing, num_slots)
+    num_pulled = num_missing
     if IS_SPLIT:
-        num_pulled = tl.minimum((num_missing.to(tl.float32) * tl.load(share_ptr)).to(tl.int32), num_slots)
-    to_slot = missing & (place_of_missing < num_pulled)
+        share = tl.load(share_ptr)
+        if HAS_SELECTOR:
+            places, all_blocks = tl.arange(0, PLACES_POW2), tl.arange(0, ALL_POW2)
+            others = tl.load(experts_ptr + places, mask=places < num_places, other=0)
+            is_whole = tl.load(selector_at_ptr + others * F, mask=places < num_places, other=0) < 0
+            all_missing = tl.load(all_missing_ptr + all_blocks, mask=all_blocks < num_places * num_blocks, other=0)
+            work = tl.sum(is_whole.to(tl.int32)).to(tl.float32) * whole_records
+            share = tl.minimum(share * (1.0 + work / tl.maximum(tl.sum(all_missing), 1).to(tl.float32)), 1.0)
+        num_pulled = tl.minimum((num_missing.to(tl.float32) * share).to(tl.int32), num_slots + num_scratch)
+    is_pulled = missing & (place_of_missing < num_pulled)
+    to_slot = is_pulled & (place_of_missing < num_slots)
     slot = tl.load(slots_ptr + place * num_slots + place_of_missing, mask=to_slot, other=0)
+    scratch = scratch_at + (place * num_scratch + place_of_missing - num_slots) * slot_units
     tl.store(pulled_ptr + place * num_slots + place_of_missing, neuron, mask=to_slot)
     if IS_SPLIT:
         # Of those before this one, the last missing one included, `place_of_missing + 1` are missing.
         at = tl.where(missing, num_running - num_missing + place_of_missing, place_of_all - place_of_missing - 1)
-        units = tl.where(missing, slot, units)
-        listed = live & (~missing | to_slot)
-        to_cpu = missing & ~to_slot
+        listed = live & (~missing | is_pulled)
+        to_cpu = missing & ~is_pulled
         left_at = place * F + place_of_missing - num_pulled
         tl.store(left_neurons_ptr + left_at, neuron, mask=to_cpu)
         if HAS_SELECTOR:
@@ -393,9 +415,8 @@ def _compact_kernel(
             tl.store(left_a_ptr + left_at, a, mask=to_cpu)
     else:
         at = place_of_all
-        scratch = scratch_at + (place * F + place_of_missing) * slot_units
-        units = tl.where(to_slot, slot, tl.where(missing, scratch, units))
         listed = live
+    units = tl.where(to_slot, slot, tl.where(is_pulled, scratch, units))
     tl.store(neurons_ptr + place * F + at, neuron, mask=listed)
     tl.store(units_ptr + place * F + at, units, mask=listed)
     if block == 0:
@@ -407,7 +428,7 @@ def _compact_kernel(
             if HAS_SELECTOR:
                 left_count = tl.where(tl.load(selector_at_ptr + expert * F) < 0, WHOLE, num_left)
             tl.store(left_counts_ptr + place, left_count)
-        tl.store(pulled_counts_ptr + place, num_pulled)
+        tl.store(pulled_counts_ptr + place, tl.minimum(num_pulled, num_slots))
         tl.store(totals_ptr + place * 4, num_here)
         tl.store(totals_ptr + place * 4 + 1, num_pulled_too)
         tl.store(totals_ptr + place * 4 + 2, num_left)

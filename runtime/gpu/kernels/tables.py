@@ -19,7 +19,7 @@ _SMALLEST_BLOCK = 16  # where an expert has few neurons
 _NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
-PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at")
+PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at", "num_scratch", "whole_records")
 
 
 class StoredPart(NamedTuple):
@@ -147,12 +147,13 @@ class Landing:
     """Where a layer's pulled records go, in units of 16 bytes from the beginning of the arena.
 
     The first records of the token's p-th expert go to `slots[p]`, [k, S] on the device, and stay there until the host
-    says otherwise. The others go to the scratch memory, which the next layer overwrites: record `j` of them all
-    to `scratch_at + (p * f + j) * slot_units`. `scratch_at` is -1 if there is none.
+    says otherwise. As many as `num_scratch` others go to the scratch memory, which the next layer overwrites: record
+    `j` of these to `scratch_at + (p * num_scratch + j) * slot_units`.
     """
 
     slots: Tensor
     scratch_at: int
+    num_scratch: int
     slot_units: int
 
 

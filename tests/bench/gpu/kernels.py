@@ -144,7 +144,7 @@ class _Lists:
             pulled=locked(torch.int32, k, 0),
         )
         slots = torch.zeros((k, 0), dtype=torch.int32, device=device)
-        landing = Landing(slots, 0, experts.tables.kinds[0].record_units)
+        landing = Landing(slots, 0, f, experts.tables.kinds[0].record_units)
         return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
 
     def compact(self, batch: Tensor, is_split: bool) -> None:

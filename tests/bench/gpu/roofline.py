@@ -25,7 +25,14 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, offset_bytes_for, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import (
+    NUM_TURNS,
+    GpuPlacement,
+    offset_bytes_for,
+    place_experts,
+    usual_heat,
+    work_of_whole,
+)
 from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
 
 Array = NDArray[Any]
@@ -220,19 +227,24 @@ def moved_bytes(
     num_missing = ((f - before) * has_slots).sum(axis=1)
     in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing
     missing = missing - in_slots
-    if is_pull:
-        pulled, left = missing, np.zeros_like(missing)
-    else:
-        pulled = np.minimum(pulled_share * missing, placement.num_landing[:, None])
-        left = missing - pulled
     is_whole = ~has_slots  # the CPU selects, and computes all rows
+    chosen = (np.arange(len(before))[:, None], subject.routes)  # of [L, E]: [T, L, k]
+    running, lacking = (static + in_slots + missing)[chosen], np.where(is_whole, 0.0, missing)[chosen]
+    if is_pull:
+        pulled = lacking
+    else:
+        work = work_of_whole(subject.layout, subject.heat)[:, None] * is_whole[chosen].sum(axis=2, keepdims=True)
+        share = np.minimum(pulled_share * (1 + work / np.maximum(lacking.sum(axis=2, keepdims=True), 1)), 1)
+        pulled = np.minimum(share * lacking, (placement.num_landing + placement.num_scratch)[:, None])
     # With each record comes its place in the list and its neuron; with each selector row two tables' offsets.
     here_bytes = np.where(is_whole, 0.0, (static + in_slots) * (record + 2 * _UNITS_BYTES))
-    left_bytes = np.where(is_whole, f * selector + (static + in_slots + missing) * record, left * record)
+    left_bytes = np.where(
+        is_whole[chosen], (f * selector)[chosen] + running * record[chosen], (lacking - pulled) * record[chosen]
+    )
     selector_bytes = f * (selector + 2 * _UNITS_BYTES)
 
     def of_tokens(by_expert: Array) -> Array:
-        sums: Array = by_expert[np.arange(len(by_expert))[:, None], subject.routes].sum(axis=2)
+        sums: Array = by_expert[chosen].sum(axis=2)
         return sums
 
     return LayerBytes(
@@ -241,8 +253,8 @@ def moved_bytes(
         partials=4.0 * k * num_partials(k, f, num_sms) * spec.hidden_size,
         select=of_tokens(np.where(is_whole, 0.0, selector_bytes)),
         here=of_tokens(here_bytes),
-        pulled=of_tokens(np.where(is_whole, 0.0, pulled * record)),
-        left=of_tokens(left_bytes),
+        pulled=(pulled * record[chosen]).sum(axis=2),
+        left=left_bytes.sum(axis=2),
         selectors=of_tokens(np.where(placement.has_selector, 0.0, f * selector) * is_pull),
     )
 

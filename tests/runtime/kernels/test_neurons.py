@@ -252,6 +252,13 @@ def test_neurons_that_do_nothing_do_not_run_at_a_threshold_of_zero(
     assert run.entries(0) == ([1, 2, 4, 5, 6, 7, 8, 9, 10], [])
 
 
+def with_scratch(there: PartlyThere, num_scratch: int | None) -> PartlyThere:
+    """The same with scratch memory for so many records of each expert; None: for as many as there are."""
+    if num_scratch is None:
+        return there
+    return replace(there, landing=replace(there.landing, num_scratch=num_scratch))
+
+
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_nan_runs_and_is_seen(selector: Selector, kernel_device: torch.device) -> None:
     layer = random_layer([Shape(20, 64, selector)], thresholds=[1e30])
@@ -293,20 +300,22 @@ def test_outputs_are_the_same_bits_whatever_the_arena_lacks_and_wherever_rows_li
 
 
 @pytest.mark.parametrize("selector", ["up", "none"])
-@pytest.mark.parametrize(("share", "num_slots"), [(0.0, 5), (0.5, 90), (0.5, 4), (1.0, 90), (1.0, 0)])
+@pytest.mark.parametrize(
+    ("share", "num_slots", "num_scratch"), [(0.0, 5, 5), (0.5, 90, 0), (0.5, 4, 2), (1.0, 90, 0), (1.0, 0, 0)]
+)
 def test_what_is_here_what_is_pulled_and_what_the_cpu_computes_is_everything(
-    selector: Selector, share: float, num_slots: int, kernel_device: torch.device
+    selector: Selector, share: float, num_slots: int, num_scratch: int, kernel_device: torch.device
 ) -> None:
     x = random_tokens(1, 128)[0]
     layer = with_thresholds(random_layer([Shape(90, 128, selector, bias=("down",))] * 3), x, 0.4)
-    lacks = partly_there(layer, kernel_device, 0.5, 2, num_slots)
+    lacks = with_scratch(partly_there(layer, kernel_device, 0.5, 2, num_slots), num_scratch)
     run = run_layer(lacks, x, [2, 0], is_split=True, share=share)
     for place, e in enumerate((2, 0)):
         is_there = lacks.tables.record_at[e] >= 0
         (here, pulled), to_cpu = run.entries(place), run.to_cpu(place)
         assert sorted(here + pulled + to_cpu) == listed_in_blocks(run.running, place)
         assert here == [n for n in listed_in_blocks(run.running, place) if is_there[n]]
-        assert len(pulled) == min(int((len(pulled) + len(to_cpu)) * share), num_slots)
+        assert len(pulled) == min(int((len(pulled) + len(to_cpu)) * share), num_slots + num_scratch)
         values = values_of(layer, x, e)
         is_running = running(values, selector, float(layer.tables.thresholds[e]))
         down = layer.experts[e].block().down
@@ -355,23 +364,27 @@ def test_lists_are_those_of_the_twin(
 ) -> None:
     experts, whole = torch.tensor([2, 0, 1], dtype=torch.int32), (1,) if is_split and selector == "up" else ()
     layer = random_layer([Shape(num_rows, 64, selector)] * 3)
-    for lacking, num_slots, share in (
-        (0.0, 7, 0.37),
-        (0.3, 0, 1.0),
-        (0.3, 1, 0.37),
-        (0.3, 7, 1.0),
-        (0.3, num_rows, 0.37),
-        (1.0, 7, 0.0),
-        (1.0, num_rows, 1.0),
+    for lacking, num_slots, share, num_scratch, whole_records in (
+        (0.0, 7, 0.37, 0, 0.0),
+        (0.3, 0, 1.0, num_rows, 0.0),
+        (0.3, 1, 0.37, 5, 20.0),
+        (0.3, 7, 1.0, 0, 0.0),
+        (0.3, num_rows, 0.37, 0, 7.0),
+        (1.0, 7, 0.0, num_rows, 100.0),
+        (1.0, 2, 0.1, num_rows, 100.0),
+        (1.0, num_rows, 1.0, 0, 0.0),
     ):
-        with case((lacking, num_slots, share)):
-            there, twin = (partly_there(layer, on, lacking, 3, num_slots, whole) for on in (kernel_device, CPU))
+        with case((lacking, num_slots, share, num_scratch, whole_records)):
+            there, twin = (
+                with_scratch(partly_there(layer, on, lacking, 3, num_slots, whole), num_scratch if is_split else None)
+                for on in (kernel_device, CPU)
+            )
             expected = random_running(twin.tables, experts.tolist(), 0.4, num_slots, whole)
             found, left, expected_left = running_on(expected, kernel_device), there.pinned(3), twin.pinned(3)
             part = torch.tensor([share])
             numbers, part_there = experts.to(kernel_device), part.to(kernel_device)
-            compact(numbers, there.tables, found, there.landing, part_there, left, is_split)
-            compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, is_split)
+            compact(numbers, there.tables, found, there.landing, part_there, left, is_split, whole_records)
+            compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, is_split, whole_records)
             on_host = running_on(found, CPU)
             for name in ("neurons", "units", "totals"):
                 assert torch.equal(getattr(on_host, name), getattr(expected, name)), name
@@ -382,16 +395,16 @@ def test_lists_are_those_of_the_twin(
 def test_lists_meet_every_place() -> None:
     """The cases above have records of each kind, so that the comparison is of something."""
     layer = random_layer([Shape(1000, 64, "up")] * 3)
-    there = partly_there(layer, CPU, 0.3, 3, 7)
+    there = with_scratch(partly_there(layer, CPU, 0.3, 3, 7), 2)
     found, left = random_running(there.tables, [2, 0, 1], 0.4, 7), there.pinned(3)
     compact_plain(
         torch.tensor([2, 0, 1]), there.tables, found, there.landing, torch.tensor([0.37]), left, is_split=True
     )
-    assert (found.totals[:, [HERE, PULLED, LEFT]] > 0).all() and (found.totals[:, PULLED] == 7).all()
+    assert (found.totals[:, [HERE, PULLED, LEFT]] > 0).all() and (found.totals[:, PULLED] == 9).all()
 
 
 def test_memory_for_every_record_is_needed_where_all_are_pulled() -> None:
     there = partly_there(random_layer([Shape(20, 64)]), CPU, 0.5, 1, 19)
-    found, landing = random_running(there.tables, [0], 0.5, 0), replace(there.landing, scratch_at=-1)
+    found, landing = random_running(there.tables, [0], 0.5, 0), replace(there.landing, num_scratch=0)
     with pytest.raises(AssertionError, match=r"^there is memory for every record"):
         compact(torch.zeros(1, dtype=torch.int32), there.tables, found, landing, torch.zeros(1), there.pinned(1), False)
