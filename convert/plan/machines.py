@@ -3,14 +3,15 @@
 A CPU's rates come from `moe-pack doctor`. A GPU's rates come from its data sheet, by name, so that one can plan for a
 GPU that is not in this machine; `--gpu measure` measures the memory and the link of this machine's GPU.
 
-Assumed, not measured: which share of a data sheet's rates programs reach (`BANDWIDTH_SHARE`, `LINK_SHARE`), and the
-times of a token and of a layer in one CUDA graph (`_GPU_FIXED`).
+Assumed, not measured: which share of a data sheet's rates programs reach (`BANDWIDTH_SHARE`, `LINK_SHARE`), the times
+of a token, a launch and a call of the CPU in a CUDA graph (`GPU_TOKEN_S`, `LAUNCH_S`, `CALL_S`), and the rate of a
+GPU's host where `doctor` has not run (`HOST_RATE`).
 
 Source:  NVIDIA's data sheets and architecture papers (Ampere GA102, A100, Ada, Hopper, L4, H200, RTX Blackwell).
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -30,7 +31,8 @@ class Machine:
     experts' trellises, by the width of two weights; empty if none was measured.   `row_s`: additional seconds for each
     row of an expert.   `memory_rate`: reads of fast memory.   `link_rate`: from host memory to the GPU; None on the
     CPU, which fetches from the disk.   `ram_bytes`: host memory for a pack; the rest of the pack stays on disk.
-    `cores`: of the CPU; they compute, and they read from the disk.
+    `cores`: of the CPU; they compute, and they read from the disk.   `host`: the CPU that computes what a GPU lacks;
+    None on a CPU. On a GPU `fixed.miss_s` is for each layer with a call of the CPU.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -45,6 +47,7 @@ class Machine:
     ram_bytes: int | None = None
     trellis_rates: tuple[WidthRate, ...] = ()
     cores: int = 1
+    host: "Machine | None" = None
 
     def expert_rate(self, part: PartFormat) -> float:
         """Returns the rate of an expert's matrix in a format, bytes a second.
@@ -93,6 +96,16 @@ def assumed_cpu() -> Machine:
     return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK, cores=2)
 
 
+def assumed_host() -> Machine:
+    """Returns the CPU and the disk of a GPU's host, if no machine was measured.
+
+    Rates: two thirds of two channels of DDR5-5600 (89.6 GB/s), as in docs/benchmarks/gpu-roofline.md.
+    """
+    rates = (WidthRate(4, HOST_RATE),)
+    name = f"a CPU that computes experts at {HOST_RATE / 1e9:.0f} GB/s, assumed"
+    return replace(assumed_cpu(), name=name, expert_rates=rates, dense_rates=rates, memory_rate=HOST_RATE)
+
+
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
     """Returns the rate at a width, or at the nearest measured width; of two equally near ones, at the wider."""
     return min(rates, key=lambda measured: (abs(measured.width - width), -measured.width)).rate
@@ -100,7 +113,10 @@ def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
 
 BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
 MEASURE = "measure"
-_GPU_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0, rows_s=0.0)
+HOST_RATE = 60e9
+# A layer has some ten launches, and three copies to the host before a call (docs/benchmarks/gpu-roofline.md).
+GPU_TOKEN_S, LAUNCH_S, CALL_S = 50e-6, 1e-6, 15e-6
+_GPU_FIXED = FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + 3 * LAUNCH_S, rows_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)
 _LANE_RATES = {
     3: 0.985e9,
@@ -166,12 +182,13 @@ def known_gpu(name: str) -> Gpu | None:
     return exact[0] if exact else like[0] if len(like) == 1 else None
 
 
-def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, disk: DiskFacts | None = None) -> Machine:
+def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, host: Machine | None = None) -> Machine:
     """Returns the machine of a GPU and its host.
 
     Args:    link_rate: bytes a second; None takes the GPU's own link.   ram_bytes: host memory for a pack; None means
-             that all of it fits.   disk: None assumes USUAL_DISK.
+             that all of it fits.   host: its CPU and disk; None takes `assumed_host`.
     """
+    host = host or assumed_host()
     read = BANDWIDTH_SHARE * gpu.memory_rate
     # A weight takes two operations; they limit narrow weights first.
     rates = tuple(WidthRate(width, min(read, gpu.flops / 2 * width / 8)) for width in _WIDTHS)
@@ -183,9 +200,10 @@ def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, dis
         0.0,
         read,
         _GPU_FIXED,
-        disk or USUAL_DISK,
+        host.disk,
         LINK_SHARE * gpu.link_rate if link_rate is None else link_rate,
         ram_bytes,
+        host=host,
     )
 
 

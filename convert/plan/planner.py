@@ -1,10 +1,10 @@
 """The planner: finds the fastest pack within a memory budget and a loss, by turns of decisions and estimates.
 
-    prices ─▶ knapsack: formats, sparsities, dense widths within the loss ─▶ layout ─▶ budget ─▶ replay ─▶ prices
+    prices ─▶ knapsack: formats, sparsities, dense widths within the loss ─▶ layout ─▶ budget ─▶ estimate ─▶ prices
 
 What a byte costs depends on what else is in memory. Therefore each turn decides at the prices of the turn before, and
 the planner takes the plan with the highest estimated speed of all turns and selectors. The step "budget" divides the
-memory with the runtime's own functions (`runtime/offload/budget.py`), which `tiers` calls.
+memory with the runtime's own functions, which `tiers` calls.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,7 +7,7 @@ items the result may be far from the bound; then dynamic programming goes throug
 contain, if the caller wants it (`search`). The *duality gap* says how far the solution may be from the best.
 
 The two questions: `least_loss` finds the least loss within a number of bytes, `least_time` the least time within a
-loss. Time is linear in bytes at given prices; the planner finds them by replay and asks again (`planner`).
+loss. Time is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
 
 Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
 as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The

@@ -2,17 +2,18 @@
 
     seconds of a token = fixed + dense bytes / rate + sum over layers of (experts / rate, while missing bytes are read)
 
-Which experts are missing comes from a replay of routes with the policy that the runtime would choose, by the runtime's
-own decisions and without weights (`visits`). `runtime.offload.replay` only counts hits; the cost model also needs to
-know which experts of a layer were chosen together, and how long each has been resident.
+On the CPU, which experts are missing comes from a replay of routes with the policy that the runtime would choose, by
+the runtime's own decisions and without weights (`visits`). `runtime.offload.replay` only counts hits; the cost model
+also needs to know which experts of a layer were chosen together, and how long each has been resident. On a GPU it comes
+from the placement of static rows, whatever tokens came before (`estimate_on_gpu`).
 
 An estimate is of the steady state: tokens are decoded one by one, after the cache has filled. Prefill is not estimated.
-The budget's division is an argument (`BudgetPlan`, `GpuMemoryPlan`): `runtime/offload/budget.py` makes it.
+The budget's division is an argument (`BudgetPlan`, `GpuPlacement`), which the runtime's own functions make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,13 @@ from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayo
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import cache_values, first_moe_layers
 from moe_pack.runtime import DiskFacts
+from moe_pack.runtime.gpu.fit import BF16_BYTES
+from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
-    GPU_PAGE_BYTES,
     BudgetPlan,
     CacheFacts,
     ExpertCache,
-    GpuMemoryPlan,
     Passes,
     PolicyName,
     Preset,
@@ -36,7 +37,7 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     expert_pages,
 )
-from moe_pack.runtime.offload.budget import begin_block, best_gpu_plan, resident_selectors, selector_heat
+from moe_pack.runtime.offload.budget import begin_block, extent_bytes, resident_selectors, selector_heat
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 from moe_pack.runtime.offload.disk import MAX_READ_BYTES
 
@@ -136,13 +137,14 @@ USUAL_RECALL = 0.75  # of the next layer's experts if no profile says it: the lo
 # A replay has at most so many tokens: more change hit rates by less than the routes of another text do.
 _MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
 _LEAST_ROUGH_TOKENS, _ROUGH_VISITS = 16, 6000
-PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the experts' part of the GPU's memory
 _WARM_SHARE = 0.25  # of the replayed tokens: they only fill the cache
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """The seconds of a token. `waiting`: for fetched bytes, as far as computation does not hide it."""
+    """The seconds of a token. `waiting`: for fetched bytes, or on a GPU for the CPU and the link, as far as computation
+    does not hide it.
+    """
 
     fixed: float
     dense: float
@@ -159,8 +161,9 @@ class TokenSeconds:
 class TokenEstimate:
     """The estimate for a decoded token.
 
-    `hit_rate`: the share of experts that were resident when the router chose them, without prefetch.   `misses`:
-    float64 [L, E], how often the expert is missing for a token.   `fetched_bytes`: from the disk or over the link.
+    `hit_rate`: the share of experts that were resident when the router chose them, without prefetch; on a GPU of the
+    bytes of selectors and running records.   `misses`: float64 [L, E], how often the expert is missing for a token.
+    `fetched_bytes`: from the disk; on a GPU those that are not resident, which the CPU reads or the link brings.
     `read_bytes`: of weights in fast memory.
     """
 
@@ -259,112 +262,153 @@ def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rou
 
 def estimate_on_gpu(
     layout: PackLayout,
-    plan: GpuMemoryPlan,
+    placement: GpuPlacement,
     machine: Machine,
     popularity: Array,
     heat: Array,
     passes: Passes | None = None,
     seen_tokens: int = 0,
-    is_rough: bool = False,
 ) -> TokenEstimate:
-    """Estimates how fast a pack of this layout decodes on a GPU that reads rows from host memory over the link.
+    """Estimates how fast a pack of this layout decodes on a GPU with `--misses auto`.
 
-    Experts that do not fit in host memory are read from the disk. The estimate was not yet compared with a measurement.
-    Args:    plan: the division of the GPU's memory.   heat: [L, E, H], as in `best_gpu_plan`; the others as in
-             `estimate_on_cpu`.
+    Meaning: a layer takes its dense part, its selectors, and the longest of three that run at the same time:
+                 GPU:   the running records that are resident
+                 CPU:   a call; the missing records that the link does not bring; whole experts without their selector
+                 link:  link / (link + CPU) of the missing records, as many as there are slots for, and their products
+             If the placement is for experts on the disk, the CPU computes all missing experts. Host memory has an equal
+             share of each, and the rest is read.
+    Args:    placement: of `place_experts`.   heat: [L, E, H], the share of its tokens for which a row runs, in each of
+             H equal slices of an expert's rows, hottest first.   The others as in `estimate_on_cpu`.
+    Not modelled: partial sums and tables of rows; memory that is not page-locked; the CPU's other work; policies that
+             predict, as `--policy auto` does not. The estimate was not yet compared with a measurement.
     """
-    assert machine.kind == "cuda", "the rates of a GPU"
     if layout.experts[0][0].selector is None:
         heat = np.ones_like(heat)  # without a selector a token needs all rows
-    k = layout.spec.router.num_experts_per_tok
-    missing = _missing_bytes(layout, plan)
-    pages = -(-missing // plan.page_bytes)
-    shares = (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32)
-    num_pages = plan.num_pages or int(pages.sum())  # 0 if all experts are resident
-    facts = CacheFacts(pages, num_pages, k, shares, first_moe_layers(layout.spec)[-1])
-    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes, is_rough)
-    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
-    visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
-    fetching = fetched_over_link(layout, plan, heat, machine)
-    return _token_estimate(
+    shares = _gpu_shares(layout, placement, machine, heat)
+    routes, layers = _routed(layout, popularity, passes, is_rough=False)[0].routes, np.arange(len(layout.experts))
+
+    def by_layer(values: Array) -> Array:
+        """Returns the sums over tokens' experts, float64 [T, L], of values [L, E]."""
+        sums: Array = values[layers[:, None], routes].sum(axis=2)
+        return sums
+
+    def mean(values: Array) -> float:
+        return float(by_layer(values).sum(axis=1).mean())
+
+    missing, needed, fixed = shares.missing_bytes, shares.needed_bytes, machine.fixed
+    is_split = ((placement.first_dynamic < placement.num_rows) | ~placement.has_selector).any(axis=1)
+    cpu_s = by_layer(shares.cpu_s) + fixed.miss_s * is_split
+    longest = np.maximum(cpu_s, by_layer(shares.link_s))
+    waiting = np.maximum(longest - by_layer(shares.gpu_s), 0.0).sum(axis=1).mean()
+    dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
+    runs = popularity * (layout.spec.router.num_experts_per_tok / popularity.sum(axis=1, keepdims=True))
+    return TokenEstimate(
+        policy="lru",  # of slots, if none is asked for
+        hit_rate=1 - mean(missing) / mean(needed),
+        misses=runs * missing / needed,
+        fetched_bytes=mean(missing),
+        read_bytes=mean(needed - missing) + dense_bytes,
+        seconds=TokenSeconds(
+            fixed.token_s + layout.spec.num_hidden_layers * fixed.layer_s,
+            dense_s,
+            mean(shares.select_s + shares.gpu_s),
+            float(waiting),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GpuShares:
+    """The shares of GPU, CPU and link in an expert that a token chooses: float64 [L, E], seconds and bytes.
+
+    `select_s`: of the GPU, before the others begin.   `missing_bytes`: of selector and running records, those that are
+    not resident; `needed_bytes`: all of them.
+    """
+
+    select_s: Array
+    gpu_s: Array
+    cpu_s: Array
+    link_s: Array
+    missing_bytes: Array
+    needed_bytes: Array
+
+
+def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, heat: Array) -> _GpuShares:
+    assert machine.host is not None and machine.link_rate is not None, "a GPU has a host and a link"
+    host, link_rate, running = machine.host, machine.link_rate, heat.mean(axis=2)
+    rows, is_left = running_rows(placement, heat), ~placement.has_selector  # left to the CPU as a whole
+    selector_bytes, row_bytes, select_s, row_s, host_select_s, host_row_s = _expert_table(
         layout,
-        machine,
-        heat.mean(axis=2),
-        popularity,
-        visited,
-        fetching,
-        np.zeros(len(layout.experts)),
-        preset.name,
-        seen_tokens,
+        running,
+        lambda e, _: (e.selector_bytes, e.records.row_bytes, *_row_seconds(e, machine), *_row_seconds(e, host)),
+    )
+    pulled_share = link_rate / (link_rate + row_bytes / host_row_s)
+    pulled = ~is_left * np.minimum(pulled_share * rows.missing, placement.num_landing[:, None])
+    cpu_s = (rows.missing - pulled) * host_row_s + is_left * host_select_s
+    if placement.misses == "disk":
+        on_disk = disk_share(int(extent_bytes(layout)[is_left].sum()), machine)
+        reads = _expert_table(layout, running, lambda e, share: (disk_seconds(e, share, machine.disk),))[0]
+        cpu_s += on_disk * is_left * reads
+    return _GpuShares(
+        select_s=~is_left * select_s,
+        gpu_s=rows.resident * row_s,
+        cpu_s=cpu_s,
+        link_s=pulled * (row_bytes / link_rate + row_s),
+        missing_bytes=is_left * selector_bytes + rows.missing * row_bytes,
+        needed_bytes=selector_bytes + running * placement.num_rows * row_bytes,
     )
 
 
-def fastest_gpu_plan(
-    layout: PackLayout,
-    target_bytes: int,
-    context_tokens: int,
-    predictor_bytes: int,
-    machine: Machine,
-    popularity: Array,
-    heat: Array,
-    passes: Passes | None = None,
-    is_rough: bool = False,
-    page_shares: Sequence[float] = PAGE_SHARES,
-) -> tuple[GpuMemoryPlan, TokenEstimate]:
-    """Returns the division of a GPU's memory with the fastest estimate, of a few shares for pages, and the estimate.
+class RunningRows(NamedTuple):
+    """The records of each expert that a token runs, as expected: float64 [L, E], resident on a GPU and missing."""
 
-    Args:    page_shares: to try, of the experts' memory.
-    Raises:  RunError as `best_gpu_plan`.
+    resident: Array
+    missing: Array
+
+
+def running_rows(placement: GpuPlacement, heat: Array, needs_selector: bool = True) -> RunningRows:
+    """Returns how many of an expert's records run for a token that chooses it.
+
+    Slots have a random part of their layer's missing records. Those that wait for pulled records have none, and the
+    records of an expert whose selector is missing are in none. Routes that repeat experts make slots worth more.
+    Args:    heat: [L, E, H], as in `estimate_on_gpu`.   needs_selector: False if missing selectors are pulled too.
     """
-    plans = [
-        best_gpu_plan(layout, target_bytes, context_tokens, predictor_bytes, popularity, heat, share)
-        for share in page_shares
-    ]
-    tried = [
-        (plan, estimate_on_gpu(layout, plan, machine, popularity, heat, passes, context_tokens, is_rough))
-        for plan in (plans if plans[0].pages else plans[:1])
-    ]
-    return min(tried, key=lambda pair: pair[1].seconds.total)
+    before, num_rows = placement.first_dynamic, placement.num_rows
+    static = _rows_before(heat, before, num_rows)
+    missing = _rows_before(heat, np.full_like(before, num_rows), num_rows) - static
+    has_slots = placement.has_selector | (not needs_selector)
+    num_free = np.maximum(placement.num_slots - NUM_TURNS * placement.num_active * placement.num_landing, 0)
+    num_missing = ((num_rows - before) * has_slots).sum(axis=1)
+    in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing * has_slots
+    return RunningRows(static + in_slots, missing - in_slots)
 
 
-def fetched_over_link(layout: PackLayout, plan: GpuMemoryPlan, heat: Array, machine: Machine) -> FetchCosts:
-    """Returns what a GPU fetches: the selectors that are not resident, and running rows that did not run before.
+def _rows_before(heat: Array, number: Array, num_rows: int) -> Array:
+    """Returns how many of an expert's first rows run, as expected: float64 [L, E].
 
-    Meaning: row i, if it is not resident, is fetched at the n-th visit with probability heat_i * (1 - heat_i)^n.
+    Args:    number: int64 [L, E], of the first rows.
     """
-    num_rows = layout.experts[0][0].num_rows
-    row_bytes = np.array([[e.records.row_bytes for e in layer] for layer in layout.experts])
-    selector_bytes = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
-    wanted = (1 - plan.row_shares) * heat
-    num_bytes = np.stack(
-        [num_rows * row_bytes * (wanted * (1 - heat) ** age).mean(axis=2) for age in range(MAX_AGE + 1)]
-    )
-    num_bytes[0] += (1 - plan.selector_share) * selector_bytes
-    total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
-    seconds = num_bytes * link_seconds(machine, total, plan.page_bytes)
-    return FetchCosts(num_bytes, seconds, np.zeros_like(seconds), np.zeros_like(seconds))
+    edges = np.linspace(0, num_rows, heat.shape[2] + 1)
+    covered = np.clip(number[:, :, None] - edges[:-1], 0, np.diff(edges))
+    expected: Array = (heat * covered).sum(axis=2)
+    return expected
 
 
-def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = GPU_PAGE_BYTES) -> float:
-    """Returns the mean seconds to bring a byte of an expert to the GPU.
+def disk_share(num_bytes: int, machine: Machine) -> float:
+    """Returns the share of so many bytes of experts that does not fit in host memory."""
+    return 0.0 if machine.ram_bytes is None else max(0.0, 1 - machine.ram_bytes / max(num_bytes, 1))
 
-    Experts that do not fit in host memory come from the disk.
-    Args:    total_bytes: of all experts.   read_bytes: of one read from the disk.
+
+def disk_seconds(expert: ExpertLayout, running: float, disk: DiskFacts) -> float:
+    """Returns the seconds to read an expert whole, or its selector and running rows if that is faster.
+
+    Args:    running: the share of neurons that run.
     """
-    assert machine.link_rate is not None, "a GPU has a link"
-    on_disk = 0.0 if machine.ram_bytes is None else max(0.0, 1 - machine.ram_bytes / total_bytes)
-    from_disk = min(machine.disk.rate(read_bytes), machine.link_rate)
-    return (1 - on_disk) / machine.link_rate + on_disk / from_disk
-
-
-def _missing_bytes(layout: PackLayout, plan: GpuMemoryPlan) -> Array:
-    """Returns the bytes of each expert that are not always resident, int64 [L, E]; they share the pages."""
-    selectors = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
-    records = np.array([[e.records_bytes for e in layer] for layer in layout.experts])
-    missing = (1 - plan.selector_share) * selectors + (1 - plan.row_shares.mean(axis=2)) * records
-    whole: Array = np.ceil(missing - 1e-6).astype(np.int64)
-    return whole
+    whole = disk.seconds(1, expert.num_bytes)
+    if expert.selector is None or running == 1:
+        return whole
+    rows = disk.seconds_for_rows(running, expert.records.row_bytes, expert.num_rows)
+    return min(whole, disk.seconds(1, expert.selector_bytes) + rows)
 
 
 def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tuple[float, float]:
@@ -372,28 +416,30 @@ def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tu
 
     Args:    running: the share of neurons that run. Without a selector all of the record is read.
     """
-    seconds = num_bytes = 0.0
     running = 1.0 if expert.selector is None else running
-    for rows, share in ((expert.selector, 1.0), (expert.records, running)):
-        if rows is None:
-            continue
-        num_rows = share * expert.num_rows
-        num_bytes += num_rows * rows.row_bytes
-        seconds += num_rows * sum(_row_seconds(rows, machine))
-    return seconds, num_bytes
+    select_s, row_s = _row_seconds(expert, machine)
+    seconds = select_s + running * expert.num_rows * row_s
+    return seconds, expert.selector_bytes + running * expert.records_bytes
 
 
-def _row_seconds(rows: RowLayout, machine: Machine) -> list[float]:
-    """Returns the seconds of each of a row's parts, with their share of the row's CRC and padding."""
-    of_parts = sum(part.num_bytes for part in rows.parts)
-    scale = rows.row_bytes / of_parts
-    return [scale * part.num_bytes / machine.expert_rate(part.format) + machine.row_s for part in rows.parts]
+def _row_seconds(expert: ExpertLayout, machine: Machine) -> tuple[float, float]:
+    """Returns the seconds for an expert's whole selector, 0 without one, and for one record.
+
+    Each of a row's parts has its share of the row's CRC and padding.
+    """
+
+    def seconds(rows: RowLayout) -> float:
+        scale = rows.row_bytes / sum(part.num_bytes for part in rows.parts)
+        return sum(scale * part.num_bytes / machine.expert_rate(part.format) + machine.row_s for part in rows.parts)
+
+    return expert.num_rows * seconds(expert.selector) if expert.selector else 0.0, seconds(expert.records)
 
 
 def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:
     """Returns the seconds of the dense part for one token, and the bytes that it reads.
 
-    The embedding does not count, unless it is the head too: a token reads one row of it.
+    The embedding does not count, unless it is the head too: a token reads one row of it. The key-value cache is float32
+    on the CPU and bfloat16 on a GPU.
     """
     seconds = num_bytes = 0.0
     for dense in layout.dense:
@@ -403,7 +449,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
         rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
-    cached = 4 * cache_values(layout.spec, seen_tokens, 1)
+    cached = (4 if machine.kind == "cpu" else BF16_BYTES) * cache_values(layout.spec, seen_tokens, 1)
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
@@ -475,7 +521,7 @@ def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, 
         table[3, 0] = disk.cpu_seconds(1, size) / machine.cores
     num_blocks, gap_blocks = expert.records_bytes / DISK_BLOCK_BYTES, disk.gap_bytes() // DISK_BLOCK_BYTES
     read = _share_read(share, row_bytes, gap_blocks)
-    select_s = expert.num_rows * sum(_row_seconds(expert.selector, machine))
+    select_s, _ = _row_seconds(expert, machine)
     for age in range(MAX_AGE + 1):
         # Each visit reads such a share of all blocks, wherever those of the visits before are.
         untouched = (1 - read) ** age
@@ -536,7 +582,7 @@ def _token_estimate(
     seen_tokens: int,
 ) -> TokenEstimate:
     L = len(layout.experts)
-    computing, reading = _expert_table(layout, running, machine)
+    computing, reading = _expert_table(layout, running, lambda e, share: expert_seconds(e, share, machine))
     dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
     k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
     num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
@@ -561,17 +607,24 @@ def _token_estimate(
     )
 
 
-def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple[Array, Array]:
-    """Returns `expert_seconds` of all experts: seconds and bytes, float64 [L, E] each."""
-    known: dict[tuple[int, float], tuple[float, float]] = {}  # by layout object, as in `fetched_from_disk`
-    computing, reading = np.zeros(running.shape), np.zeros(running.shape)
-    for l, layer in enumerate(layout.experts):
-        for e, expert in enumerate(layer):
-            key = (id(expert), float(running[l, e]))
-            if key not in known:
-                known[key] = expert_seconds(expert, key[1], machine)
-            computing[l, e], reading[l, e] = known[key]
-    return computing, reading
+def _expert_table(
+    layout: PackLayout, running: Array, values: Callable[[ExpertLayout, float], Sequence[float]]
+) -> Array:
+    """Returns some values of each expert, float64 [values, L, E].
+
+    Args:    running: [L, E], the share of neurons that run.   values: of an expert and its share.
+    """
+    known: dict[tuple[int, float], Sequence[float]] = {}  # by layout object, as in `fetched_from_disk`
+
+    def of(expert: ExpertLayout, share: float) -> Sequence[float]:
+        key = (id(expert), share)
+        if key not in known:
+            known[key] = values(expert, share)
+        return known[key]
+
+    shares = running.tolist()
+    rows = [list(map(of, layer, shares[l])) for l, layer in enumerate(layout.experts)]
+    return np.moveaxis(np.array(rows, np.float64), 2, 0)
 
 
 def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: Array, between_s: float) -> float:

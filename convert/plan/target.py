@@ -21,6 +21,7 @@ from moe_pack.convert.plan.machines import (
     Gpu,
     Machine,
     assumed_cpu,
+    assumed_host,
     find_gpu,
     known_gpu,
     machine_of_cpu,
@@ -48,8 +49,8 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import format_fault, uniform_dense
 from moe_pack.formats.spec import SELECTORS, read_size
 from moe_pack.runtime import MachineFacts, total_bytes
+from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.offload import Passes, least_budget
-from moe_pack.runtime.offload.budget import least_gpu_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
 
 
@@ -200,8 +201,8 @@ class Target:
             parse=read_size,
             metavar="SIZE",
             mark="gpu",
-            help="Host memory for experts that do not fit in the GPU's memory; the others are read from disk.  "
-            "[default: 75% of this machine's]",
+            help="Host memory for experts; if not all of them fit, the CPU reads those that GPU memory lacks from the "
+            "disk.  [default: 75% of this machine's]",
         ),
     )
     search: SearchName = field(
@@ -257,7 +258,7 @@ def tier_for(
     routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
     check_device(target, spec)
     if target.device == "cpu":
-        return CpuTier(_cpu(facts), routing, target.budget_bytes, context)
+        return CpuTier(_cpu(target, facts), routing, target.budget_bytes, context)
     return GpuTier(_gpu_machine(target, facts), routing, RowHeat(profile), target.budget_bytes, context)
 
 
@@ -271,9 +272,9 @@ def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> It
         yield f"--max-loss {100 * target.limit.value:g}%: of perplexity"
     if target.context_tokens is None:
         yield f"--context {context_of(target, spec)}: tokens of key-value cache"
+    if facts is None or not _is_measured(facts):
+        yield f"the CPU: {_cpu(target, None).name}; moe-pack doctor measures this machine"
     if target.device == "cpu":
-        if facts is None or not _is_measured(facts):
-            yield f"the CPU: {assumed_cpu().name}; moe-pack doctor measures this machine"
         return
     name, why = _gpu_name(target)
     if target.gpu is None:
@@ -288,11 +289,12 @@ def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> It
         yield "--ram: as much as the pack needs" if ram is None else f"--ram {size_text(ram)}: 75% of this machine's"
 
 
-def _cpu(facts: MachineFacts | None) -> Machine:
+def _cpu(target: Target, facts: MachineFacts | None) -> Machine:
     """Returns this machine's CPU and disk, assumed as far as they were not measured."""
+    assumed = assumed_cpu() if target.device == "cpu" else assumed_host()
     if facts is None:
-        return assumed_cpu()
-    return machine_of_cpu(facts) if _is_measured(facts) else replace(assumed_cpu(), disk=facts.drive)
+        return assumed
+    return machine_of_cpu(facts) if _is_measured(facts) else replace(assumed, disk=facts.drive)
 
 
 def _is_measured(facts: MachineFacts) -> bool:
@@ -306,8 +308,7 @@ def _gpu_machine(target: Target, facts: MachineFacts | None) -> Machine:
             f"--target-vram: found {size_text(target.budget_bytes)}, {gpu.name} has {size_text(gpu.memory_bytes)}; "
             "give less, or another GPU with --gpu"
         )
-    disk = None if facts is None else facts.drive
-    return machine_of_gpu(gpu, _link_rate(target, facts, gpu), _ram_bytes(target), disk)
+    return machine_of_gpu(gpu, _link_rate(target, facts, gpu), _ram_bytes(target), _cpu(target, facts))
 
 
 def _gpu_name(target: Target) -> tuple[str, str]:
@@ -357,8 +358,8 @@ def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...])
     dense = uniform_dense(spec, part_format(4, 64))
     plan = replace(uniform_plan(spec, "none", possible[0], possible[0], quantizer="calibrated"), dense=dense)
     context = context_of(target, spec)
-    least_of = least_budget if target.device == "cpu" else least_gpu_budget
-    least = least_of(pack_layout(spec, plan, dense_dtypes), context, 0)
+    layout = pack_layout(spec, plan, dense_dtypes)
+    least = least_budget(layout, context, 0) if target.device == "cpu" else least_gpu_budget(layout, context)
     if target.budget_bytes < least:
         raise RunError(
             f"--target-vram: {size_text(target.budget_bytes)} is too small; with a context of {context} tokens this "

@@ -2,10 +2,10 @@
 
 A tier estimates how fast a pack would be within its budget, and what an expert costs to run and to fetch. `CpuTier` is
 host memory over the disk, as `moe-run --budget` runs a pack. `GpuTier` is the memory of a GPU over host memory, as
-`moe-run --misses pull` copies rows over the link; it was not yet compared with measurements on a GPU.
+`moe-run --device cuda` runs it with `--misses auto`; it was not yet compared with measurements on a GPU.
 
-The tiers do not divide a budget themselves. They call the functions of `runtime/offload/budget.py` (`divide_budget`,
-`best_gpu_plan`), with which the runtime allocates memory, so that a run allocates what was planned.
+The tiers do not divide a budget themselves. They call the runtime's functions (`divide_budget`; `divide_gpu` and
+`place_experts`). A run on the CPU allocates what was planned. On a GPU it measures the parts that are not experts.
 
 Format choices (`expert_choices`): a choice is kept if, for a mean expert, it loses little more than the best choice of
 at most its bytes, so that a planner compares hundreds of choices, not tens of thousands. Bytes are exact, with the CRC
@@ -23,10 +23,11 @@ from moe_pack.calib.profile import Losses, Profile
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.convert.plan.speed import (
     TokenEstimate,
+    disk_seconds,
+    disk_share,
     estimate_on_cpu,
+    estimate_on_gpu,
     expert_seconds,
-    fastest_gpu_plan,
-    link_seconds,
     planned_heat,
 )
 from moe_pack.formats import (
@@ -42,8 +43,10 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
 from moe_pack.formats.spec import record_matrices, selector_matrices
-from moe_pack.runtime.offload import GpuMemoryPlan, Passes, divide_budget, least_budget
-from moe_pack.runtime.offload.budget import AS_TARGET, MemoryPart, least_gpu_budget
+from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
+from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.offload import Passes, divide_budget, least_budget
+from moe_pack.runtime.offload.budget import AS_TARGET, Division, MemoryPart, extent_bytes
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
 _MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed
@@ -267,13 +270,16 @@ class RoutingFacts:
 
     `popularity`: float64 [L, E].   `passes`: routes to replay, of text not used for calibration; if None, routes are
     drawn independently.   `recall`: the share of the next layer's experts that the best predictor finds; None if no
-    profile says it.   `predictor_bytes`: memory of the predictors.
+    profile says it.   `predictor_bytes`: host memory of the predictors.
     """
 
     popularity: Floats
     passes: Passes | None = None
     recall: float | None = None
     predictor_bytes: int = 0
+
+
+_SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
 
 
 class MachineTier:
@@ -284,6 +290,7 @@ class MachineTier:
         self._machine = machine
         self._routing = routing
         self._context_tokens = context_tokens
+        self._seen_tokens = min(context_tokens // 2, _SEEN_TOKENS)
 
     def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to run a resident expert for one token."""
@@ -294,17 +301,11 @@ class MachineTier:
         return num_bytes / rate_of(self._machine.dense_rates, width)
 
 
-def speed_estimate(shares: tuple[MemoryPart, ...], token: TokenEstimate, misses: Floats) -> SpeedEstimate:
-    """Returns the estimate of a token together with the budget's parts.
-
-    Args:    misses: [L, E], of whole experts.
-    """
+def speed_estimate(shares: tuple[MemoryPart, ...], token: TokenEstimate) -> SpeedEstimate:
+    """Returns the estimate of a token together with the budget's parts."""
     return SpeedEstimate(
-        shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, misses, token.policy
+        shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, token.misses, token.policy
     )
-
-
-_SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
 
 
 class CpuTier(MachineTier):
@@ -314,7 +315,7 @@ class CpuTier(MachineTier):
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
-        routing, seen_tokens = self._routing, min(self._context_tokens // 2, _SEEN_TOKENS)
+        routing = self._routing
         heat = planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
         plan = divide_budget(
             layout,
@@ -332,10 +333,10 @@ class CpuTier(MachineTier):
             sparsity,
             routing.passes,
             routing.recall,
-            seen_tokens,
+            self._seen_tokens,
             is_rough,
         )
-        return speed_estimate(plan.parts, token, token.misses)
+        return speed_estimate(plan.parts, token)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
@@ -343,15 +344,7 @@ class CpuTier(MachineTier):
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to read an expert whole, or its selector and running rows if that is faster."""
-        disk = self._machine.disk
-        whole = disk.seconds(1, expert.num_bytes)
-        if expert.selector is None or sparsity == 0:
-            return whole
-        rows = disk.seconds_for_rows(1 - sparsity, expert.records.row_bytes, expert.num_rows)
-        return min(whole, disk.seconds(1, expert.selector_bytes) + rows)
-
-
-_ROUGH_PAGE_SHARES = (0.25,)  # of the experts' memory: one share is enough to compare plans
+        return disk_seconds(expert, 1 - sparsity, self._machine.disk)
 
 
 class GpuTier(MachineTier):
@@ -360,38 +353,61 @@ class GpuTier(MachineTier):
     def __init__(
         self, machine: Machine, routing: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
     ) -> None:
-        assert machine.link_rate is not None, "a GPU has a link"
         super().__init__(machine, routing, budget_bytes, context_tokens)
         self._heats = heats
 
     def estimate(
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
-        """Estimates the speed of a pack of this layout on the GPU; arguments and errors as `MemoryTier.estimate`."""
-        routing, heat = self._routing, self._heats.at(_selector_of(layout), sparsity)
-        plan, token = fastest_gpu_plan(
+        """Estimates the speed of a pack of this layout on the GPU; arguments and errors as `MemoryTier.estimate`.
+
+        Rows are placed as in a run, which does not know how often each runs (`usual_heat`). All estimates are exact.
+        """
+        routing, machine = self._routing, self._machine
+        needs = gpu_needs(layout, self._context_tokens)
+        division = divide_gpu(needs, self.budget_bytes - less_bytes, self._context_tokens)
+        fits_host = disk_share(int(extent_bytes(layout).sum()), machine) == 0
+        placement = place_experts(
             layout,
-            self.budget_bytes - less_bytes,
-            self._context_tokens,
-            routing.predictor_bytes,
-            self._machine,
+            division.experts,
+            "split" if fits_host else "disk",
             routing.popularity,
-            heat,
-            routing.passes,
-            is_rough,
-            *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
+            usual_heat(layout, sparsity),
+            is_pulled=fits_host,
         )
-        return speed_estimate(plan.parts, token, token.misses * _missing_share(layout, plan, heat))
+        heat = self._heats.at(_selector_of(layout), sparsity)
+        token = estimate_on_gpu(layout, placement, machine, routing.popularity, heat, routing.passes, self._seen_tokens)
+        return speed_estimate(_gpu_parts(division, placement), token)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
-        return least_gpu_budget(layout, self._context_tokens, self._routing.predictor_bytes)
+        return least_gpu_budget(layout, self._context_tokens)
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """Returns the seconds to fetch an expert that is not resident: its selector and running rows, or all of it."""
-        running = 1.0 if expert.selector is None else 1 - sparsity
-        total = expert.num_bytes * self._routing.popularity.size  # if all experts were stored like this one
-        return (expert.selector_bytes + running * expert.records_bytes) * link_seconds(self._machine, total)
+        """Returns the seconds in which the CPU computes an expert that is not resident, and reads it from the disk.
+
+        A part is from the disk if experts do not fit in host memory. The link's share does not count: it brings
+        nothing of an expert whose selector is not resident.
+        """
+        assert self._machine.host is not None, "a GPU has a host"
+        on_disk = disk_share(expert.num_bytes * self._routing.popularity.size, self._machine)  # if all were like this
+        computing = expert_seconds(expert, 1 - sparsity, self._machine.host)[0]
+        return computing + on_disk * disk_seconds(expert, 1 - sparsity, self._machine.disk)
+
+
+def _gpu_parts(division: Division, placement: GpuPlacement) -> tuple[MemoryPart, ...]:
+    """Returns the parts of a GPU's memory with their names; their sum is the budget."""
+    fixed = division.fixed
+    return (
+        MemoryPart("dense weights", fixed.dense),
+        MemoryPart("key-value cache", fixed.cache),
+        MemoryPart("workspace", fixed.workspace),
+        MemoryPart("overhead", fixed.overhead),
+        MemoryPart("static rows", int(placement.static_bytes.sum())),
+        MemoryPart("slots", placement.dynamic_bytes),
+        MemoryPart("tables of rows", placement.other_bytes),
+        MemoryPart("left over", division.experts - placement.num_bytes),
+    )
 
 
 def _selector_of(layout: PackLayout) -> Selector:
@@ -400,14 +416,3 @@ def _selector_of(layout: PackLayout) -> Selector:
         return "none"
     names = {part.name for part in selected.parts}
     return "both" if len(names) == 2 else "gate" if "gate" in names else "up"
-
-
-def _missing_share(layout: PackLayout, plan: GpuMemoryPlan, heat: Floats) -> Floats:
-    """Returns the share of a token's reads of each expert that is not always resident: float64 [L, E]."""
-    selectors, records = (
-        np.array([[getattr(expert, name) for expert in layer] for layer in layout.experts], np.float64)
-        for name in ("selector_bytes", "records_bytes")
-    )
-    missing = (1 - plan.selector_share) * selectors + ((1 - plan.row_shares) * heat).mean(axis=2) * records
-    share: Floats = missing / np.maximum(selectors + heat.mean(axis=2) * records, 1)
-    return share

@@ -2,10 +2,12 @@
 
 Nothing is assumed about the memory of driver, kernels and forward passes. An engine is first built with as little
 memory for experts as it runs in. It runs every kernel that it will ever launch, and its longest passes, and its memory
-is measured. The engine that stays gets the rest of the budget for its experts.
+is measured. The engine that stays gets the rest of the budget for its experts. Only the tokens of a forward pass, and
+plans of packs, go by an estimate (`gpu_needs`, `divide_gpu`).
 """
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,9 +15,22 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
+from moe_pack.formats import ExpertLayout, Pack, PackLayout, RunError, size_text
+from moe_pack.formats.spec import cache_values
+from moe_pack.runtime.gpu.placement import least_placement, place_experts
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
-from moe_pack.runtime.offload.budget import AS_BUDGET, GpuCosts, divide_gpu, gpu_needs
+from moe_pack.runtime.offload.budget import (
+    AS_BUDGET,
+    AS_TARGET,
+    LEAST_PREFILL_TOKENS,
+    BudgetOptionNames,
+    Division,
+    FixedParts,
+    MemoryNeeds,
+    divide_or_refuse,
+    most_chunk_tokens,
+    workspace_bytes,
+)
 
 _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
@@ -24,6 +39,53 @@ _LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`)
 # An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
 # pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
+_OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCosts:
+    """The costs of a GPU that do not depend on the pack.
+
+    `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
+    allocated nothing yet; measured if there is a GPU.
+    """
+
+    value_bytes: int = BF16_BYTES
+    overhead_bytes: int = _OVERHEAD_BYTES
+
+
+PLANNED_COSTS = GpuCosts()
+
+
+def gpu_needs(layout: PackLayout, context_tokens: int, costs: GpuCosts = PLANNED_COSTS) -> MemoryNeeds:
+    """Returns the memory that an engine of a GPU needs, before anything is measured."""
+    dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
+    least, whole = least_placement(layout, "split"), place_experts(layout, sys.maxsize, "split")
+
+    def fixed(chunk_tokens: int) -> FixedParts:
+        cache = costs.value_bytes * cache_values(spec, context_tokens, chunk_tokens)
+        return FixedParts(dense, cache, workspace_bytes(spec, chunk_tokens), overhead=costs.overhead_bytes)
+
+    longest = most_chunk_tokens(context_tokens)
+    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, least.num_bytes, whole.num_bytes, usual_share=8)
+
+
+def divide_gpu(
+    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, options: BudgetOptionNames = AS_TARGET
+) -> Division:
+    """Divides a GPU's memory into fixed parts and the rest for experts, which `place_experts` divides.
+
+    Args:    needs: of `gpu_needs` for `context_tokens`.
+    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
+    """
+    advice = "raise it, give dense weights fewer bits"
+    return divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
+
+
+def least_gpu_budget(layout: PackLayout, context_tokens: int) -> int:
+    """Returns the smallest budget that `divide_gpu` divides."""
+    return gpu_needs(layout, context_tokens).least_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +239,7 @@ def fit_to_gpu(
 def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
     """Returns how many tokens a forward pass may have, before anything is measured."""
     costs = GpuCosts(torch.empty((), dtype=request.cache_dtype).element_size(), context_bytes)
-    needs = gpu_needs(pack.layout, request.context_tokens, 0, costs)
+    needs = gpu_needs(pack.layout, request.context_tokens, costs)
     most = divide_gpu(needs, budget, request.context_tokens, AS_BUDGET).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)
 

@@ -1,9 +1,7 @@
 """Experts that stream from the disk: cache, eviction, prefetch, budget, record and replay."""
 
 from moe_pack.runtime.offload.budget import (
-    GPU_PAGE_BYTES,
     BudgetPlan,
-    GpuMemoryPlan,
     divide_budget,
     expert_pages,
     least_budget,
@@ -22,7 +20,6 @@ from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUT
 
 __all__ = [
     "EXACT",
-    "GPU_PAGE_BYTES",
     "MAX_PREVIOUS",
     "PREDICTORS",
     "PRESETS",
@@ -32,7 +29,6 @@ __all__ = [
     "CacheFacts",
     "ExpertCache",
     "ExpertKey",
-    "GpuMemoryPlan",
     "OffloadedWeights",
     "Passes",
     "PathStatistics",

@@ -4,9 +4,8 @@
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
 the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
-runtime/gpu/fit.py measures the fixed parts and gives experts the rest. Its engine keeps the most read rows resident and
-has slots for others, as `best_gpu_plan` estimates and runtime/gpu/placement.py decides. `best_page_bytes` is the one
-search for a page size.
+runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a run; runtime/gpu/placement.py divides
+the rest. `best_page_bytes` is the one search for a page size.
 """
 
 from collections.abc import Callable
@@ -52,23 +51,20 @@ class MemoryPart:
 class FixedParts:
     """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
 
-    `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `staging`:
-    copies on their way to a GPU.   `overhead`: of the GPU's driver.   `tables`: the places of experts' rows.
+    `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `overhead`: of
+    the GPU's driver.
     """
 
     dense: int = 0
     cache: int = 0
     workspace: int = 0
     predictors: int = 0
-    staging: int = 0
     overhead: int = 0
-    tables: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The sum of all parts."""
-        before = self.dense + self.cache + self.workspace + self.predictors
-        return before + self.staging + self.overhead + self.tables
+        return self.dense + self.cache + self.workspace + self.predictors + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +86,9 @@ class MemoryNeeds:
     """The memory that an engine needs, whatever the budget.
 
     `fixed`: returns the fixed parts for forward passes of at most so many tokens.   `longest_chunk`, `shortest_chunk`:
-    the tokens of a pass if there is enough memory, and if there is little.   `largest`: bytes of the largest expert's
-    pages.   `all_experts`: bytes with all experts resident.   `usual_share`: passes are made shorter if experts would
-    get less than the budget divided by it.
+    the tokens of a pass if there is enough memory, and if there is little.   `largest`: bytes in which the largest
+    expert runs.   `all_experts`: bytes with all experts resident.   `usual_share`: passes are made shorter if experts
+    would get less than the budget divided by it.
     """
 
     fixed: Callable[[int], FixedParts]
@@ -170,7 +166,7 @@ def divide_or_refuse(
     parts = [
         f"{size_text(fixed.dense)} of dense weights",
         f"{size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
-        f"{size_text(fixed.workspace + fixed.staging)} of workspace",
+        f"{size_text(fixed.workspace)} of workspace",
     ]
     if fixed.predictors:
         parts.append(f"{size_text(fixed.predictors)} of predictors")
@@ -432,62 +428,6 @@ def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
 
 Array = NDArray[Any]
 
-OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
-STAGING_BYTES = 32 << 20  # for two copies of 16 MiB at a time
-GPU_PAGE_BYTES = 256 << 10
-BF16_BYTES = 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GpuMemoryPlan:
-    """A division of a GPU's memory, in bytes except for `chunk_tokens` and the shares.
-
-    `selectors`, `hot_rows`: resident for the whole run; `pages`: for all others.   `chunk_tokens`: the most tokens of a
-    forward pass.   `selector_share` float64 [L, E], `row_shares` [L, E, H]: the resident share of each selector and of
-    each slice of an expert's records.
-    """
-
-    budget: int
-    fixed: FixedParts
-    selectors: int
-    hot_rows: int
-    pages: int
-    chunk_tokens: int
-    page_bytes: int
-    selector_share: Array
-    row_shares: Array
-
-    @property
-    def spent(self) -> int:
-        """The sum of all parts; never more than the budget."""
-        return self.fixed.num_bytes + self.selectors + self.hot_rows + self.pages
-
-    @property
-    def experts(self) -> int:
-        """The bytes for experts."""
-        return self.budget - self.fixed.num_bytes
-
-    @property
-    def num_pages(self) -> int:
-        """The number of pages."""
-        return self.pages // self.page_bytes
-
-    @property
-    def parts(self) -> tuple[MemoryPart, ...]:
-        """The parts with their names; their sum is the budget."""
-        return (
-            MemoryPart("dense weights", self.fixed.dense),
-            MemoryPart("key-value cache", self.fixed.cache),
-            MemoryPart("workspace", self.fixed.workspace),
-            MemoryPart("predictors", self.fixed.predictors),
-            MemoryPart("staging", self.fixed.staging),
-            MemoryPart("overhead", self.fixed.overhead),
-            MemoryPart("resident selectors", self.selectors),
-            MemoryPart("hot rows", self.hot_rows),
-            MemoryPart("pages of experts", self.pages),
-            MemoryPart("left over", self.budget - self.spent),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class LinkCompression:
@@ -510,113 +450,21 @@ def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression
     return LinkCompression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCosts:
-    """The costs of a GPU that do not depend on the pack.
-
-    `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
-    allocated nothing yet; measured if there is a GPU.
-    """
-
-    value_bytes: int = BF16_BYTES
-    overhead_bytes: int = OVERHEAD_BYTES
-
-
-PLANNED_COSTS = GpuCosts()
-
-
-def gpu_needs(
-    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
-) -> MemoryNeeds:
-    """Returns the memory that an engine of a GPU needs, before anything is measured."""
-    dense, spec, sizes = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec, extent_bytes(layout)
-    largest = -(-int(sizes.max()) // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
-
-    def fixed(chunk_tokens: int) -> FixedParts:
-        cache = costs.value_bytes * cache_values(spec, context_tokens, chunk_tokens)
-        workspace = workspace_bytes(spec, chunk_tokens)
-        return FixedParts(dense, cache, workspace, predictor_bytes, STAGING_BYTES, costs.overhead_bytes)
-
-    longest = most_chunk_tokens(context_tokens)
-    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(sizes.sum()), usual_share=8)
-
-
-def divide_gpu(
-    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, options: BudgetOptionNames = AS_TARGET
-) -> Division:
-    """Divides a GPU's memory into fixed parts and the rest for experts.
-
-    Args:    needs: of `gpu_needs` for `context_tokens`.
-    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
-    """
-    advice = "raise it, give dense weights fewer bits"
-    return divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
-
-
-def best_gpu_plan(
-    layout: PackLayout,
-    budget_bytes: int,
-    context_tokens: int,
-    predictor_bytes: int,
-    popularity: Array,
-    heat: Array,
-    page_share: float,
-    costs: GpuCosts = PLANNED_COSTS,
-) -> GpuMemoryPlan:
-    """Estimates the division of a GPU's memory for a plan of a pack.
-
-    If all experts fit after the fixed parts, all of them are resident. Otherwise `page_share` of the experts' bytes,
-    and at least the largest expert, goes to pages. The rest goes to the parts that are read most often for their bytes:
-    a selector with its expert's popularity, a row with that times its heat. On the CPU everything is in pages, because
-    rows are read from the disk in whole blocks.
-    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, in each of H
-             equal slices of an expert's rows, hottest first.
-    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
-    """
-    needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
-    division = divide_gpu(needs, budget_bytes, context_tokens)
-    expert_bytes, pages = division.experts, 0
-    if needs.all_experts > expert_bytes:
-        pages = max(needs.largest, int(page_share * expert_bytes) // GPU_PAGE_BYTES * GPU_PAGE_BYTES)
-    resident = resident_rows(layout, popularity, heat, expert_bytes - pages)
-    return GpuMemoryPlan(
-        budget_bytes,
-        division.fixed,
-        resident.selector_bytes,
-        resident.row_bytes,
-        pages,
-        division.chunk_tokens,
-        GPU_PAGE_BYTES,
-        resident.selector_share,
-        resident.row_shares,
-    )
-
-
-def least_gpu_budget(
-    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
-) -> int:
-    """Returns the smallest budget that `best_gpu_plan` divides."""
-    return gpu_needs(layout, context_tokens, predictor_bytes, costs).least_budget
-
-
 class ResidentRows(NamedTuple):
-    """The rows that are resident for the whole run.
-
-    `selector_share` float64 [L, E], `row_shares` float64 [L, E, H]: shares of selectors and of slices of records.
-    `selector_bytes`, `row_bytes`: the bytes of both.
+    """The rows that are resident for the whole run: shares of selectors, float64 [L, E], and of slices of records,
+    float64 [L, E, H].
     """
 
     selector_share: Array
     row_shares: Array
-    selector_bytes: int
-    row_bytes: int
 
 
 def resident_rows(layout: PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:
     """Chooses the selectors and rows to keep in `num_bytes`: those that a token reads with the highest probability.
 
     A fractional knapsack: every item is worth its probability for each of its bytes.
-    Args:    popularity, heat: as in `best_gpu_plan`.
+    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, in each of H
+             equal slices of an expert's rows, hottest first.
     """
     L, E, H = heat.shape
     row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]
@@ -637,6 +485,4 @@ def resident_rows(layout: PackLayout, popularity: Array, heat: Array, num_bytes:
     resident[order] = left // np.maximum(sizes.ravel()[order], 1)
     resident = resident.reshape(counts.shape)
     shares = np.where(sizes > 0, resident / np.maximum(counts, 1), 1.0)
-    spent = resident * sizes
-    selector_bytes = int(spent[:, :, 0].sum()) + (extra if num_bytes >= extra else 0)
-    return ResidentRows(shares[:, :, 0], shares[:, :, 1:], selector_bytes, int(spent[:, :, 1:].sum()))
+    return ResidentRows(shares[:, :, 0], shares[:, :, 1:])

@@ -24,12 +24,9 @@ from benchlib import ROOT, table
 from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
 from gpu.packs import MIXTRAL, QWEN3, SKEW
 from gpu.roofline import (
-    CALL_S,
     CONTEXT_TOKENS,
     CPU_RATES,
-    LAUNCH_S,
     NUM_SMS,
-    TOKEN_S,
     Misses,
     Order,
     Setup,
@@ -38,7 +35,15 @@ from gpu.roofline import (
     predict,
 )
 
-from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, GPUS, LINK_SHARE, known_gpu
+from moe_pack.convert.plan.machines import (
+    BANDWIDTH_SHARE,
+    CALL_S,
+    GPU_TOKEN_S,
+    GPUS,
+    LAUNCH_S,
+    LINK_SHARE,
+    known_gpu,
+)
 from moe_pack.runtime.gpu.fit import usual_budget
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -205,8 +210,8 @@ def _assumptions() -> Iterator[str]:
             f"- Kernels reach {BANDWIDTH_SHARE:.0%} of the memory's rate, and pulled records {LINK_SHARE:.0%} of the "
             "link's.",
             f"- A launch or a copy in a graph costs a gap of {1e6 * LAUNCH_S:g} us, and a call of the CPU "
-            f"{1e6 * CALL_S:g} us. The start and the end of a token cost {1e6 * TOKEN_S:g} us. Not included are the "
-            "host's work between two tokens and the choice of the next token.",
+            f"{1e6 * CALL_S:g} us. The start and the end of a token cost {1e6 * GPU_TOKEN_S:g} us. Not included are "
+            "the host's work between two tokens and the choice of the next token.",
             f"- The CPU computes its share at {rates_text}: two thirds of two channels of DDR5-5600 (89.6 GB/s), and "
             "three quarters of two channels of DDR4-3200 (51.2 GB/s).",
             f"- Attention reads the keys and values of {CONTEXT_TOKENS:,} tokens in bfloat16. Partial sums are written "

@@ -228,7 +228,7 @@ _SETUPS: tuple[tuple[PresetName, str, int, str], ...] = (
     ("fiddler", "mixtral-8x7b", 24, "L4"),
     ("edgemoe", "minicpm-moe-8x2b", 8, "RTX 3060 12G"),
 )
-_HELD = ("resident selectors", "hot rows", "pages of experts")
+_HELD = ("static rows", "slots", "resident selectors", "pages of experts")
 
 
 def shares_of(planned: EstimatedPlan) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A GPU's memory, divided: every published model, every target; FloE's figures; the knapsack against brute force."""
+"""A GPU's memory, divided for a plan: every published model; FloE's figures; the knapsack against brute force; GPUs."""
 
 import re
 
@@ -8,13 +8,13 @@ from cases import case
 from published import PUBLISHED
 
 from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
-from moe_pack.convert.plan.speed import estimate_on_gpu, fastest_gpu_plan
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime.offload import GPU_PAGE_BYTES, GpuMemoryPlan
-from moe_pack.runtime.offload.budget import best_gpu_plan, expert_compression
+from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
+from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts
+from moe_pack.runtime.offload.budget import Division, expert_compression, resident_rows
 
 GIB = 1 << 30
 CONTEXT = 4096
@@ -35,8 +35,10 @@ def popularity_of(made: PackLayout) -> np.ndarray:
     return np.random.default_rng(0).dirichlet(np.ones(len(made.experts[0])), len(made.experts))
 
 
-def divided(made: PackLayout, target: int, context: int, page_share: float = 0.25) -> GpuMemoryPlan:
-    return best_gpu_plan(made, target, context, 8 << 20, popularity_of(made), heat_of(made), page_share)
+def divided(made: PackLayout, target: int, context: int) -> tuple[Division, GpuPlacement]:
+    """The division of a target, and the placement in what it leaves for experts."""
+    division = divide_gpu(gpu_needs(made, context), target, context)
+    return division, place_experts(made, division.experts, "split", popularity_of(made), heat_of(made))
 
 
 NAMES = [model.name for model in PUBLISHED if not model.name.startswith("switch")]  # a GPU runs no encoder
@@ -49,43 +51,38 @@ def test_parts_come_to_no_more_than_the_target_from_just_enough_to_all(names: li
         with case(name):
             spec = model_spec(name)
             made, context = layout(spec, 4, 4), min(CONTEXT, spec.max_position_embeddings)
+            least = least_gpu_budget(made, context)
             with pytest.raises(RunError) as raised:
                 divided(made, GIB >> 4, context)
             found = re.match(r"--target-vram: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
             assert found is not None, raised.value
-            least = int((float(found[1]) + 0.1) * (GIB if found[2] == "GiB" else 1 << 20))
-            experts = sum(expert.num_bytes for layer in made.experts for expert in layer)
-            most = divided(made, least + experts + 4 * GIB, context)
-            assert (most.pages, most.selectors + most.hot_rows) == (0, experts), "all are there"
-            for target in np.linspace(least, most.spent, 30).astype(np.int64).tolist():
-                plan = divided(made, target, context)
-                assert plan.spent <= target
-                assert plan.pages == 0 or plan.pages >= made.experts[0][0].num_bytes
+            assert float(found[1]) * (GIB if found[2] == "GiB" else 1 << 20) == pytest.approx(least, rel=0.05)
+            expert, experts = made.experts[0][0], sum(each.num_bytes for layer in made.experts for each in layer)
+            most, whole = divided(made, least + experts + 4 * GIB, context)
+            assert whole.is_whole and whole.num_bytes >= experts
+            for target in np.linspace(least, most.fixed.num_bytes + whole.num_bytes, 30).astype(np.int64).tolist():
+                division, placed = divided(made, target, context)
+                assert division.budget == target == division.fixed.num_bytes + division.experts
+                assert placed.num_bytes <= division.experts
+                assert placed.is_whole or placed.dynamic_bytes >= expert.selector_bytes + expert.records_bytes
 
 
 def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
     made = layout(model_spec("olmoe-1b-7b"))
-    plan = divided(made, 8 * GIB, CONTEXT)
-    fixed = plan.spent - plan.selectors - plan.hot_rows - plan.pages
-    largest = -(-made.experts[0][0].num_bytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
-    short = divided(made, fixed, CONTEXT)  # prompts go in shorter passes then
-    least = short.spent - short.selectors - short.hot_rows - short.pages + largest
-    assert divided(made, least, CONTEXT).pages == largest
+    least = least_gpu_budget(made, CONTEXT)
+    division, placed = divided(made, least, CONTEXT)
+    assert placed.num_bytes == division.experts and not placed.first_dynamic.any()
     with pytest.raises(RunError, match=r"^--target-vram: .* shorten the context with --context$"):
-        divided(
-            made,
-            least - 1 - (short.fixed.workspace - divided(made, least, CONTEXT).fixed.workspace) - (64 << 20),
-            CONTEXT,
-        )
+        divided(made, least - 1, CONTEXT)
 
 
 def test_floe_fits_mixtral_into_eleven_gibibytes_with_all_selectors_there() -> None:
     """INT2 `up` resident, 16-bit records, a tenth of which run; experts alike in popularity."""
     made = layout(model_spec("mixtral-8x7b"))
-    plan = best_gpu_plan(made, 11 * GIB, CONTEXT, 8 << 20, np.ones((32, 8)), heat_of(made), 0.25)
-    assert plan.spent <= 11 * GIB
-    assert (plan.selector_share == 1).all() and plan.selectors == 256 * 14336 * 1296
-    assert plan.hot_rows > 0 and plan.pages > 0
+    division = divide_gpu(gpu_needs(made, CONTEXT), 11 * GIB, CONTEXT)
+    placed = place_experts(made, division.experts, "split", None, heat_of(made))
+    assert placed.has_selector.all()
+    assert 256 * 14336 * 1296 < placed.static_bytes.sum() < division.experts
 
 
 def test_floes_compression_is_as_the_paper_says_without_metadata_and_less_with_it() -> None:
@@ -96,13 +93,12 @@ def test_floes_compression_is_as_the_paper_says_without_metadata_and_less_with_i
     assert found.stored == pytest.approx(6 * 4096 / (1296 + 1640)) and f"{found.stored:.1f}" == "8.4"
 
 
-def test_what_is_held_is_what_a_greedy_choice_of_single_rows_holds() -> None:
+def test_the_rows_that_stay_are_those_of_a_greedy_choice_of_single_rows() -> None:
     """Brute force over all rows, most probable per byte first; the same bytes but for what a slice leaves."""
     made = layout(model_spec("granite-3.0-1b-a400m", 1))
     popularity, heat = popularity_of(made), heat_of(made)
-    whole = divided(made, 1 * GIB, 16)  # forward passes cannot be made shorter
-    plan = divided(made, whole.spent - (whole.selectors + whole.hot_rows) // 3, 16, 0.0)
-    assert plan.hot_rows > 0 and plan.pages > 0
+    num_bytes = sum(expert.num_bytes for expert in made.experts[0]) // 3
+    resident = resident_rows(made, popularity, heat, num_bytes)
     chance = popularity / popularity.sum(axis=1, keepdims=True)
     rows = [
         (
@@ -115,53 +111,15 @@ def test_what_is_held_is_what_a_greedy_choice_of_single_rows_holds() -> None:
         for _ in range(expert.num_rows if i < 0 else expert.num_rows // 4)
     ]
     rows.sort(key=lambda row: -row[0])
-    room, best = plan.selectors + plan.hot_rows, 0.0
-    for worth, num_bytes in rows:
-        if room >= num_bytes:
-            room -= num_bytes
-            best += worth * num_bytes
+    left, best = num_bytes, 0.0
+    for worth, row_bytes in rows:
+        if left >= row_bytes:
+            left -= row_bytes
+            best += worth * row_bytes
     expert = made.experts[0][0]
-    held = (chance[0] * plan.selector_share[0]).sum() * expert.selector_bytes
-    held += (chance[0][:, None] * heat[0] * plan.row_shares[0]).sum() * expert.records_bytes / 4
-    assert held == pytest.approx(best, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
-    made = layout(model_spec("olmoe-1b-7b", 2))
-    machine = machine_of_gpu(find_gpu("RTX 3090"), None, None)
-    popularity, heat = popularity_of(made), heat_of(made)
-    found = [
-        fastest_gpu_plan(made, target * GIB // 8, CONTEXT, 0, machine, popularity, heat)[1] for target in (9, 10, 80)
-    ]
-    rates = [one.tokens_per_second for one in found]
-    assert rates == sorted(rates) and found[0].fetched_bytes > found[1].fetched_bytes > 0
-    assert (found[-1].fetched_bytes, found[-1].seconds.waiting) == (0, 0)
-
-
-@pytest.mark.slow
-def test_what_memory_cannot_hold_costs_the_drive() -> None:
-    """A pack twice as long as memory, a disk of 1 GB/s and a link of 16: half of each byte by each."""
-    made = layout(model_spec("olmoe-1b-7b", 2))
-    total = sum(expert.num_bytes for layer in made.experts for expert in layer)
-    popularity, heat = popularity_of(made), heat_of(made)
-    plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
-    waiting = [
-        estimate_on_gpu(made, plan, machine_of_gpu(find_gpu("L4"), 16e9, ram_bytes), popularity, heat).seconds.waiting
-        for ram_bytes in (None, total, total // 2)
-    ]
-    assert waiting[0] == waiting[1] > 0
-    assert waiting[2] / waiting[0] == pytest.approx(0.5 + 0.5 * 16, rel=0.2)  # what is hidden differs a little
-
-
-def test_without_a_selector_every_row_is_pulled_and_computed() -> None:
-    spec, part = model_spec("olmoe-1b-7b", 2), part_format(4, 64)
-    made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
-    machine, popularity, heat = machine_of_gpu(find_gpu("L4"), None, None), popularity_of(made), heat_of(made)
-    plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
-    few, all_rows = (estimate_on_gpu(made, plan, machine, popularity, given) for given in (heat, np.ones_like(heat)))
-    assert few.fetched_bytes == all_rows.fetched_bytes > 0
-    assert few.seconds == all_rows.seconds
+    found = (chance[0] * resident.selector_share[0]).sum() * expert.selector_bytes
+    found += (chance[0][:, None] * heat[0] * resident.row_shares[0]).sum() * expert.records_bytes / 4
+    assert found == pytest.approx(best, rel=1e-3)
 
 
 def test_a_card_is_found_however_it_is_spelled() -> None:

@@ -1,23 +1,36 @@
-"""A GPU as a tier: its minimum memory, the cost of fetching by hand, and quick estimates against exact ones."""
+"""A GPU as a tier: a token by hand, what more memory and faster parts are worth, and its minimum memory."""
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases import case
+from synthetic import plan_for, small
+from tiers import steady_disk
 
-from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
-from moe_pack.convert.plan.speed import drawn_passes
+from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
+from moe_pack.convert.plan.speed import (
+    TokenEstimate,
+    disk_seconds,
+    drawn_passes,
+    estimate_on_gpu,
+    expert_seconds,
+    running_rows,
+)
 from moe_pack.convert.plan.tiers import GpuTier, RoutingFacts, RowHeat
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime import FixedCosts, WidthRate
+from moe_pack.runtime.gpu.placement import GpuPlacement, Misses, place_experts
+from moe_pack.runtime.offload import Passes
 
 SPEC = model_spec("olmoe-1b-7b", 3)
 MIB = 1 << 20
 SHAPE = (3, 64)
 LINK = 16e9
+POPULARITY = np.random.default_rng(0).dirichlet(np.full(64, 0.5), 3) * 8
 
 
 def layout(selector: Selector = "up") -> PackLayout:
@@ -25,50 +38,192 @@ def layout(selector: Selector = "up") -> PackLayout:
     return pack_layout(SPEC, plan_of(SPEC, selector, part, part), ["BF16"] * len(dense_roles(SPEC)))
 
 
-def tier(budget_bytes: int, ram_bytes: int | None = None) -> GpuTier:
-    popularity = np.random.default_rng(0).dirichlet(np.full(64, 0.5), 3) * 8
-    machine = machine_of_gpu(GPUS["L4"], LINK, ram_bytes)
-    traffic = RoutingFacts(popularity, drawn_passes(popularity, 8, 100), None, MIB)
-    return GpuTier(machine, traffic, RowHeat(None), budget_bytes, 256)
+def tier(
+    budget_bytes: int,
+    ram_bytes: int | None = None,
+    gpu: str = "RTX 3090",
+    host_rate: float | None = None,
+    link: float = LINK,
+) -> GpuTier:
+    host = assumed_host()
+    if host_rate is not None:
+        host = replace(host, expert_rates=(WidthRate(4, host_rate),))
+    traffic = RoutingFacts(POPULARITY, drawn_passes(POPULARITY, 8, 100), None, MIB)
+    return GpuTier(machine_of_gpu(GPUS[gpu], link, ram_bytes, host), traffic, RowHeat(None), budget_bytes, 256)
+
+
+# --- by hand: a layer of three experts with 64 neurons, of which half run
+
+
+def tiny() -> PackLayout:
+    spec = small(num_layers=1, num_experts=3)
+    return pack_layout(spec, plan_for(spec), ["BF16"] * len(dense_roles(spec)))
+
+
+def slow_machine(ram_bytes: int | None = None) -> Machine:
+    """A GPU of 1,000 bytes a second, its host of 100, its link of 50; 7 s a token, 2 a layer, 3 a call of the CPU."""
+    rates, host_rates, disk = (WidthRate(4, 1000.0),), (WidthRate(4, 100.0),), steady_disk(10.0)
+    free = FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+    host = Machine("cpu", "a host", host_rates, host_rates, 0.0, 100.0, free, disk)
+    fixed = FixedCosts(7.0, 2.0, 0.0, 3.0, 0.0)
+    return Machine("cuda", "a GPU", rates, rates, 0.0, 1000.0, fixed, disk, 50.0, ram_bytes, host=host)
+
+
+def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
+    """The first expert has 32 static rows and the second not even its selector; the third is resident.
+
+    Of 32 slots 2 * 2 * 4 wait for pulled records.
+    """
+    first_dynamic, zeros = np.array([[num_first, 0, 64]]), np.zeros(1, np.int64)
+    return GpuPlacement(
+        misses, np.array([[True, False, True]]), first_dynamic, zeros, num_slots=zeros + 32 * (misses == "split"),
+        slot_bytes=zeros, num_landing=zeros + 4 * (misses == "split"), num_ahead=zeros, scratch_bytes=0, ahead_bytes=0,
+        dynamic_bytes=1, other_bytes=0, num_rows=64, num_active=2, num_predicted=0,
+    )  # fmt: skip
+
+
+def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) -> TokenEstimate:
+    passes = Passes(np.array(routes, "<u2")[:, None], np.ones(len(routes), np.uint32), None, np.ones((1, 3)))
+    return estimate_on_gpu(tiny(), placed, machine, np.ones((1, 3)), np.full((1, 3, 4), 0.5), passes)
+
+
+def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
+    """Of the first expert's 32 missing records 16 slots have half, of all alike: 8 that run, and 8 are missing.
+
+    A third of those comes over the link, 50 / (50 + 100).
+    """
+    expert = tiny().experts[0][0]
+    assert expert.selector is not None
+    selector, row = expert.selector_bytes, expert.records.row_bytes
+    left = 16 / 3 * row / 100  # of the first expert
+    gpu = {(0, 1): (16 + 8) * row / 1000, (0, 2): (16 + 8 + 32) * row / 1000}
+    cpu = {(0, 1): 3 + left + (selector + 32 * row) / 100, (0, 2): 3 + left}
+    link = 8 / 3 * (row / 50 + row / 1000)
+    for routes in ([(0, 1)], [(0, 2)], [(0, 1), (0, 2)]):
+        with case(routes):
+            found = estimated(placement(), slow_machine(), *routes)
+            waits = [max(cpu[each], link) - gpu[each] for each in routes]
+            assert min(waits) > 0, "so that all three count"
+            selected = {(0, 1): selector / 1000, (0, 2): 2 * selector / 1000}
+            assert found.seconds.fixed == 9
+            assert found.seconds.experts == pytest.approx(np.mean([gpu[each] + selected[each] for each in routes]))
+            assert found.seconds.waiting == pytest.approx(np.mean(waits))
+    missing, needed = 8 * row + selector + 32 * row, 2 * (selector + 32 * row)
+    found = estimated(placement(), slow_machine(), (0, 1))
+    assert found.fetched_bytes == pytest.approx(missing)
+    assert found.hit_rate == pytest.approx(1 - missing / needed)
+    expected = [2 / 3 * 8 * row / (selector + 32 * row), 2 / 3, 0]  # each expert is chosen by two of three tokens
+    np.testing.assert_allclose(found.misses, [expected], atol=1e-12)
+
+
+def test_the_link_is_the_longest_by_the_products_of_what_it_brings() -> None:
+    """Without a call's time, the CPU ends when the last record comes. A seventh of 24 is pulled, 100 / 6 of 700 / 6."""
+    machine = replace(slow_machine(), link_rate=100 / 6, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    placed, row = placement(num_first=0), tiny().experts[0][0].records.row_bytes
+    np.testing.assert_allclose(running_rows(placed, np.full((1, 3, 4), 0.5)), [[[8, 0, 32]], [[24, 32, 0]]])
+    found = estimated(placed, machine, (0, 2))
+    link = 24 / 7 * (row / (100 / 6) + row / 1000)
+    assert found.seconds.waiting == pytest.approx(link - (8 + 32) * row / 1000)
+
+
+def test_no_more_is_pulled_than_slots_wait_for() -> None:
+    machine = replace(slow_machine(), link_rate=1e9, expert_rates=(WidthRate(4, 1e6),))
+    row = tiny().experts[0][0].records.row_bytes
+    found = estimated(placement(), machine, (0, 2))  # the link would bring 8 of 8
+    assert found.seconds.waiting == pytest.approx(3 + 4 * row / 100 - 56 * row / 1e6)
+
+
+def test_of_a_pack_larger_than_host_memory_the_cpu_reads_the_rest_by_hand() -> None:
+    """The second expert is the only one that is not on the GPU; host memory has half of it."""
+    expert, machine = tiny().experts[0][0], slow_machine(tiny().experts[0][0].num_bytes // 2)
+    assert machine.host is not None
+    found = estimated(placement("disk", num_first=64), machine, (0, 1))
+    cpu = 3 + expert_seconds(expert, 0.5, machine.host)[0] + 0.5 * disk_seconds(expert, 0.5, machine.disk)
+    assert found.seconds.waiting == pytest.approx(cpu - 32 * expert.records.row_bytes / 1000)
+    found = estimated(placement("disk", num_first=64), replace(machine, ram_bytes=None), (0, 1))
+    assert found.seconds.waiting == pytest.approx(
+        3 + expert_seconds(expert, 0.5, machine.host)[0] - 32 * expert.records.row_bytes / 1000
+    )
+
+
+# --- of a model with 64 experts a layer
+
+
+def test_more_memory_and_faster_parts_are_never_slower() -> None:
+    """On a GPU that is much faster than its host: otherwise the CPU may help even where all fits."""
+    made, sparsity = layout(), np.full(SHAPE, 0.5)
+    least = tier(1).least_bytes(made)
+    budgets = np.linspace(least, tier(1).least_bytes(made) + 800 * MIB, 9).astype(int).tolist()
+    found = [[tier(budget, ram).estimate(made, sparsity) for budget in budgets] for ram in (None, 64 * MIB)]
+    for ram, by_budget in zip(("all", "little"), found, strict=True):
+        with case(ram):
+            seconds, missing = ([getattr(each, name) for each in by_budget] for name in ("seconds", "fetched_bytes"))
+            assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.2 * seconds[-1]
+            assert missing == sorted(missing, reverse=True) and missing[0] > missing[-1] == 0
+            assert by_budget[-1].misses.sum() == 0 and by_budget[-1].hit_rate == 1
+    for budget in (least, budgets[4]):
+        usual = tier(budget).estimate(made, sparsity).seconds
+        for name, other in (
+            ("host", tier(budget, host_rate=120e9)),
+            ("link", tier(budget, link=2 * LINK)),
+            ("GPU", tier(budget, gpu="H200")),
+        ):
+            with case(budget, name):
+                seconds = other.estimate(made, sparsity).seconds
+                # In the least memory are no selectors, so that the link brings nothing.
+                assert seconds == usual if (budget, name) == (least, "link") else seconds < usual
+        with case(budget, "less host memory"):
+            assert tier(budget, 64 * MIB).estimate(made, sparsity).seconds > usual
+
+
+def test_the_link_makes_no_token_slower_than_the_cpu_alone() -> None:
+    made, heat = layout(), np.full((*SHAPE, 4), 0.5)
+    whole = place_experts(made, 1 << 40, "split").num_bytes
+    for share in (0.3, 0.6, 0.9):
+        placed = place_experts(made, int(share * whole), "split", POPULARITY, heat, is_pulled=True)
+        for gpu in ("RTX 3060 12G", "H200"):
+            with case(share, gpu):
+                auto, alone = (
+                    estimate_on_gpu(made, placed, machine_of_gpu(GPUS[gpu], link, None), POPULARITY, heat)
+                    for link in (LINK, 1.0)
+                )
+                assert auto.seconds.total <= alone.seconds.total
+                assert share == 0.9 or auto.seconds.total < alone.seconds.total, "nearly all is resident"
+                assert auto.fetched_bytes == alone.fetched_bytes
+
+
+def test_without_a_selector_all_rows_run() -> None:
+    made = layout("none")
+    placed = place_experts(made, 100 * MIB, "split", POPULARITY)
+    machine = machine_of_gpu(GPUS["L4"], LINK, None)
+    few, all_rows = (
+        estimate_on_gpu(made, placed, machine, POPULARITY, np.full((*SHAPE, 4), share)) for share in (0.1, 1.0)
+    )
+    assert few.seconds == all_rows.seconds and few.fetched_bytes == all_rows.fetched_bytes > 0
 
 
 def test_the_least_runs_and_a_byte_less_does_not() -> None:
     made = layout()
-    least = tier(1).least_bytes(made)
-    assert sum(share.num_bytes for share in tier(least).estimate(made, np.full(SHAPE, 0.5)).shares) == least
-    with pytest.raises(RunError, match=r"^--target-vram: .* the model needs at least "):
-        tier(least - 1).estimate(made, np.full(SHAPE, 0.5))
+    for ram_bytes in (None, MIB):
+        least = tier(1, ram_bytes).least_bytes(made)
+        shares = tier(least, ram_bytes).estimate(made, np.full(SHAPE, 0.5)).shares
+        assert sum(share.num_bytes for share in shares) == least
+        assert min(share.num_bytes for share in shares) >= 0
+        with pytest.raises(RunError, match=r"^--target-vram: .* the model needs at least "):
+            tier(least - 1, ram_bytes).estimate(made, np.full(SHAPE, 0.5))
 
 
-def test_pulling_an_expert_takes_its_selector_and_running_rows_over_the_link() -> None:
+def test_an_expert_that_is_missing_costs_what_the_cpu_takes() -> None:
     for selector in ["up", "gate", "both", "none"]:
         with case(selector):
             expert = layout(selector).experts[0][0]
             running = 1.0 if selector == "none" else 0.25
-            by_hand = (expert.selector_bytes + running * expert.records_bytes) / LINK
+            by_hand = (expert.selector_bytes + running * expert.records_bytes) / 60e9
             assert tier(MIB).fetch_seconds(expert, 0.75) == pytest.approx(by_hand)
 
 
-def test_what_host_memory_cannot_hold_is_pulled_from_the_drive() -> None:
-    """Half of the pack at 16 GB/s, half at the disk's 1 GB/s."""
+def test_what_host_memory_cannot_hold_is_read_from_the_disk_too() -> None:
+    """All of it computed at 60 GB/s, half of it read at the disk's 1 GB/s."""
     expert = layout("none").experts[0][0]
     half = expert.num_bytes * 3 * 64 // 2
-    assert tier(MIB, half).fetch_seconds(expert, 0) == pytest.approx(expert.num_bytes * (0.5 / 16e9 + 0.5 / 1e9))
-
-
-@pytest.mark.parametrize("selector", ["up", "both", "none"])
-def test_quick_estimates_are_near_exact_ones(selector: Selector) -> None:
-    """One share of pages is tried, not five, on fewer tokens: it may seem slower, and not much faster."""
-    made, sparsity = layout(selector), np.full(SHAPE, 0.5)
-    some = tier(tier(1).least_bytes(made) + 200 * MIB)
-    exact, rough = (some.estimate(made, sparsity, is_rough=quick).seconds for quick in (False, True))
-    assert 0.85 < rough / exact < 1.5
-
-
-@pytest.mark.slow
-def test_what_is_always_there_is_never_missed() -> None:
-    made, sparsity = layout(), np.full(SHAPE, 0.5)
-    found: list[Any] = [tier(budget * MIB).estimate(made, sparsity) for budget in (1100, 1200, 1300, 4000)]
-    misses = [float(one.misses.sum()) for one in found]
-    assert misses == sorted(misses, reverse=True) and misses[0] > misses[-1] == 0
-    assert found[-1].fetched_bytes == 0
+    assert tier(MIB, half).fetch_seconds(expert, 0) == pytest.approx(expert.num_bytes * (1 / 60e9 + 0.5 / 1e9))

@@ -17,7 +17,7 @@ from moe_pack.convert.plan.target import context_of, parse_limit
 from moe_pack.formats import RunError, dense_roles
 from moe_pack.formats.cli import options_from
 from moe_pack.formats.families import model_spec
-from moe_pack.runtime import MachineFacts, total_bytes
+from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, total_bytes
 from moe_pack.runtime.machine import CpuFacts, LinkFacts, SizedRate
 
 GIB = 1 << 30
@@ -130,12 +130,17 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
     assert [line.split()[0] for line in defaults_text(CARD, SPEC, None)] == [
         "--max-loss",
         "--context",
+        "the",
         "--gpu",
         "--link",
         "--ram:" if total_bytes() is None else "--ram",
     ]
     whole = Target(GIB, "cuda", LossLimit("kl", 0.1), 16, "L4", 1e9, GIB)
-    assert defaults_text(whole, SPEC, None) == []
+    host = "the CPU: a CPU that computes experts at 60 GB/s, assumed; moe-pack doctor measures this machine"
+    assert defaults_text(whole, SPEC, None) == [host]
+    measured = CpuFacts(2, None, 1.0, 1.0, (WidthRate(4, 1e9),), (), 0.0)
+    found = replace(facts(), cpu=measured, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert defaults_text(whole, SPEC, found) == []
 
 
 def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_has() -> None:

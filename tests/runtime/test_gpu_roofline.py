@@ -2,20 +2,25 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import case
 from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
-from gpu.packs import PackRequest
-from gpu.roofline import Launches, LayerBytes, Rates, Subject, forks, moved_bytes
+from gpu.packs import MIXTRAL, QWEN3, PackRequest
+from gpu.roofline import CONTEXT_TOKENS, Launches, LayerBytes, Rates, Setup, Subject, forks, moved_bytes, predict
 from gpu_roofline import COUNTS, FOLDER, PAGE, Counts, page, read_measured
 from synthetic import plan_for, small
 
+from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
+from moe_pack.convert.plan.speed import estimate_on_gpu
 from moe_pack.formats import dense_roles
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.placement import GpuPlacement, Misses
+from moe_pack.runtime.offload import Passes
 
 RATES = Rates(memory=100.0, link=10.0, cpu=20.0, launch_s=1.0, call_s=3.0, token_s=0.0)
 LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)
@@ -109,6 +114,21 @@ def test_rows_run_as_often_as_the_sparsity_says() -> None:
     falling = Subject(one.request, one.layout, one.popularity, np.array([[[7, 5, 3, 1]] * 3]) / 8, one.routes)
     for order, expected in (("even", [0.5] * 4), ("falling", [0.875, 0.625, 0.375, 0.125])):
         np.testing.assert_allclose(falling.runs(order)[0, 0], expected)  # type: ignore[arg-type]  # one of both
+
+
+def test_a_plan_estimates_what_the_page_predicts() -> None:
+    """The same bytes at the same rates. A plan leaves out partial sums and the tables' offsets: at most 10%."""
+    for request in (MIXTRAL, QWEN3):
+        one, launches = Subject.of(request), Counts.read(COUNTS).of(request.model)
+        passes = Passes(one.routes.astype("<u2"), np.ones(len(one.routes), np.uint32), None, one.popularity)
+        for gpu, gib in product(("RTX 3090", "RTX 4090"), (8, 11, 16, 22)):
+            with case(request.name, gpu, gib):
+                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto", "even"), launches)
+                placed, machine = one.place(one.expert_bytes(gib << 30), "auto"), machine_of_gpu(GPUS[gpu], None, None)
+                found = estimate_on_gpu(
+                    one.layout, placed, machine, one.popularity, one.runs("even"), passes, CONTEXT_TOKENS
+                )
+                assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
 
 
 def test_measured_tokens_are_found(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from moe_pack.formats import BF16, PackLayout, RunError, dense_roles, part_forma
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placement import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.offload import divide_budget, least_budget
-from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, best_gpu_plan, divide, least_gpu_budget
+from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, divide
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -34,11 +35,8 @@ def cpu(made: PackLayout, budget: int) -> tuple[int, ...]:
 
 
 def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
-    shape = (len(made.experts), len(made.experts[0]))
-    popularity, heat = np.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape), np.array([0.25, 0.1, 0.04, 0.01])
-    plan = best_gpu_plan(made, budget, 4096, 8 * MIB, popularity, np.broadcast_to(heat, (*shape, 4)), 0.25)
-    fixed = plan.experts - plan.selectors - plan.hot_rows - plan.pages
-    return (plan.selectors, plan.hot_rows, plan.pages, plan.chunk_tokens, fixed)
+    division = divide_gpu(gpu_needs(made, 4096), budget, 4096)
+    return (division.experts, division.chunk_tokens)
 
 
 def gpu(made: PackLayout, num_bytes: int, misses: Misses) -> tuple[int, ...]:
@@ -55,17 +53,17 @@ EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
     ("mixtral-8x7b", "cpu", 12_884_901_888): (3211294080, 1073741824, 217993216, 1048576, 20480, 7832, 512, 637568),
     ("mixtral-8x7b", "cpu", 42_949_672_960): (3211294080, 1073741824, 217993216, 1048576, 20480, 35955, 512, 346752),
     ("mixtral-8x7b", "cpu", 68_719_476_736): (3211294080, 1073741824, 217993216, 1048576, 20480, 60060, 512, 555648),
-    ("mixtral-8x7b", "planned gpu", 6_442_450_944): (1450954944, 0, 483393536, 512, 1216),
-    ("mixtral-8x7b", "planned gpu", 11_811_160_064): (4737761280, 739722000, 1825570816, 512, 4720),
-    ("mixtral-8x7b", "planned gpu", 42_949_672_960): (4756340736, 24075019600, 9610199040, 512, 12336),
-    ("mixtral-8x7b", "planned gpu", 85_899_345_920): (4756340736, 60188262400, 0, 512, 16446641536),
+    ("mixtral-8x7b", "planned gpu", 6_442_450_944): (1976292736, 512),
+    ("mixtral-8x7b", "planned gpu", 11_811_160_064): (7345001856, 512),
+    ("mixtral-8x7b", "planned gpu", 42_949_672_960): (38483514752, 512),
+    ("mixtral-8x7b", "planned gpu", 85_899_345_920): (81433187712, 512),
     ("small", "cpu", 13_434_240): (242304, 47616, 4743424, 8192, 4096, 1, 16, 0),
     ("small", "cpu", 13_454_240): (242304, 47616, 4743424, 8192, 4096, 2, 16, 7712),
     ("small", "cpu", 15_021_568): (242304, 47616, 4743424, 8192, 4096, 12, 16, 1452160),
     ("small", "cpu", 16_608_896): (242304, 47616, 4743424, 8192, 4096, 12, 16, 3039488),
-    ("small", "planned gpu", 547_026_304): (27648, 46080, 0, 16, 0),
-    ("small", "planned gpu", 547_076_304): (27648, 46080, 0, 16, 50000),
-    ("small", "planned gpu", 555_414_912): (27648, 46080, 0, 16, 8388608),
+    ("small", "planned gpu", 505_032_864): (23328, 16),
+    ("small", "planned gpu", 505_082_864): (73328, 16),
+    ("small", "planned gpu", 513_421_472): (8411936, 16),
     ("mixtral-8x7b", "pull", 3_221_225_472): (2675441664, 507379712, 507379712, 0, 0, 29562880),
     ("mixtral-8x7b", "pull", 8_589_934_592): (8052953984, 507379712, 470220800, 2256, 4, 29562880),
     ("mixtral-8x7b", "pull", 42_949_672_960): (40743090432, 2147483648, 470220800, 102265, 201, 59054080),
@@ -105,7 +103,7 @@ def test_the_least_that_is_named_is_divided_and_a_byte_less_is_not() -> None:
     made = layout_of("small")
     engines: list[tuple[Any, int]] = [
         (cpu, least_budget(made, 4096, 8 * MIB)),
-        (planned_gpu, least_gpu_budget(made, 4096, 8 * MIB)),
+        (planned_gpu, least_gpu_budget(made, 4096)),
     ]
     engines += [(GPU[misses], least_placement(made, misses).num_bytes) for misses in GPU]
     for engine, budget in engines:

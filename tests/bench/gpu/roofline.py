@@ -18,30 +18,22 @@ from numpy.typing import NDArray
 from gpu.launches import CPU_CALL, Mode, TokenLaunches
 from gpu.packs import SKEW, PackRequest
 from moe_pack.convert import skewed_popularity
-from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, GPUS, LINK_SHARE
-from moe_pack.convert.plan.speed import drawn_passes
+from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, HOST_RATE, LAUNCH_S, LINK_SHARE
+from moe_pack.convert.plan.speed import drawn_passes, running_rows
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.spec import cache_values
+from moe_pack.runtime.gpu.fit import BF16_BYTES, divide_gpu, gpu_needs
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import (
-    NUM_TURNS,
-    GpuPlacement,
-    offset_bytes_for,
-    place_experts,
-    usual_heat,
-    work_of_whole,
-)
-from moe_pack.runtime.offload.budget import BF16_BYTES, divide_gpu, gpu_needs
+from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat, work_of_whole
 
 Array = NDArray[Any]
 Misses = Literal["cpu", "pull", "auto"]
 Order = Literal["falling", "even"]
 
 CONTEXT_TOKENS = 1024
-LAUNCH_S, CALL_S, TOKEN_S = 1e-6, 15e-6, 50e-6
-CPU_RATES = {"DDR5": 60e9, "DDR4": 40e9}
+CPU_RATES = {"DDR5": HOST_RATE, "DDR4": 40e9}
 # Streaming multiprocessors, which decide on the number of partial sums.
 NUM_SMS = {"RTX 3090": 82, "RTX 4090": 128, "H200": 132}
 _DRAWN_TOKENS = 128
@@ -57,7 +49,7 @@ class Rates:
     cpu: float
     launch_s: float = LAUNCH_S
     call_s: float = CALL_S
-    token_s: float = TOKEN_S
+    token_s: float = GPU_TOKEN_S
 
     @property
     def pulled_share(self) -> float:
@@ -191,7 +183,7 @@ class Subject:
 
         Raises:  RunError if that is too little.
         """
-        needs = gpu_needs(self.layout, CONTEXT_TOKENS, 0)
+        needs = gpu_needs(self.layout, CONTEXT_TOKENS)
         return divide_gpu(needs, budget_bytes, CONTEXT_TOKENS).experts
 
     @cache  # noqa: B019  # likewise
@@ -213,23 +205,15 @@ def moved_bytes(
 ) -> LayerBytes:
     """Returns the bytes of the drawn tokens' layers.
 
-    Slots have a random part of the missing records. Those that wait for pulled records have none.
     Args:    runs: [L, E, H], of `Subject.runs`.   pulled_share: of missing records, if not all are pulled.
     """
     spec, is_pull = subject.layout.spec, placement.misses == "pull"
     k, f = spec.router.num_experts_per_tok, spec.expert.intermediate_size
     selector, record = _row_bytes(subject.layout)
-    before = placement.first_dynamic
-    static = _rows_before(runs, before, f)
-    missing = _rows_before(runs, np.full_like(before, f), f) - static
-    has_slots = placement.has_selector | is_pull  # of experts whose selector is missing the CPU has all rows
-    num_free = np.maximum(placement.num_slots - NUM_TURNS * k * placement.num_landing, 0)
-    num_missing = ((f - before) * has_slots).sum(axis=1)
-    in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing
-    missing = missing - in_slots
-    is_whole = ~has_slots  # the CPU selects, and computes all rows
-    chosen = (np.arange(len(before))[:, None], subject.routes)  # of [L, E]: [T, L, k]
-    running, lacking = (static + in_slots + missing)[chosen], np.where(is_whole, 0.0, missing)[chosen]
+    in_gpu, missing = running_rows(placement, runs, needs_selector=not is_pull)
+    is_whole = ~(placement.has_selector | is_pull)  # the CPU selects, and computes all rows
+    chosen = (np.arange(len(selector))[:, None], subject.routes)  # of [L, E]: [T, L, k]
+    lacking = np.where(is_whole, 0.0, missing)[chosen]
     if is_pull:
         pulled = lacking
     else:
@@ -237,10 +221,8 @@ def moved_bytes(
         share = np.minimum(pulled_share * (1 + work / np.maximum(lacking.sum(axis=2, keepdims=True), 1)), 1)
         pulled = np.minimum(share * lacking, (placement.num_landing + placement.num_scratch)[:, None])
     # With each record comes its place in the list and its neuron; with each selector row two tables' offsets.
-    here_bytes = np.where(is_whole, 0.0, (static + in_slots) * (record + 2 * _UNITS_BYTES))
-    left_bytes = np.where(
-        is_whole[chosen], (f * selector)[chosen] + running * record[chosen], (lacking - pulled) * record[chosen]
-    )
+    here_bytes = np.where(is_whole, 0.0, in_gpu * (record + 2 * _UNITS_BYTES))
+    left_bytes = ((missing[chosen] - pulled) * record[chosen]) + np.where(is_whole, f * selector, 0)[chosen]
     selector_bytes = f * (selector + 2 * _UNITS_BYTES)
 
     def of_tokens(by_expert: Array) -> Array:
@@ -264,17 +246,6 @@ def _row_bytes(layout: PackLayout) -> tuple[Array, Array]:
     experts = layout.experts
     selector = np.array([[each.selector.row_bytes if each.selector else 0 for each in layer] for layer in experts])
     return selector, np.array([[each.records.row_bytes for each in layer] for layer in experts])
-
-
-def _rows_before(runs: Array, number: Array, num_rows: int) -> Array:
-    """Returns how many of an expert's first rows run, as expected: float64 [L, E].
-
-    Args:    runs: [L, E, H].   number: int64 [L, E], of the first rows.
-    """
-    edges = np.linspace(0, num_rows, runs.shape[2] + 1)
-    covered = np.clip(number[:, :, None] - edges[:-1], 0, np.diff(edges))
-    expected: Array = (runs * covered).sum(axis=2)
-    return expected
 
 
 @dataclass(frozen=True, slots=True)
