@@ -24,7 +24,7 @@ from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import cache_values, first_moe_layers
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.gpu.fit import BF16_BYTES
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
+from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import (
     BudgetPlan,
@@ -274,7 +274,7 @@ def estimate_on_gpu(
     Meaning: a layer takes its dense part, its selectors, and the longest of three that run at the same time:
                  GPU:   the running records that are resident
                  CPU:   a call; the missing records that the link does not bring; whole experts without their selector
-                 link:  link / (link + CPU) of the missing records, as many as there are slots for, and their products
+                 link:  `pulled_records`, and their products
              If the placement is for experts on the disk, the CPU computes all missing experts. Host memory has an equal
              share of each, and the rest is read.
     Args:    placement: of `place_experts`.   heat: [L, E, H], the share of its tokens for which a row runs, in each of
@@ -297,8 +297,10 @@ def estimate_on_gpu(
 
     missing, needed, fixed = shares.missing_bytes, shares.needed_bytes, machine.fixed
     is_split = ((placement.first_dynamic < placement.num_rows) | ~placement.has_selector).any(axis=1)
-    cpu_s = by_layer(shares.cpu_s) + fixed.miss_s * is_split
-    longest = np.maximum(cpu_s, by_layer(shares.link_s))
+    chosen = (layers[:, None], routes)
+    pulled = pulled_records(placement, shares.lacking, routes, shares.pulled_share, work_of_whole(layout, heat))
+    cpu_s = by_layer(shares.cpu_s) - (pulled * shares.cpu_row_s[chosen]).sum(axis=2) + fixed.miss_s * is_split
+    longest = np.maximum(cpu_s, (pulled * shares.link_row_s[chosen]).sum(axis=2))
     waiting = np.maximum(longest - by_layer(shares.gpu_s), 0.0).sum(axis=1).mean()
     dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
     runs = popularity * (layout.spec.router.num_experts_per_tok / popularity.sum(axis=1, keepdims=True))
@@ -321,14 +323,18 @@ def estimate_on_gpu(
 class _GpuShares:
     """The shares of GPU, CPU and link in an expert that a token chooses: float64 [L, E], seconds and bytes.
 
-    `select_s`: of the GPU, before the others begin.   `missing_bytes`: of selector and running records, those that are
-    not resident; `needed_bytes`: all of them.
+    `select_s`: of the GPU, before the others begin.   `cpu_s`: if nothing is pulled.   `lacking`: records that the link
+    may bring, its usual share of them, and what one takes on the CPU and over the link.   `missing_bytes`: of selector
+    and running records, those that are not resident; `needed_bytes`: all of them.
     """
 
     select_s: Array
     gpu_s: Array
     cpu_s: Array
-    link_s: Array
+    lacking: Array
+    pulled_share: Array
+    cpu_row_s: Array
+    link_row_s: Array
     missing_bytes: Array
     needed_bytes: Array
 
@@ -342,9 +348,7 @@ def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, h
         running,
         lambda e, _: (e.selector_bytes, e.records.row_bytes, *_row_seconds(e, machine), *_row_seconds(e, host)),
     )
-    pulled_share = link_rate / (link_rate + row_bytes / host_row_s)
-    pulled = ~is_left * np.minimum(pulled_share * rows.missing, placement.num_landing[:, None])
-    cpu_s = (rows.missing - pulled) * host_row_s + is_left * host_select_s
+    cpu_s = rows.missing * host_row_s + is_left * host_select_s
     if placement.misses == "disk":
         on_disk = disk_share(int(extent_bytes(layout)[is_left].sum()), machine)
         reads = _expert_table(layout, running, lambda e, share: (disk_seconds(e, share, machine.disk),))[0]
@@ -353,10 +357,31 @@ def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, h
         select_s=~is_left * select_s,
         gpu_s=rows.resident * row_s,
         cpu_s=cpu_s,
-        link_s=pulled * (row_bytes / link_rate + row_s),
+        lacking=~is_left * rows.missing,
+        pulled_share=link_rate / (link_rate + row_bytes / host_row_s),
+        cpu_row_s=host_row_s,
+        link_row_s=row_bytes / link_rate + row_s,
         missing_bytes=is_left * selector_bytes + rows.missing * row_bytes,
         needed_bytes=selector_bytes + running * placement.num_rows * row_bytes,
     )
+
+
+def pulled_records(
+    placement: GpuPlacement, lacking: Array, routes: Array, pulled_share: Array | float, work: Array
+) -> Array:
+    """Returns how many records the link brings for each of a token's experts, as `compact` decides: [T, L, k].
+
+    Meaning: with w experts that the CPU has as a whole, and M records that the others lack, a share of
+             min(1, pulled_share * (1 + w * work / M)), as far as there is memory.
+    Args:    lacking: [L, E], records that an expert lacks; 0 if the CPU has it as a whole.   routes: [T, L, k].
+             pulled_share: [L, E] or one, of all work of the CPU.   work: [L], of `work_of_whole`.
+    """
+    chosen = (np.arange(len(lacking))[:, None], routes)
+    of_experts, num_whole = lacking[chosen], (~placement.has_selector)[chosen].sum(axis=2, keepdims=True)
+    more = 1 + num_whole * work[:, None] / np.maximum(of_experts.sum(axis=2, keepdims=True), 1)
+    share = np.minimum(np.broadcast_to(pulled_share, lacking.shape)[chosen] * more, 1.0)
+    pulled: Array = np.minimum(share * of_experts, (placement.num_landing + placement.num_scratch)[:, None])
+    return pulled
 
 
 class RunningRows(NamedTuple):

@@ -44,7 +44,7 @@ from moe_pack.formats import (
 from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
 from moe_pack.formats.spec import record_matrices, selector_matrices
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
-from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts, usual_heat
+from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.offload import Passes, divide_budget, least_budget
 from moe_pack.runtime.offload.budget import AS_TARGET, Division, MemoryPart, extent_bytes
 
@@ -374,6 +374,7 @@ class GpuTier(MachineTier):
             routing.popularity,
             usual_heat(layout, sparsity),
             is_pulled=fits_host,
+            offset_bytes=offset_bytes_for(layout, self.budget_bytes),
         )
         heat = self._heats.at(_selector_of(layout), sparsity)
         token = estimate_on_gpu(layout, placement, machine, routing.popularity, heat, routing.passes, self._seen_tokens)

@@ -77,8 +77,9 @@ def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     first_dynamic, zeros = np.array([[num_first, 0, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
         misses, np.array([[True, False, True]]), first_dynamic, zeros, num_slots=zeros + 32 * (misses == "split"),
-        slot_bytes=zeros, num_landing=zeros + 4 * (misses == "split"), num_ahead=zeros, scratch_bytes=0, ahead_bytes=0,
-        dynamic_bytes=1, other_bytes=0, num_rows=64, num_active=2, num_predicted=0,
+        slot_bytes=zeros, num_landing=zeros + 4 * (misses == "split"), num_scratch=zeros, num_ahead=zeros,
+        scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1, other_bytes=0, offset_bytes=4, num_rows=64, num_active=2,
+        num_predicted=0,
     )  # fmt: skip
 
 
@@ -90,19 +91,21 @@ def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) 
 def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
     """Of the first expert's 32 missing records 16 slots have half, of all alike: 8 that run, and 8 are missing.
 
-    A third of those comes over the link, 50 / (50 + 100).
+    A third of those comes over the link, 50 / (50 + 100); if the CPU has the second expert as a whole, more: the 4 that
+    have a slot.
     """
     expert = tiny().experts[0][0]
     assert expert.selector is not None
     selector, row = expert.selector_bytes, expert.records.row_bytes
-    left = 16 / 3 * row / 100  # of the first expert
+    pulled = {(0, 1): 4, (0, 2): 8 / 3}  # of the first expert
+    left = {routes: (8 - number) * row / 100 for routes, number in pulled.items()}
     gpu = {(0, 1): (16 + 8) * row / 1000, (0, 2): (16 + 8 + 32) * row / 1000}
-    cpu = {(0, 1): 3 + left + (selector + 32 * row) / 100, (0, 2): 3 + left}
-    link = 8 / 3 * (row / 50 + row / 1000)
+    cpu = {(0, 1): 3 + left[0, 1] + (selector + 32 * row) / 100, (0, 2): 3 + left[0, 2]}
+    link = {routes: number * (row / 50 + row / 1000) for routes, number in pulled.items()}
     for routes in ([(0, 1)], [(0, 2)], [(0, 1), (0, 2)]):
         with case(routes):
             found = estimated(placement(), slow_machine(), *routes)
-            waits = [max(cpu[each], link) - gpu[each] for each in routes]
+            waits = [max(cpu[each], link[each]) - gpu[each] for each in routes]
             assert min(waits) > 0, "so that all three count"
             selected = {(0, 1): selector / 1000, (0, 2): 2 * selector / 1000}
             assert found.seconds.fixed == 9

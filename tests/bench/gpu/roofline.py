@@ -19,7 +19,7 @@ from gpu.launches import CPU_CALL, Mode, TokenLaunches
 from gpu.packs import SKEW, PackRequest
 from moe_pack.convert import skewed_popularity
 from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, HOST_RATE, LAUNCH_S, LINK_SHARE
-from moe_pack.convert.plan.speed import drawn_passes, running_rows
+from moe_pack.convert.plan.speed import drawn_passes, pulled_records, running_rows
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
@@ -217,9 +217,8 @@ def moved_bytes(
     if is_pull:
         pulled = lacking
     else:
-        work = work_of_whole(subject.layout, subject.heat)[:, None] * is_whole[chosen].sum(axis=2, keepdims=True)
-        share = np.minimum(pulled_share * (1 + work / np.maximum(lacking.sum(axis=2, keepdims=True), 1)), 1)
-        pulled = np.minimum(share * lacking, (placement.num_landing + placement.num_scratch)[:, None])
+        work = work_of_whole(subject.layout, subject.heat)
+        pulled = pulled_records(placement, np.where(is_whole, 0.0, missing), subject.routes, pulled_share, work)
     # With each record comes its place in the list and its neuron; with each selector row two tables' offsets.
     here_bytes = np.where(is_whole, 0.0, in_gpu * (record + 2 * _UNITS_BYTES))
     left_bytes = ((missing[chosen] - pulled) * record[chosen]) + np.where(is_whole, f * selector, 0)[chosen]
