@@ -18,7 +18,6 @@ SOURCES = (
     "module_reads",
     "module_search",
     "experts",
-    "steps",
     "job",
     "host_share",
     "tiles",

@@ -199,40 +199,6 @@ class Kernels:
             for (a, runs, ids), count in zip(found, counts, strict=True)
         ]
 
-    def neurons(self, x: Tensor, rows: ExpertRows, selected: SelectedNeurons, places: Tensor | None = None) -> Tensor:
-        """Computes h of selected neurons: float32 [T, n], zero if a neuron does not run for a token.
-
-        Args:    x: float32 [T, d].   places: int32 [n], the row of `rows.records` with each neuron's record;
-                 None: the neuron's own row.
-        """
-        x, n = x.contiguous(), len(selected.neurons)
-        h = torch.empty((len(x), n))
-        has_selector = rows.selector is not None
-        self._call(
-            "neurons",
-            rows.layout,
-            rows.records,
-            selected.neurons.numpy(),
-            (selected.neurons if places is None else places.contiguous()).numpy(),
-            rows.threshold,
-            x.numpy(),
-            selected.a.numpy() if has_selector else None,
-            selected.runs.view(torch.uint8).numpy() if has_selector else None,
-            h.numpy(),
-        )
-        return h
-
-    def accumulate(self, h: Tensor, rows: ExpertRows, neurons: Tensor, places: Tensor | None = None) -> Tensor:
-        """Adds up down rows: float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as in `neurons`.
-
-        The expert's extra values, if any, are part of each token's sum.
-        """
-        y = torch.zeros((len(h), int(rows.layout[0])))
-        where = (neurons if places is None else places.contiguous()).numpy()
-        inputs, outputs = _array(h.contiguous()), y.numpy()
-        self._call("accumulate", rows.layout, rows.records, neurons.numpy(), where, rows.extra, inputs, outputs)
-        return y
-
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
         """Computes `x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and u8 [rows, row bytes] in a piece."""
         y, out = _empty(len(x), len(rows))

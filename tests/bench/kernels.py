@@ -46,7 +46,15 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
-from moe_pack.runtime.cpu import ExpertRows, Kernels, expert_numbers, num_cpus, row_numbers
+from moe_pack.runtime.cpu import (
+    ExpertRows,
+    ExpertWork,
+    Kernels,
+    SelectedNeurons,
+    expert_numbers,
+    num_cpus,
+    row_numbers,
+)
 from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.rotation import Rotation
@@ -230,22 +238,25 @@ class CachedRows:
         spread, generator = WeightDistribution(0.0, 0.02), torch.Generator().manual_seed(0)
         self._numbers = row_numbers(layout, "weight")
         self._rows = random_rows(layout, model.f, {"weight": spread}, stream)
+        self._x, *self._tokens = (torch.randn(count, model.d, generator=generator) for count in (1, *_MANY_TOKENS))
+        # With selector `both` and all neurons selected before, an expert has only its down rows to add up.
         spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
         expert = expert_layout(ExpertFormat(stored, stored, stored), "both", spec, model.d)
-        self._down = ExpertRows(
-            expert_numbers(expert, "both", "silu"),
-            None,
-            random_rows(expert.records, model.f, {"down": spread}, stream),
-            0,
-        )
-        self._x, *self._tokens = (torch.randn(count, model.d, generator=generator) for count in (1, *_MANY_TOKENS))
-        self._h, self._neurons = torch.randn(1, model.f, generator=generator), torch.arange(model.f, dtype=torch.int32)
+        assert expert.selector is not None
+        selector = np.zeros((model.f, expert.selector.row_bytes), np.uint8)
+        records = random_rows(expert.records, model.f, {"down": spread}, stream)
+        rows = ExpertRows(expert_numbers(expert, "both", "silu"), selector, records, 0)
+        h, all_run = torch.randn(1, model.f, generator=generator), torch.ones(1, model.f, dtype=torch.bool)
+        selected = SelectedNeurons(h, all_run, torch.arange(model.f, dtype=torch.int32))
+        token = np.zeros(1, np.int64)
+        self._sum = ExpertWork(rows, token, np.ones(1, np.float32), token, selected)
+        self._y = np.zeros((1, model.d), np.float32)
 
     def operations(self, kernels: Kernels) -> tuple[Callable[[], object], ...]:
         """Returns what `RowCosts` has the times of."""
         return (
             lambda: kernels.product(self._x, self._numbers, self._rows),
-            lambda: kernels.accumulate(self._h, self._down, self._neurons),
+            lambda: kernels.experts_apart(self._x, [self._sum], self._y),
             *(partial(kernels.product, x, self._numbers, self._rows) for x in self._tokens),
         )
 

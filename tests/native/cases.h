@@ -40,7 +40,7 @@ struct Counts {
     int64_t cases = 0, accepted = 0, refused = 0, compared = 0, cut = 0;
 };
 
-// Some experts' layouts, read; the accepted ones run, whole and in steps.
+// Some experts' layouts, read; the accepted ones run, whole and of some neurons.
 void expert_case(Random& random, Pools& pools, Counts& counts);
 
 // Rows of one part: products and decoding.

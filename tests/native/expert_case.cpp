@@ -1,4 +1,4 @@
-// Experts: whole and in steps, by one thread and by several, against plain loops where the numbers are sane.
+// Experts: whole and of some neurons, by one thread and by several, against plain loops where the numbers are sane.
 #include <algorithm>
 #include <deque>
 #include <numeric>
@@ -59,39 +59,17 @@ struct Given {
     }
 };
 
-// What the single steps give for an expert and tokens.
-struct Steps {
-    Exact<float> a, h, y;
+// What a selector tells of tokens.
+struct Told {
+    Exact<float> a;
     Exact<uint8_t> runs;
     Exact<int32_t> neurons;
     int32_t num_neurons = 0;
 
-    Steps(Random& random, size_t num_tokens, const ExpertLayout& layout, size_t num_h)
+    Told(Random& random, size_t num_tokens, const ExpertLayout& layout)
         : a(random, num_tokens * layout.num_rows),
-          h(random, num_tokens * num_h),
-          y(random, num_tokens * layout.num_cols),
           runs(random, num_tokens * layout.num_rows),
-          neurons(random, layout.num_rows) {
-        y.fill(0.0f);
-    }
-};
-
-// Some neurons in their order, and where their records lie: in place, or brought side by side in any order.
-struct Brought {
-    Exact<int32_t> neurons, places;
-    Exact<uint8_t> records;
-
-    Brought(Random& random, Given& given, const int32_t* from, int32_t count)
-        : neurons(random, count), places(random, count), records(random, (size_t)count * given.layout.record_row_bytes) {
-        size_t row_bytes = given.layout.record_row_bytes;
-        for (int32_t i = 0; i < count; i++) {
-            neurons[i] = from[i];
-            places[i] = i;
-        }
-        for (int32_t i = count - 1; i > 0; i--) std::swap(places[i], places[random.between(0, i)]);
-        for (int32_t i = 0; i < count; i++)
-            std::memcpy(records.get() + places[i] * row_bytes, given.records.get() + neurons[i] * row_bytes, row_bytes);
-    }
+          neurons(random, layout.num_rows) {}
 };
 
 // A neuron's rows, and what they do to an input.
@@ -116,7 +94,7 @@ struct Neuron {
     Near h(const Near& a, const float* x) const { return at(Place::record, a, x); }
 };
 
-void check_select(Given& given, const Exact<float>& x, const Steps& found, size_t num_tokens) {
+void check_select(Given& given, const Exact<float>& x, const Told& found, size_t num_tokens) {
     const ExpertLayout& layout = given.layout;
     size_t f = layout.num_rows, d = layout.num_cols;
     int32_t count = 0;
@@ -139,23 +117,6 @@ void check_select(Given& given, const Exact<float>& x, const Steps& found, size_
     }
 }
 
-void check_h(Given& given, const Exact<float>& x, const Steps& found, const Brought& brought, size_t num_tokens) {
-    size_t n = brought.neurons.size(), f = given.layout.num_rows, d = given.layout.num_cols;
-    for (size_t k = 0; k < n; k++) {
-        int32_t j = brought.neurons[k];
-        Neuron neuron(given, j);
-        for (size_t t = 0; t < num_tokens; t++) {
-            float h = found.h[t * n + k];
-            Near expected = neuron.h(exactly(given.has_rows() ? found.a[t * f + j] : 1), x.get() + t * d);
-            bool off = given.has_rows() ? !found.runs[t * f + j]
-                                        : std::fabs(expected.value) - expected.slack < given.threshold;
-            bool on = given.has_rows() ? !off : std::fabs(expected.value) + expected.slack >= given.threshold;
-            if (!(off && h == 0.0f) && !(on && expected.holds(h)))
-                fail("h[%zu, %zu] is %.9g, expected %.9g", t, k, h, expected.value);
-        }
-    }
-}
-
 // y += factor * h * down row, of one neuron and one token.
 void add_plain(std::vector<Near>& y, size_t begin, double factor, const Near& h, const PlainRow& down) {
     for (size_t c = 0; c < down.weights.size(); c++) {
@@ -172,62 +133,87 @@ void check_outputs(const std::vector<Near>& expected, const Exact<float>& y, con
             fail("%s: y[%zu] is %.9g, expected %.9g within %.3g", name, i, y[i], expected[i].value, expected[i].slack);
 }
 
-void require_same(const Steps& a, const Steps& b) {
-    require(a.y.same_bits(b.y) && a.h.same_bits(b.h), "the same bits for any number of threads, in steps");
+// Some neurons, of those that run for any token or of all: a runtime may bring more.
+std::vector<int32_t> some_neurons(Random& random, const Told& told, int32_t num_rows) {
+    std::vector<int32_t> chosen;
+    const bool all = random.chance(20);
+    const int percent = random.pick({1, 30, 100});
+    for (int32_t j = 0; j < num_rows; j++) {
+        const bool is_in = std::binary_search(told.neurons.get(), told.neurons.get() + told.num_neurons, j);
+        if ((is_in || all) && random.chance(percent)) chosen.push_back(j);
+    }
+    for (size_t i = 0, any = random.chance(10); any && i < chosen.size(); i++)
+        chosen[i] = (int32_t)random.between(0, num_rows - 1);
+    return chosen;
 }
 
-// Selection, then the neurons it names, then their down rows: by one thread and by several.
-void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const Exact<float>& x, size_t num_tokens,
-               Counts& counts) {
+// The records of these neurons, and bytes that are no numbers in place of all others.
+void keep_records(const Given& given, const std::vector<int32_t>& neurons, Exact<uint8_t>& records) {
+    const size_t row_bytes = given.layout.record_row_bytes;
+    std::memset(records.get(), 0xff, records.size());
+    for (size_t j : neurons) std::memcpy(records.get() + j * row_bytes, given.records.get() + j * row_bytes, row_bytes);
+}
+
+// The expert for all tokens, of some neurons that a selector has told of, whose records alone are there.
+void run_part(Random& random, Pool& alone, Pool& several, Given& given, const Exact<float>& x, const Told& told,
+              const std::vector<int64_t>& tokens, Counts& counts) {
     const ExpertLayout& layout = given.layout;
-    int32_t tokens = (int32_t)num_tokens;
-    Steps first(random, num_tokens, layout, 0);
-    Steps second(random, num_tokens, layout, 0);
-    std::vector<int64_t> in_order(num_tokens);
-    std::iota(in_order.begin(), in_order.end(), 0);
+    const size_t f = layout.num_rows, d = layout.num_cols;
+    const std::vector<int32_t> listed = some_neurons(random, told, layout.num_rows);
+    Exact<int32_t> neurons(random, listed.size());
+    std::copy(listed.begin(), listed.end(), neurons.get());
+    Exact<uint8_t> records(random, given.records.size());
+    keep_records(given, listed, records);
+    Exact<float> weights(random, tokens.size());
+    given.sane ? fill_inputs(random, weights.get(), weights.size()) : fill_wild(random, weights.get(), weights.size());
+    static const int32_t none = 0;  // of no neurons: not null, which would ask the selector
+    ExpertWork work = {&layout,       given.selector.get(), records.get(), given.threshold, (int32_t)tokens.size(),
+                       tokens.data(), weights.get(),        nullptr,       given.extra.get()};
+    work.a = told.a.get();
+    work.runs = told.runs.get();
+    work.neurons = listed.empty() ? &none : neurons.get();
+    work.num_neurons = (int32_t)listed.size();
+    Exact<float> y(random, x.size()), other(random, x.size());
+    for (auto [pool, to] : {std::pair(&alone, &y), std::pair(&several, &other)}) {
+        to->fill(0.0f);
+        require(run_experts(*pool, &work, 1, x.get(), to->get()) == Outcome::done, "experts of neurons are done");
+    }
+    require(y.same_bits(other), "the same bits for any number of threads, of neurons");
+    if (!given.sane) return;
+    counts.compared++;
+    std::vector<Near> expected(y.size());
+    for (size_t i = 0; i < y.size(); i++) {
+        const double bias = (double)weights[i / d] * given.bias(i % d);
+        expected[i] = {bias, 1e-6 * std::fabs(bias)};
+    }
+    for (int32_t j : listed) {
+        Neuron neuron(given, j);
+        for (size_t t = 0; t < tokens.size(); t++) {
+            if (!told.runs[t * f + j]) continue;
+            const Near h = neuron.h(exactly(told.a[t * f + j]), x.get() + t * d);
+            add_plain(expected, t * d, weights[t], h, neuron.down);
+        }
+    }
+    check_outputs(expected, y, "neurons");
+}
+
+// Selection for all tokens, by one thread and by several; then the expert of some neurons.
+void run_selection(Random& random, Pool& alone, Pool& several, Given& given, const Exact<float>& x, size_t num_tokens,
+                   Counts& counts) {
+    const ExpertLayout& layout = given.layout;
+    Told first(random, num_tokens, layout), second(random, num_tokens, layout);
+    std::vector<int64_t> tokens(num_tokens);
+    std::iota(tokens.begin(), tokens.end(), 0);
     for (auto [pool, to] : {std::pair(&alone, &first), std::pair(&several, &second)}) {
-        SelectorWork work = {&layout, given.selector.get(), given.threshold, tokens, in_order.data(), to->a.get(),
-                             to->runs.get(), to->neurons.get()};
+        SelectorWork work = {&layout,       given.selector.get(), given.threshold,  (int32_t)num_tokens,
+                             tokens.data(), to->a.get(),          to->runs.get(),   to->neurons.get()};
         require(select_neurons(*pool, &work, 1, x.get()) == Outcome::done, "selection is done");
         to->num_neurons = work.num_neurons;
     }
     require(first.runs.same_bits(second.runs) && (!given.has_rows() || first.a.same_bits(second.a)),
             "the same bits for any number of threads, in selection");
     check_select(given, x, first, num_tokens);
-    // Those selected, or any others: a runtime may bring more.
-    std::vector<int32_t> chosen;
-    for (int32_t j = 0, all = random.chance(20); j < layout.num_rows; j++) {
-        bool is_in = std::binary_search(first.neurons.get(), first.neurons.get() + first.num_neurons, j);
-        if (is_in || all) chosen.push_back(j);
-    }
-    if (random.chance(10)) chosen.resize(random.between(0, (int64_t)chosen.size()));
-    for (size_t i = 0, any = random.chance(10); any && i < chosen.size(); i++)
-        chosen[i] = (int32_t)random.between(0, layout.num_rows - 1);
-    Brought brought(random, given, chosen.data(), (int32_t)chosen.size());
-    Steps one(random, num_tokens, layout, chosen.size()), other(random, num_tokens, layout, chosen.size());
-    NeuronsWork work = {&layout, brought.records.get(), given.threshold, tokens, (int32_t)chosen.size(),
-                        brought.neurons.get(), brought.places.get(), given.extra.get()};
-    for (auto [pool, to] : {std::pair(&alone, &one), std::pair(&several, &other)}) {
-        to->a.copy_from(first.a);
-        to->runs.copy_from(first.runs);
-        require(run_neurons(*pool, work, x.get(), to->a.get(), to->runs.get(), to->h.get()) == Outcome::done, "h is done");
-        require(add_neurons(*pool, work, to->h.get(), to->y.get()) == Outcome::done, "y is done");
-    }
-    require_same(one, other);
-    if (!given.sane) return;
-    counts.compared++;
-    check_h(given, x, one, brought, num_tokens);
-    std::vector<Near> y(one.y.size());
-    for (size_t i = 0; i < y.size(); i++) {
-        const double bias = given.bias(i % layout.num_cols);
-        y[i] = {bias, 1e-6 * std::fabs(bias)};
-    }
-    for (size_t k = 0; k < chosen.size(); k++) {
-        Neuron neuron(given, chosen[k]);
-        for (size_t t = 0; t < num_tokens; t++)
-            add_plain(y, t * layout.num_cols, 1, exactly(one.h[t * chosen.size() + k]), neuron.down);
-    }
-    check_outputs(y, one.y, "steps");
+    if (given.has_rows()) run_part(random, alone, several, given, x, first, tokens, counts);
 }
 
 // y += the expert. Where it hangs on a rounding whether a neuron runs, both will do.
@@ -256,9 +242,9 @@ void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
 void run_selected(Random& random, Pool& pool, std::vector<ExpertWork> works, const Exact<float>& x,
                   const Exact<float>& before, const Exact<float>& whole) {
     std::vector<SelectorWork> selectors;
-    std::deque<Steps> told;
+    std::deque<Told> told;
     for (const ExpertWork& work : works) {
-        Steps& to = told.emplace_back(random, (size_t)work.num_tokens, *work.layout, 0);
+        Told& to = told.emplace_back(random, (size_t)work.num_tokens, *work.layout);
         selectors.push_back({work.layout, work.selector, work.threshold, work.num_tokens, work.tokens, to.a.get(),
                              to.runs.get(), to.neurons.get()});
     }
@@ -332,7 +318,7 @@ void expert_case(Random& random, Pools& pools, Counts& counts) {
     }
     Exact<float> x(random, (size_t)sizes.num_tokens * sizes.num_cols);
     sane ? fill_inputs(random, x.get(), x.size()) : fill_wild(random, x.get(), x.size());
-    for (Given& given : experts) run_steps(random, alone, several, given, x, sizes.num_tokens, counts);
+    for (Given& given : experts) run_selection(random, alone, several, given, x, sizes.num_tokens, counts);
     run_whole(random, alone, several, experts, x, counts);
 }
 

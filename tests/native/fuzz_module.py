@@ -153,25 +153,6 @@ class Cases:
             given.append(tuple(self.tampered(one) if self.chance(10) else one))
         return [given, self.floats(self.tokens, self.d), self.d]
 
-    def some_neurons(self) -> tuple[Any, Any, Any, Any, Any]:
-        """Layout, records, neurons and their places, and the row of extra values."""
-        layout, _, records, extra = self.expert()
-        n = self.number(0, self.f)
-        neurons, places = (self.random.integers(0, self.f, n).astype(np.int32) for _ in range(2))
-        return layout, records, neurons, places, extra
-
-    def neurons_arguments(self) -> Arguments:
-        layout, records, neurons, places, _ = self.some_neurons()
-        a = self.floats(self.tokens, self.f) if layout[2] else None
-        runs = self.bytes(self.tokens, self.f) if layout[2] else None
-        x, h = self.floats(self.tokens, self.d), self.floats(self.tokens, len(neurons))
-        return [layout, records, neurons, places, 0.5, x, a, runs, h]
-
-    def accumulate_arguments(self) -> Arguments:
-        layout, records, neurons, places, extra = self.some_neurons()
-        h, y = self.floats(self.tokens, len(neurons)), self.floats(self.tokens, self.d)
-        return [layout, records, neurons, places, extra, h, y]
-
     def dense_arguments(self) -> Arguments:
         layout, rows = self.rows()
         return [layout, rows, self.floats(self.tokens, self.d), self.floats(self.tokens, len(rows))]

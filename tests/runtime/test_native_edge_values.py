@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, kernels_limited_to, work
 from numpy.typing import NDArray
 from random_experts import (
     RandomExpert,
@@ -18,6 +18,7 @@ from random_experts import (
     random_rows,
     random_tokens,
 )
+from random_experts import magnitudes as expert_magnitudes
 from random_experts import weight_magnitudes as magnitudes
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from moe_pack.formats import BF16, PartFormat, RowLayout, trellis_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers
+from moe_pack.runtime.model import activations
 
 Bytes = NDArray[np.uint8]
 SOURCES = [FP8, E5M2, MXFP4]
@@ -64,20 +66,15 @@ def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.nan_to_num(nan=0).view(torch.int32), expected.nan_to_num(nan=0).view(torch.int32))
 
 
-def random_h(num_tokens: int) -> Tensor:
-    return torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1))
-
-
 def with_down(stored: PartFormat) -> tuple[RandomExpert, Bytes]:
     """An expert of 40 neurons and 320 columns; the bytes of its down rows, u8 [40, part bytes], to be changed."""
     expert = random_expert(Shape(40, 320, "up", BF16, BF16, stored))
-    part = expert.shape.layout.records.part("down")
-    assert part is not None
-    records = expert.extent[expert.shape.layout.selector_bytes :].reshape(40, -1)
-    return expert, records[:, part.offset : part.offset + part.num_bytes]
+    return expert, expert.part_bytes("down")
 
 
-ALL_40 = torch.arange(40, dtype=torch.int32)
+def outputs(x: Tensor, expert: RandomExpert, kernels: Kernels) -> Tensor:
+    """The expert's output for each token: all of its neurons run."""
+    return kernels.experts(x, [work(expert.rows(), torch.arange(len(x)), torch.ones(len(x)))])
 
 
 def test_every_code_with_every_scale_has_the_bits_of_the_codec(kernels: Kernels) -> None:
@@ -156,9 +153,10 @@ def test_sums_of_down_rows_see_a_code_that_is_no_number_in_its_column(kernels: K
     for stored, num_tokens in product((FP8, E5M2), (1, 3, 4)):
         with case((stored.codec, num_tokens)):
             expert, down = with_down(stored)
-            whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            x = random_tokens(num_tokens, 320)
+            whole = outputs(x, expert, kernels)
             down[7, 200] = NO_NUMBER[stored.codec]
-            found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            found = outputs(x, expert, kernels)
             assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
             assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
 
@@ -172,10 +170,11 @@ def test_sums_of_down_rows_see_a_scale_that_is_no_number_in_its_group(kernels: K
     for (stored, scale, place, first), num_tokens in product(faults, (1, 3, 4)):
         with case((format_text(stored), num_tokens)):
             expert, down = with_down(stored)
-            whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            x = random_tokens(num_tokens, 320)
+            whole = outputs(x, expert, kernels)
             at = stored.code_bytes(320) + place
             down[7, at : at + len(scale)] = scale
-            found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+            found = outputs(x, expert, kernels)
             assert found[:, first:].isnan().all()
             assert torch.equal(found[:, :first], whole[:, :first])
 
@@ -186,10 +185,11 @@ def test_sums_of_down_rows_bear_scales_from_tiny_to_large(kernels: Kernels) -> N
             expert, rows = with_down(stored)
             scale = np.array([2.0**power], "<f4").view(np.uint8) if stored == FP8 else np.uint8(127 + power)
             rows[:, stored.code_bytes(320) :] = np.resize(scale, stored.scale_bytes(320))
-            h, down = random_h(num_tokens) * 2.0**20, expert.block().down
-            errors = h.double().abs() @ expert.weight_magnitudes("down")
-            found = kernels.accumulate(h, expert.rows(), ALL_40)
-            assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
+            x = random_tokens(num_tokens, 320) * 2.0**10  # h is up to 2^20 as large
+            block = expert.block()
+            h, all_run = activations(x, block, "silu").h, torch.ones(num_tokens, 40, dtype=torch.bool)
+            errors = expert_magnitudes(x, expert, all_run).y.clamp(min=2.0**-126)
+            assert_near(outputs(x, expert, kernels), (h.double() @ block.down.double()).float(), errors)
 
 
 TRELLISES = [trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (0, 64)]

@@ -1,8 +1,9 @@
-"""The native kernels for experts against plain torch: at once and step by step, over samples of all choices."""
+"""The native kernels for experts against plain torch: whole, and of selected neurons; over samples of all choices."""
 
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from cases import case, random_seed
@@ -25,7 +26,7 @@ from torch import Tensor
 from moe_pack.formats import BF16, ExpertFormat, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.cpu import Kernels, SelectedNeurons
+from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, SelectedNeurons
 from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 
 TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
@@ -139,35 +140,38 @@ def check_selection(held: Case, kernels: Kernels) -> SelectedNeurons:
     return found
 
 
-def check_neurons(held: Case, kernels: Kernels, selected: SelectedNeurons) -> None:
-    found, chosen = kernels.neurons(held.x, held.expert.rows(held.threshold), selected), selected.neurons.long()
-    runs = (held.runs if held.expert.rows().selector is None else selected.runs)[:, chosen]
-    assert not found[~runs].any(), "only neurons that run"
-    assert_near(found, torch.where(runs, held.values.h[:, chosen], 0.0), held.errors.h[:, chosen])
-
-
-def check_sums(held: Case, kernels: Kernels) -> None:
-    neurons = held.runs.any(dim=0).nonzero()[:, 0].to(torch.int32)
-    h, down = torch.where(held.runs, held.values.h, 0.0)[:, neurons.long()], held.block.down[neurons.long()]
-    found = kernels.accumulate(h, held.expert.rows(held.threshold), neurons)
+def check_part(held: Case, kernels: Kernels, selected: SelectedNeurons) -> None:
+    """That every third neuron of those selected gives its part of the sum, whatever the other tokens run."""
+    if held.selector == "none":
+        return  # what runs is known when all has been computed
+    part = replace(selected, neurons=selected.neurons[::3].contiguous())
+    chosen = torch.zeros_like(selected.runs)
+    chosen[:, part.neurons.long()] = selected.runs[:, part.neurons.long()]
+    expected = torch.where(chosen, held.values.h, 0.0) @ held.block.down
+    magnitude = (chosen * held.errors.h) @ held.expert.weight_magnitudes("down")
     bias = held.expert.packed().down_bias()
-    expected, magnitude = h @ down, h.double().abs() @ held.expert.weight_magnitudes("down")[neurons.long()]
     if bias is not None:
         expected, magnitude = expected + bias, magnitude + bias.double().abs()
-    assert_near(found, expected, magnitude)
+    assert_near(run_selected(held.x, held.expert.rows(held.threshold), part, kernels), expected, magnitude)
+
+
+def run_selected(x: Tensor, rows: ExpertRows, selected: SelectedNeurons, kernels: Kernels) -> Tensor:
+    """The outputs of all tokens, of the neurons that were selected before."""
+    tokens, weights, out = np.arange(len(x)), np.ones(len(x), np.float32), np.zeros(x.shape, np.float32)
+    kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, selected)], out)
+    return torch.from_numpy(out)
 
 
 def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int) -> None:
-    """That experts at once, selection, neurons and sums of down rows are the reference's in every combination."""
+    """That experts, selection, and experts of selected neurons are the reference's in every combination."""
     for number, combination in enumerate(combinations):
         with case(name_of(combination)):
             held = drawn(combination, seed + number)
             check_at_once(held, kernels)
-            check_neurons(held, kernels, check_selection(held, kernels))
-            check_sums(held, kernels)
+            check_part(held, kernels, check_selection(held, kernels))
 
 
-def test_experts_give_the_reference_at_once_and_step_by_step(kernels: Kernels) -> None:
+def test_experts_give_the_reference_whole_and_in_part(kernels: Kernels) -> None:
     """Each instruction set meets other combinations."""
     seed = INSTRUCTION_SETS.index(kernels.instruction_set)  # type: ignore[arg-type]  # the one it was limited to
     check_combinations(sample(FEW_CHOICES, can_be, together=TOGETHER, seed=seed), kernels, seed)
@@ -232,8 +236,11 @@ def test_without_experts_or_tokens_outputs_are_zero(kernels: Kernels) -> None:
     assert kernels.experts(torch.empty(0, 192), [work(rows, none.long(), none)]).shape == (0, 192)
     selected = kernels.select(torch.empty(0, 192), rows)
     assert selected.a.shape == (0, 70) and not len(selected.neurons)
-    assert kernels.neurons(torch.empty(0, 192), rows, selected).shape == (0, 0)
-    assert kernels.accumulate(torch.empty(0, 0), rows, selected.neurons).shape == (0, 192)
+    assert run_selected(torch.empty(0, 192), rows, selected, kernels).shape == (0, 192)
+    for num_tokens in (1, 4):
+        x = random_tokens(num_tokens, 192)
+        no_neurons = replace(kernels.select(x, rows), neurons=torch.empty(0, dtype=torch.int32))
+        assert not run_selected(x, rows, no_neurons, kernels).any()
 
 
 @pytest.mark.parametrize(
@@ -254,21 +261,6 @@ def test_more_experts_than_fit_side_by_side_add_up_one_after_the_other(
     assert torch.equal(kernels.experts(x, [everyone] * times), expected)
 
 
-def test_records_may_lie_anywhere(kernels: Kernels) -> None:
-    """Gathered side by side, backwards, they give the same bits as in their own places."""
-    for selector, num_tokens in product(SELECTORS, (1, 2, 40)):
-        with case((selector, num_tokens)):
-            expert, x = mixed(5, 129, selector), random_tokens(num_tokens, 192)
-            rows = expert.rows(threshold_at(activations(x, expert.block(), "silu").of(selector), 0.8))
-            selected = kernels.select(x, rows)
-            h = kernels.neurons(x, rows, selected)
-            elsewhere = replace(rows, records=kernels.gather(rows.records, selected.neurons.flip(0).numpy()))
-            places = torch.arange(len(selected.neurons), dtype=torch.int32).flip(0)
-            assert torch.equal(kernels.neurons(x, elsewhere, selected, places), h)
-            in_place = kernels.accumulate(h, rows, selected.neurons)
-            assert torch.equal(kernels.accumulate(h, elsewhere, selected.neurons, places), in_place)
-
-
 def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
     """Thresholds that are an activation of the reference, to the last bit."""
     for selector, num_tokens in product(HAVE_SELECTORS, (1, 3, 20)):
@@ -282,19 +274,23 @@ def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
 
 
 def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None:
-    """Of the kernels' own activations: at one exactly a neuron runs, and at the next float it does not."""
+    """Of the kernels' own activations: at one exactly a neuron runs, and at the next float it does not.
+
+    Each neuron's down row has a one in the neuron's column, and zeros: outputs are `h`.
+    """
     for selector, num_tokens in product(SELECTORS, (1, 8)):
-        expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
-        all_run = torch.ones(num_tokens, 65, dtype=torch.bool)
-        everything = SelectedNeurons(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
-        rows = expert.rows()
-        a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
-        exact = a.abs()[0, 30]
+        expert, x = random_expert(replace(mixed(7, 65, selector).shape, down=BF16), 7), random_tokens(num_tokens, 192)
+        down = expert.part_bytes("down")
+        down[:] = 0
+        for neuron in range(65):
+            down[neuron, 2 * neuron : 2 * neuron + 2] = 0x80, 0x3F
+        everyone = torch.arange(num_tokens), torch.ones(num_tokens)
+        h = kernels.experts(x, [work(expert.rows(), *everyone)])
+        exact = (h if selector == "none" else kernels.select(x, expert.rows()).a).abs()[0, 30]
         for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
             with case((selector, num_tokens, runs)):
-                above = expert.rows(float(threshold))
-                selected = kernels.select(x, above)
-                assert bool(kernels.neurons(x, above, selected)[0, selected.neurons == 30].any()) is runs
+                found = kernels.experts(x, [work(expert.rows(float(threshold)), *everyone)])
+                assert torch.equal(found[0, 30], h[0, 30] if runs else torch.tensor(0.0))
 
 
 def test_an_input_that_is_not_finite_runs_and_is_seen(kernels: Kernels) -> None:

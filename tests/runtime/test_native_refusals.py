@@ -83,7 +83,6 @@ def legal(name: str) -> Arguments:
     """Arguments of an operation by name, in order; all of them fit."""
     rows, (layout, dense) = EXPERT.rows(), ROWS
     expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records, "extra": rows.extra}
-    chosen = {"neurons": numbers(0, 2, 4), "places": numbers(0, 2, 4)}
     given: dict[str, Arguments] = {
         "experts": {
             **expert,
@@ -108,24 +107,6 @@ def legal(name: str) -> Arguments:
             "neurons": numbers(*range(F)),
             "x": floats(T, D),
             "d": D,
-        },
-        "neurons": {
-            "layout": rows.layout,
-            "records": rows.records,
-            **chosen,
-            "threshold": 0.1,
-            "x": floats(T, D),
-            "a": floats(T, F),
-            "runs": np.ones((T, F), np.uint8),
-            "h": floats(T, 3),
-        },
-        "accumulate": {
-            "layout": rows.layout,
-            "records": rows.records,
-            **chosen,
-            "extra": rows.extra,
-            "h": floats(T, 3),
-            "y": floats(T, D),
         },
         "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
         "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
@@ -170,13 +151,11 @@ def call(name: str, arguments: Arguments) -> object:
     return getattr(native, name)(pool, *arguments.values())
 
 
-OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather", "attend")
+OPERATIONS = ("experts", "select", "dense", "decode", "row_checksums", "gather", "attend")
 OPERATIONS += ("rms_norm", "rotate", "route")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
-    "neurons": ["h"],
-    "accumulate": ["y"],
     "dense": ["out"],
     "decode": ["out"],
     "row_checksums": ["out"],
@@ -220,7 +199,7 @@ FAULTS += ("no buffer", "not aligned")
 
 
 # Where some rows are picked out of many, there may be any number of whole ones.
-ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
+ANY_ROWS = {("gather", "rows")}
 NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing"), ("experts", "outputs", "missing")}
 # Any of the neurons may have been selected, or none; without them the selector is asked.
 NOT_NEEDED |= {("select", "x", fault) for fault in ("twice as many", "twice as wide")}  # more tokens than are used
@@ -272,11 +251,6 @@ SIZES = [
     ("select", "a", "a: 9 values, expected 10"),
     ("select", "runs", "runs: 9 values, expected 10"),
     ("select", "neurons", "neurons: 4 values, expected 5"),
-    ("neurons", "records", "records: expected whole rows"),
-    ("neurons", "places", "places: 2 values, expected 3"),
-    ("neurons", "h", "h: 8 values, expected 9"),
-    ("accumulate", "h", "h: 8 values, expected 9"),
-    ("accumulate", "y", "y: 383 values, expected 256"),
     ("dense", "rows", "rows: 399 values, expected 320"),
     ("dense", "out", "out: 14 values, expected 15"),
     ("decode", "out", "out: 639 values, expected 640"),
@@ -338,15 +312,6 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "no columns": ("experts", put("d", 0), "x: expected whole tokens"),
     "columns below 0": ("experts", put("d", -D), "x: expected whole tokens"),
     "columns of no expert": ("experts", put("d", D // 2), "layout: its rows are not as long as x's"),
-    "neuron below 0": ("neurons", put("neurons", numbers(-1, 2, 4)), "neurons: -1, expected 0 to 4"),
-    "neuron too high": ("neurons", put("neurons", numbers(0, 2, F)), "neurons: 5, expected 0 to 4"),
-    "place below 0": ("neurons", put("places", numbers(0, 2, -7)), "places: -7, expected 0 to 4"),
-    "place too high": ("accumulate", put("places", numbers(F, 0, 0)), "places: 5, expected 0 to 4"),
-    "too many neurons": (
-        "accumulate",
-        lambda a: a.update(neurons=numbers(*[0] * 6), places=numbers(*[0] * 6), h=floats(T, 6)),
-        "neurons: more than the expert has",
-    ),
     "row below 0": ("gather", put("places", numbers(0, 0, -1)), "places: -1, expected 0 to 4"),
     "row too high": ("gather", put("places", numbers(0, F, 0)), "places: 5, expected 0 to 4"),
     "rows of nothing": ("gather", put("row_bytes", 0), "row_bytes: expected at least 1"),
@@ -402,7 +367,7 @@ def test_what_lies_outside_is_refused() -> None:
 def test_the_first_and_last_of_everything_pass() -> None:
     passing: tuple[tuple[str, Arguments], ...] = (
         ("experts", {"tokens": np.array([0, T - 1])}),
-        ("neurons", {"neurons": numbers(0, 1, F - 1), "places": numbers(F - 1, 0, 0)}),
+        ("experts", {"neurons": numbers(0, 1, F - 1)}),
         ("gather", {"places": numbers(0, F - 1, F - 1)}),
         ("row_checksums", {"num_bytes": 80}),
         ("row_checksums", {"num_bytes": 0}),
@@ -478,7 +443,7 @@ def assert_layout_refused(operation: str, changes: dict[int, int], message: str)
 
 
 def test_a_layout_that_makes_no_sense_is_refused() -> None:
-    for operation, name in product(("experts", "select", "neurons", "accumulate"), EXPERT_LAYOUTS):
+    for operation, name in product(("experts", "select"), EXPERT_LAYOUTS):
         with case((operation, name)):
             assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, kernels_limited_to, work
 from numpy.typing import NDArray
 from random_experts import (
     MAX_ERROR,
@@ -111,7 +111,7 @@ def test_decoding_gives_the_bits_of_the_codec_for_any_bytes(kernels: Kernels) ->
 
 def test_either_way_of_avx_512_gives_a_trellis_the_same_bits() -> None:
     by_words, by_bytes = kernels_limited_to("avx512"), kernels_limited_to("avx512vbmi")
-    x, h, neurons = random_tokens(3, 640), random_tokens(3, 70), torch.arange(70, dtype=torch.int32)
+    x = random_tokens(3, 640)
     for stored in CODECS:
         if stored.codec != "trellis":
             continue
@@ -119,8 +119,8 @@ def test_either_way_of_avx_512_gives_a_trellis_the_same_bits() -> None:
             layout, rows = random_rows(stored, 70, 640)
             numbers = row_numbers(layout, "weight")
             assert torch.equal(*(each.product(x, numbers, rows) for each in (by_words, by_bytes)))
-            expert = random_expert(Shape(70, 640, down=stored)).rows()
-            assert torch.equal(*(each.accumulate(h, expert, neurons) for each in (by_words, by_bytes)))
+            expert = work(random_expert(Shape(70, 640, down=stored)).rows(), torch.arange(3), torch.ones(3))
+            assert torch.equal(*(each.experts(x, [expert]) for each in (by_words, by_bytes)))
 
 
 def test_decoding_stored_values_gives_those_of_torch(kernels: Kernels) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, GroupedQuerySpec, RunError, Selector, part_format
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.cpu import Kernels, SelectedNeurons, num_cpus, open_kernels, row_numbers
+from moe_pack.runtime.cpu import ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations
 
@@ -27,10 +27,6 @@ def made(selector: Selector = "up") -> RandomExpert:
     return random_expert(Shape(F, D, selector, FOUR_BIT, part_format(3, 32, 8), part_format(2, 16, 8)))
 
 
-def selected(kernels: Kernels, expert: RandomExpert, num_tokens: int, threshold: float) -> SelectedNeurons:
-    return kernels.select(random_tokens(num_tokens, D), expert.rows(threshold))
-
-
 def of_experts(num_tokens: int, selector: Selector, kernels: Kernels) -> Tensor:
     """Two experts with these tokens and one with others, half of their neurons."""
     x, expert = random_tokens(num_tokens + 2, D), made(selector)
@@ -40,17 +36,14 @@ def of_experts(num_tokens: int, selector: Selector, kernels: Kernels) -> Tensor:
 
 
 def of_select(num_tokens: int, kernels: Kernels) -> Tensor:
-    return selected(kernels, made(), num_tokens, 0.3).a
+    return kernels.select(random_tokens(num_tokens, D), made().rows(0.3)).a
 
 
-def of_neurons(num_tokens: int, kernels: Kernels) -> Tensor:
-    chosen = selected(kernels, made(), num_tokens, 0.3)
-    return kernels.neurons(random_tokens(num_tokens, D), made().rows(0.3), chosen)
-
-
-def of_accumulate(num_tokens: int, kernels: Kernels) -> Tensor:
-    h = torch.randn(num_tokens, F, generator=torch.Generator().manual_seed(1))
-    return kernels.accumulate(h, made().rows(), torch.arange(F, dtype=torch.int32))
+def of_selected(num_tokens: int, kernels: Kernels) -> Tensor:
+    x, rows, tokens = random_tokens(num_tokens, D), made().rows(0.3), np.arange(num_tokens)
+    weights, out = np.ones(num_tokens, np.float32), np.zeros((num_tokens, D), np.float32)
+    kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, kernels.select(x, rows))], out)
+    return torch.from_numpy(out)
 
 
 def of_product(num_tokens: int, kernels: Kernels) -> Tensor:
@@ -100,8 +93,7 @@ OPERATIONS: dict[str, Operation] = {
         for selector in SELECTORS
     },
     **{f"select, {n} tokens": partial(of_select, n) for n in (1, 3, 70)},
-    **{f"neurons, {n} tokens": partial(of_neurons, n) for n in (1, 3, 70)},
-    **{f"accumulate, {n} tokens": partial(of_accumulate, n) for n in (1, 3, 70)},
+    **{f"experts of selected neurons, {n} tokens": partial(of_selected, n) for n in (1, 3, 70)},
     **{f"product, {n} tokens": partial(of_product, n) for n in (1, 3, 70)},
     "decode": of_decode,
     "checksums": of_checksums,

@@ -22,7 +22,7 @@ from moe_pack.formats import (
     part_format,
 )
 from moe_pack.formats.codecs import TRELLIS_UNITS, Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
-from moe_pack.formats.layout import expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.layout import Part, expert_layout, row_layout, seal_rows, write_rows
 from moe_pack.formats.plan import E5M2, FP8, MXFP4
 from moe_pack.runtime.cpu import ExpertRows, extent_rows
 from moe_pack.runtime.model import Activations, NeuronBlock, PackedExpert, activations
@@ -81,13 +81,21 @@ class RandomExpert:
 
     def weight_magnitudes(self, matrix: Matrix) -> Tensor:
         """What the errors of a matrix's products are relative to, float64 [f, d]."""
-        found = self.shape.layout.find(matrix)
-        assert found is not None, matrix
-        rows, part, base = found
-        held = self.extent[base : base + self.shape.num_rows * rows.row_bytes].reshape(-1, rows.row_bytes)
+        held, part = self._rows_of(matrix)
         codes = held[:, part.offset : part.offset + part.code_bytes]
         section = np.hstack([codes, held[:, part.scales_offset : part.bias_offset]])
         return weight_magnitudes(part.format, self.shape.num_cols, section)
+
+    def part_bytes(self, matrix: Matrix) -> Bytes:
+        """The bytes of a matrix's rows, u8 [f, part bytes], to be changed; its scales follow its codes."""
+        held, part = self._rows_of(matrix)
+        return held[:, part.offset : part.offset + part.num_bytes]
+
+    def _rows_of(self, matrix: Matrix) -> tuple[Bytes, Part]:
+        found = self.shape.layout.find(matrix)
+        assert found is not None, matrix
+        rows, part, base = found
+        return self.extent[base : base + self.shape.num_rows * rows.row_bytes].reshape(-1, rows.row_bytes), part
 
 
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:

@@ -34,7 +34,7 @@ void run_many(Job& job, int number, int next_item, int worker) {
         Records records(job, call, item, first, count, next_item, worker);
         const float* h = many.neurons(records.rows, call.neurons + first, count, call.a, call.runs,
                                       call.layout().num_rows, call.work->threshold);
-        many.add(records.rows, count, h, kManyRows, sums);
+        many.add(records.rows, count, h, sums);
     }
 }
 
@@ -120,6 +120,57 @@ Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float
     return Outcome::done;
 }
 
+// A call that stops after selection; its results go where they are wanted.
+Call selection_of(SelectorWork& wanted, ExpertWork& work, int32_t first_token, int32_t num_tokens) {
+    work.layout = wanted.layout;
+    work.selector = wanted.selector;
+    work.threshold = wanted.threshold;
+    size_t first = (size_t)first_token * wanted.layout->num_rows;
+    Call call = {};
+    call.work = &work;
+    call.num_tokens = num_tokens;
+    call.tokens = wanted.tokens + first_token;
+    call.a = wanted.a == nullptr ? nullptr : wanted.a + first;
+    call.runs = wanted.runs + first;
+    call.neurons = wanted.neurons;
+    return call;
+}
+
+Outcome select_few_calls(Pool& pool, SelectorWork* const* wanted, int32_t count, const float* x) {
+    pool.arena().reset();
+    Job job(pool, x, nullptr, false);
+    job.calls = job.take<Call>(count);
+    auto* works = job.take<ExpertWork>(count);
+    auto* layouts = job.take<const ExpertLayout*>(count);
+    if (job.no_memory) return Outcome::no_memory;
+    for (int32_t i = 0; i < count; i++) {
+        works[i] = {};
+        job.calls[i] = selection_of(*wanted[i], works[i], 0, wanted[i]->num_tokens);
+        layouts[i] = wanted[i]->layout;
+    }
+    job.num_calls = count;
+    take_scratch(job, layouts, count);
+    prepare_inputs(job);
+    return job.no_memory ? Outcome::no_memory : outcome(job, select(job));
+}
+
+Outcome select_many_calls(Pool& pool, SelectorWork& wanted, const float* x) {
+    for (int32_t first = 0; first < wanted.num_tokens; first += kManyTokens) {
+        pool.arena().reset();
+        Job job(pool, x, nullptr, true);
+        ExpertWork work = {};
+        Call call = selection_of(wanted, work, first, std::min(kManyTokens, wanted.num_tokens - first));
+        job.calls = &call;
+        job.num_calls = 1;
+        take_scratch(job, &wanted.layout, 1);
+        job.x = gather_inputs(job, call);
+        if (job.no_memory) return Outcome::no_memory;
+        Outcome found = outcome(job, select(job));
+        if (found != Outcome::done) return found;
+    }
+    return Outcome::done;
+}
+
 }  // namespace
 
 Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, const float* x, float* y) {
@@ -144,6 +195,34 @@ Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, cons
             if (count) found = run_few_calls(pool, few, count, x, y);
         }
         if (found != Outcome::done) return found;
+    }
+    return Outcome::done;
+}
+
+Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const float* x) {
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    SelectorWork* few[kMostCalls];
+    int32_t num_few = 0;
+    for (int32_t i = 0; i < num_works; i++) {
+        SelectorWork& work = works[i];
+        Outcome found = Outcome::done;
+        if (work.num_tokens && !has_selector(*work.layout))
+            std::memset(work.runs, 1, (size_t)work.num_tokens * work.layout->num_rows);
+        else if (work.num_tokens > kFewTokens)
+            found = select_many_calls(pool, work, x);
+        else if (work.num_tokens)
+            few[num_few++] = &work;
+        if (found == Outcome::done && num_few && (num_few == kMostCalls || i + 1 == num_works)) {
+            found = select_few_calls(pool, few, num_few, x);
+            num_few = 0;
+        }
+        if (found != Outcome::done) return found;
+    }
+    for (int32_t i = 0; i < num_works; i++) {
+        ExpertWork work = {};
+        Call all = selection_of(works[i], work, 0, works[i].num_tokens);
+        if (all.num_tokens) list_running(all);
+        works[i].num_neurons = all.num_neurons;
     }
     return Outcome::done;
 }

@@ -1,7 +1,7 @@
 // Experts over tokens: select neurons, compute those that run, add up their down rows (docs/format.md, section 11).
 //
-// Steps can be taken one by one (a runtime that brings rows in between) or at once. All sizes have been checked.
-// Whatever the number of threads, the same values are added in the same order.
+// Selection can be a call of its own (a runtime that brings rows in between). All sizes have been checked. Whatever the
+// number of threads, the same values are added in the same order.
 #pragma once
 
 #include <cstdint>
@@ -53,20 +53,5 @@ struct SelectorWork {
     int32_t num_neurons = 0;
 };
 Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const float* x);
-
-// h [T, n] of some neurons from their records; zero where a neuron does not run. Record k lies at row `places[k]`.
-struct NeuronsWork {
-    const ExpertLayout* layout;
-    Rows records;
-    float threshold;
-    int32_t num_tokens, num_neurons;
-    const int32_t* neurons;
-    const int32_t* places;
-    Rows extra = {};  // one row, added to each token's sum; where the layout has it
-};
-Outcome run_neurons(Pool& pool, const NeuronsWork& work, const float* x, const float* a, const uint8_t* runs, float* h);
-
-// y [T, d] += h [T, n] times the down rows of records at `places`, and the extra values.
-Outcome add_neurons(Pool& pool, const NeuronsWork& work, const float* h, float* y);
 
 }  // namespace moe_pack

@@ -222,7 +222,7 @@ namespace {
 
 // The record of the k-th of a call's neurons.
 const uint8_t* record_of(const Call& call, int32_t k) {
-    return call.work->records.at(call.places ? call.places[k] : call.neurons[k], call.layout().record_row_bytes);
+    return call.work->records.at(call.neurons[k], call.layout().record_row_bytes);
 }
 
 // The parts of a record: so many operations share the fetching of what comes next, a part's bytes a row.

@@ -1,6 +1,6 @@
-// A job over experts: its calls, shared out in items, and what whole experts and single steps do alike.
+// A job over experts: its calls, shared out in items, and their phases, for few tokens and for many.
 //
-// For experts.cpp and steps.cpp. A phase is run by the pool's threads; what it allocates is the arena's.
+// For experts.cpp. A phase is run by the pool's threads; what it allocates is the arena's.
 #pragma once
 
 #include "experts.h"
@@ -23,7 +23,6 @@ struct Call {
     int32_t num_neurons;
     bool is_selected;       // the neurons are given, and the two or the next
     const float* listed_a;  // [neurons], of one token for which all these run
-    const int32_t* places;  // rows of the records of `neurons`; null: where they lie in the pack
     float* partial;         // [items, tokens, sum]
     int32_t num_items, item_neurons;
     Inputs inputs[kFewTokens];

@@ -85,10 +85,6 @@ class HeldRows {
     }
     const Rows& rows() const { return rows_; }
     size_t num_rows() const { return num_rows_; }
-    bool are_whole(const char* name) const {
-        return rows_.pages != nullptr || (row_bytes_ && bytes_.size() % row_bytes_ == 0) ||
-               refuse(name, "expected whole rows") != nullptr;
-    }
     bool has(const char* name, size_t wanted) const {
         if (rows_.pages == nullptr) return has_size(name, bytes_.size(), wanted * row_bytes_);
         if (num_rows_ >= wanted) return true;
@@ -255,73 +251,6 @@ PyObject* select(PyObject*, PyObject* arguments) {
         }
     }
     return counts;
-}
-
-// What both steps after selection are given.
-struct GivenNeurons {
-    ExpertLayout layout;
-    HeldRows records;
-    Copied<int32_t> neurons, places;
-
-    bool take(PyObject* numbers, PyObject* record_rows, PyObject* neuron_idx, PyObject* place_idx) {
-        if (!take_layout(numbers, &layout) || !records.take(record_rows, "records", layout.record_row_bytes) ||
-            !neurons.take(neuron_idx, "neurons") || !places.take(place_idx, "places") || !records.are_whole("records"))
-            return false;
-        if (neurons.size() > (size_t)layout.num_rows) return refuse("neurons", "more than the expert has") != nullptr;
-        return has_size("places", places.size(), neurons.size()) &&
-               all_below("neurons", neurons.values(), neurons.size(), layout.num_rows) &&
-               all_below("places", places.values(), places.size(), records.num_rows());
-    }
-    NeuronsWork work(float threshold, int32_t num_tokens) const {
-        return {&layout,          records.rows(), threshold, num_tokens, (int32_t)neurons.size(),
-                neurons.values(), places.values()};
-    }
-};
-
-PyObject* neurons(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *inputs, *a_in, *runs_in, *h_out;
-    float threshold;
-    if (!PyArg_ParseTuple(arguments, "OOOOOfOOOO:neurons", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
-                          &threshold, &inputs, &a_in, &runs_in, &h_out))
-        return nullptr;
-    Pool* pool = pool_of(capsule);
-    GivenNeurons given;
-    Buffer<const float> x, a;
-    Buffer<const uint8_t> runs;
-    Buffer<float> h;
-    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !x.take(inputs, "x") ||
-        !a.take(a_in, "a") || !runs.take(runs_in, "runs") || !h.take(h_out, "h", true))
-        return nullptr;
-    size_t f = given.layout.selector == Selector::none ? 0 : given.layout.num_rows;
-    int32_t tokens;
-    if (!count_tokens("x", x.size(), given.layout.num_cols, &tokens) || !has_size("a", a.size(), tokens * f) ||
-        !has_size("runs", runs.size(), tokens * f) || !has_size("h", h.size(), tokens * given.neurons.size()))
-        return nullptr;
-    return unlocked([&] {
-        return run_neurons(*pool, given.work(threshold, tokens), x.values(), a.values(), runs.values(), h.values());
-    });
-}
-
-PyObject* accumulate(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *extra_row, *h_in, *outputs;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOO:accumulate", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
-                          &extra_row, &h_in, &outputs))
-        return nullptr;
-    Pool* pool = pool_of(capsule);
-    GivenNeurons given;
-    HeldRows extra;
-    Buffer<const float> h;
-    Buffer<float> y;
-    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) ||
-        !take_extra(extra, extra_row, given.layout) || !h.take(h_in, "h") || !y.take(outputs, "y", true))
-        return nullptr;
-    int32_t tokens;
-    if (!count_tokens("y", y.size(), given.layout.num_cols, &tokens) ||
-        !has_size("h", h.size(), tokens * given.neurons.size()))
-        return nullptr;
-    NeuronsWork work = given.work(0.0f, tokens);
-    work.extra = extra.rows();
-    return unlocked([&] { return add_neurons(*pool, work, h.values(), y.values()); });
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
@@ -494,9 +423,6 @@ PyMethodDef methods[] = {
      "x, y, d, apart=False)"},
     {"select", caught<select>, METH_VARARGS,
      "select(pool, [(layout, selector, threshold, tokens, a, runs, neurons)], x, d) -> [int]"},
-    {"neurons", caught<neurons>, METH_VARARGS,
-     "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
-    {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, extra, h, y)"},
     {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
     {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
     {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},

@@ -115,13 +115,13 @@ const float* ManyTokens::neurons(const uint8_t* const* records, const int32_t* n
     return scratch_.h;
 }
 
-void ManyTokens::add(const uint8_t* const* records, int32_t count, const float* h, size_t h_stride, float* sum) const {
+void ManyTokens::add(const uint8_t* const* records, int32_t count, const float* h, float* sum) const {
     Begins begins(layout_.down, records, count);
     for (int32_t start = 0; start < layout_.num_cols; start += kManyCols) {
         int32_t stop = std::min(layout_.num_cols, start + kManyCols);
         for (int32_t r = 0; r < count; r++)
             kernels_.decode(layout_.down.part, begins.at[r], start, stop, scratch_.decoded + r * kManyCols);
-        kernels_.add(scratch_.decoded, count, kManyCols, h, num_tokens_, h_stride, stop - start, sum + start,
+        kernels_.add(scratch_.decoded, count, kManyCols, h, num_tokens_, kManyRows, stop - start, sum + start,
                      layout_.num_cols);
     }
 }

@@ -118,8 +118,8 @@ class ManyTokens {
     const float* neurons(const uint8_t* const* records, const int32_t* neurons, int32_t count, const float* a,
                          const uint8_t* runs, size_t stride, float threshold) const;
 
-    // sum [T, d] += h [T, h_stride] times down rows.
-    void add(const uint8_t* const* records, int32_t count, const float* h, size_t h_stride, float* sum) const;
+    // sum [T, d] += h [T, kManyRows] times down rows.
+    void add(const uint8_t* const* records, int32_t count, const float* h, float* sum) const;
 
   private:
     const float* dots(const PlacedPart& part, const uint8_t* const* rows, int32_t count, float* out) const;
