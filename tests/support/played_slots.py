@@ -97,6 +97,21 @@ def recorded_tokens(
     return tokens
 
 
+def static_table(placement: GpuPlacement, num_rows: int) -> NDArray[np.int32]:
+    """The table of records without slots, int32 [L, E, f]: static records lie at 0."""
+    is_static = np.arange(num_rows) < placement.first_dynamic[:, :, None]
+    return np.where(is_static, 0, -1).astype(np.int32)
+
+
+def residency_of(placement: GpuPlacement, preset: Preset, popularity: NDArray[np.float64], num_rows: int) -> Residency:
+    """The residency of a placement whose layers' slots follow each other."""
+    layer_units = placement.num_slots * placement.slot_bytes // 16
+    slots_at = 1 + np.cumsum(layer_units) - layer_units
+    pages = num_rows - placement.first_dynamic
+    facts = CacheFacts(pages, int(placement.num_slots.sum()), placement.num_active, popularity)
+    return Residency(placement, static_table(placement, num_rows), slots_at, eviction_of(preset, facts))
+
+
 @dataclass(frozen=True, slots=True)
 class PlayedSlots:
     """Running neurons whose records were resident, and others; records that were promoted.
@@ -130,13 +145,8 @@ def played(
     """
     f = 1 + max(int(neurons.max(initial=0)) for token in tokens for layer in token.neurons for neurons in layer)
     f = max(f, int(placement.first_dynamic.max()))
-    is_static = np.arange(f) < placement.first_dynamic[:, :, None]
-    static_at = np.where(is_static, 0, -1).astype(np.int32)
-    ends = np.cumsum(placement.num_slots * placement.slot_bytes // 16)
-    slots_at = 1 + ends - placement.num_slots * placement.slot_bytes // 16
-    facts = CacheFacts(f - placement.first_dynamic, int(placement.num_slots.sum()), placement.num_active, popularity)
-    residency = Residency(placement, static_at, slots_at, eviction_of(preset, facts)) if preset.keeps else None
-    at, resident, left, whole, whole_experts = static_at.copy(), 0, 0, 0, 0
+    residency = residency_of(placement, preset, popularity, f) if preset.keeps else None
+    at, resident, left, whole, whole_experts = static_table(placement, f), 0, 0, 0, 0
     ahead = ahead_ran = 0
     coming: list[Promotion] = []
     last: TokenRoutes | None = None
