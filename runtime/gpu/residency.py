@@ -1,4 +1,4 @@
-"""Which records lie in a GPU's slots: the host's decisions, which never delay a token.
+"""Which records lie in a GPU's slots: the host's decisions, made while a token runs.
 
 The GPU computes with the tables that it has, and what it lacks the CPU computes or the link brings (`token_step`).
 While a token runs, the host looks at what the token before it lacked, and decides what changes before the token after
