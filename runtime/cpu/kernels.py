@@ -181,12 +181,11 @@ class Kernels:
             borrowed.append(of_expert if selected is None else (*of_expert, *selected.arrays()))
         self._call("experts", borrowed, _array(x), out, x.shape[1], True)
 
-    def select(self, x: Tensor, rows: ExpertRows) -> SelectedNeurons:
-        """Selects the neurons of an expert that run for tokens float32 [T, d]; all, if it has no selector."""
-        return self.select_each(x, [(rows, np.arange(len(x)))])[0]
-
     def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
-        """Selects the neurons of several experts, each for some tokens, int64 [n], of x float32 [T, d]."""
+        """Selects the neurons of several experts that run, each for some tokens, int64 [n], of x float32 [T, d].
+
+        All neurons run of an expert without a selector.
+        """
         borrowed, found = [], []
         for rows, tokens in works:
             f, n = int(rows.layout[1]), len(tokens)
@@ -301,12 +300,6 @@ class Kernels:
     def read(self, raw: Bytes) -> int:
         """Reads bytes and returns their parity: a measure of the memory's speed."""
         return int(self._call("read", raw))
-
-    def row_checksums(self, layout: RowLayout, rows: Bytes) -> NDArray[np.uint32]:
-        """Computes the CRC-32 of each row's bytes before its CRC field: u32 [rows], for u8 [rows, row bytes]."""
-        out = np.empty(len(rows), np.uint32)
-        self._call("row_checksums", rows, layout.row_bytes, layout.crc_offset, out)
-        return out
 
     def checksum_pages(self, extent: PagedRows, num_bytes: int) -> int:
         """Computes the CRC-32 of the first `num_bytes` of the extent to which these rows belong."""

@@ -138,7 +138,8 @@ class Bench:
     def __init__(self, kernels: Kernels, model: Model, stored_as: str) -> None:
         self.experts = Experts(model, _FORMATS[stored_as])
         x = torch.randn(model.d, generator=torch.Generator().manual_seed(0))
-        self._a = kernels.select(x[None], self.experts.groups[0][0]).a[0]
+        (selected,) = kernels.select_each(x[None], [(self.experts.groups[0][0], np.zeros(1, np.int64))])
+        self._a = selected.a[0]
         self.buffers = self.experts.buffers(x)
         self._thresholds, self._shares = dict[float, float](), dict[float, HostShare]()
         for sparsity in _SPARSITIES:

@@ -149,7 +149,8 @@ def measure_experts(
     """Times all sparsities and numbers of threads of one format, interleaved; the first round warms up."""
     experts, x = Experts(model, stored), torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
     ((rows, _, _),) = experts.take(1, 0.0)
-    a = np.sort(next(iter(pools.values())).select(x, rows).a.abs().numpy().ravel())
+    (selected,) = next(iter(pools.values())).select_each(x, [(rows, np.zeros(1, np.int64))])
+    a = np.sort(selected.a.abs().numpy().ravel())
     thresholds = {s: float(a[round(s * model.f)]) if s else 0.0 for s in _SPARSITIES}  # exact for this token
     times: dict[tuple[int, float], list[float]] = {case: [] for case in product(pools, _SPARSITIES)}
     reads: dict[int, list[float]] = {threads: [] for threads in pools}

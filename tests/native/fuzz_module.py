@@ -166,10 +166,6 @@ class Cases:
 
     read_arguments = checksum_arguments
 
-    def row_checksums_arguments(self) -> Arguments:
-        rows = self.bytes(self.number(0, 50), self.number(1, 200))
-        return [rows, rows.shape[1], self.number(0, rows.shape[1]), np.empty(len(rows), np.uint32)]
-
     def gather_arguments(self) -> Arguments:
         rows = self.bytes(self.number(1, 50), self.number(1, 200))
         places = self.random.integers(0, len(rows), self.number(0, 60)).astype(np.int32)

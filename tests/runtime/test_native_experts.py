@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import case, random_seed
 from combinations import Combination, name_of, sample
-from native import INSTRUCTION_SETS, kernels_limited_to, work
+from native import INSTRUCTION_SETS, kernels_limited_to, select, work
 from random_experts import (
     FOUR_BIT,
     Magnitudes,
@@ -128,7 +128,7 @@ def check_at_once(held: Case, kernels: Kernels) -> None:
 
 
 def check_selection(held: Case, kernels: Kernels) -> SelectedNeurons:
-    found = kernels.select(held.x, held.expert.rows(held.threshold))
+    found = select(held.x, held.expert.rows(held.threshold), kernels)
     if held.expert.rows().selector is None:
         assert not found.a.any() and found.runs.all() and found.neurons.tolist() == list(range(held.runs.shape[1]))
         return found
@@ -234,12 +234,12 @@ def test_without_experts_or_tokens_outputs_are_zero(kernels: Kernels) -> None:
     assert torch.equal(kernels.experts(random_tokens(2, 192), []), torch.zeros(2, 192))
     assert torch.equal(kernels.experts(random_tokens(2, 192), [work(rows, none.long(), none)]), torch.zeros(2, 192))
     assert kernels.experts(torch.empty(0, 192), [work(rows, none.long(), none)]).shape == (0, 192)
-    selected = kernels.select(torch.empty(0, 192), rows)
+    selected = select(torch.empty(0, 192), rows, kernels)
     assert selected.a.shape == (0, 70) and not len(selected.neurons)
     assert run_selected(torch.empty(0, 192), rows, selected, kernels).shape == (0, 192)
     for num_tokens in (1, 4):
         x = random_tokens(num_tokens, 192)
-        no_neurons = replace(kernels.select(x, rows), neurons=torch.empty(0, dtype=torch.int32))
+        no_neurons = replace(select(x, rows, kernels), neurons=torch.empty(0, dtype=torch.int32))
         assert not run_selected(x, rows, no_neurons, kernels).any()
 
 
@@ -268,7 +268,7 @@ def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
         a = activations(x, expert.block(), "silu").of(selector)
         for threshold in a.abs().flatten().sort().values[:: a.numel() // 40].tolist():
             with case((selector, num_tokens, threshold)):
-                found = kernels.select(x, expert.rows(threshold))
+                found = select(x, expert.rows(threshold), kernels)
                 differ = found.runs != ((a != 0) & ~(a.abs() < threshold))
                 assert ((a.abs() - threshold).abs()[differ] <= 1e-4 * threshold).all()
 
@@ -286,7 +286,7 @@ def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None
             down[neuron, 2 * neuron : 2 * neuron + 2] = 0x80, 0x3F
         everyone = torch.arange(num_tokens), torch.ones(num_tokens)
         h = kernels.experts(x, [work(expert.rows(), *everyone)])
-        exact = (h if selector == "none" else kernels.select(x, expert.rows()).a).abs()[0, 30]
+        exact = (h if selector == "none" else select(x, expert.rows(), kernels).a).abs()[0, 30]
         for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
             with case((selector, num_tokens, runs)):
                 found = kernels.experts(x, [work(expert.rows(float(threshold)), *everyone)])
@@ -312,7 +312,7 @@ def test_neurons_of_inputs_that_are_zero_do_not_run(kernels: Kernels) -> None:
     for selector, num_tokens in product(SELECTORS, (1, 4)):
         with case((selector, num_tokens)):
             rows, x = mixed(9, 65, selector).rows(), torch.zeros(num_tokens, 192)
-            assert len(kernels.select(x, rows).neurons) == (65 if selector == "none" else 0)
+            assert len(select(x, rows, kernels).neurons) == (65 if selector == "none" else 0)
             assert not kernels.experts(x, [work(rows, torch.arange(num_tokens), torch.ones(num_tokens))]).any()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from native import kernels_limited_to
+from native import kernels_limited_to, select
 from numpy.typing import NDArray
 from random_experts import FOUR_BIT, Shape, random_expert, random_rows
 
@@ -110,7 +110,6 @@ def legal(name: str) -> Arguments:
         },
         "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
         "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
-        "row_checksums": {"rows": dense, "row_bytes": dense.shape[1], "num_bytes": 40, "out": np.zeros(F, np.uint32)},
         "gather": {
             "rows": dense,
             "row_bytes": dense.shape[1],
@@ -151,14 +150,13 @@ def call(name: str, arguments: Arguments) -> object:
     return getattr(native, name)(pool, *arguments.values())
 
 
-OPERATIONS = ("experts", "select", "dense", "decode", "row_checksums", "gather", "attend")
+OPERATIONS = ("experts", "select", "dense", "decode", "gather", "attend")
 OPERATIONS += ("rms_norm", "rotate", "route")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
     "dense": ["out"],
     "decode": ["out"],
-    "row_checksums": ["out"],
     "gather": ["out"],
     "attend": ["keys", "values", "out"],
     "rms_norm": ["out"],
@@ -254,7 +252,6 @@ SIZES = [
     ("dense", "rows", "rows: 399 values, expected 320"),
     ("dense", "out", "out: 14 values, expected 15"),
     ("decode", "out", "out: 639 values, expected 640"),
-    ("row_checksums", "out", "out: 4 values, expected 5"),
     ("gather", "out", "out: 239 values, expected 240"),
     ("attend", "q", "q: 239 values, expected 160"),
     ("attend", "k", "k: 119 values, expected 120"),
@@ -316,8 +313,6 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "row too high": ("gather", put("places", numbers(0, F, 0)), "places: 5, expected 0 to 4"),
     "rows of nothing": ("gather", put("row_bytes", 0), "row_bytes: expected at least 1"),
     "rows below nothing": ("gather", put("row_bytes", -80), "row_bytes: expected at least 1"),
-    "checksums of rows of nothing": ("row_checksums", put("row_bytes", 0), "num_bytes: expected 0 to row_bytes"),
-    "checksums of less than nothing": ("row_checksums", put("num_bytes", -1), "num_bytes: expected 0 to row_bytes"),
     "no heads": ("attend", put("num_heads", 0), "heads: sizes out of range"),
     "heads below 0": ("attend", put("num_heads", -4), "heads: sizes out of range"),
     "no key heads": ("attend", put("num_kv_heads", 0), "heads: sizes out of range"),
@@ -352,7 +347,6 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "rotation of nothing": ("rotate", put("scale", floats(0)), "scale: expected a multiple of 64, up to 2^24 values"),
     "too large an odd factor": ("rotate", put("scale", floats(64 * 1025)), "scale: its odd factor is above 1023"),
     "another odd factor": ("rotate", put("scale", floats(64)), "hartley: 9 values, expected 1"),
-    "checksums past a row": ("row_checksums", put("num_bytes", 81), "num_bytes: expected 0 to row_bytes"),
 }
 
 
@@ -369,8 +363,6 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("experts", {"tokens": np.array([0, T - 1])}),
         ("experts", {"neurons": numbers(0, 1, F - 1)}),
         ("gather", {"places": numbers(0, F - 1, F - 1)}),
-        ("row_checksums", {"num_bytes": 80}),
-        ("row_checksums", {"num_bytes": 0}),
         ("attend", {"start": 0}),
         ("attend", {"start": 2**30 - 1, "window": CONTEXT - T + 1}),
         ("attend", {"sinks": None}),
@@ -536,7 +528,7 @@ def test_the_face_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"^x: 130 values, expected 128$"):
         kernels.product(torch.zeros(1, 130), row_numbers(layout, "weight"), rows)
     with pytest.raises(ValueError, match=r"^selector: 400 values, expected 480$"):
-        kernels.select(torch.zeros(1, D), replace(expert.rows(), layout=random_expert(Shape(F + 1, D)).rows().layout))
+        select(torch.zeros(1, D), replace(expert.rows(), layout=random_expert(Shape(F + 1, D)).rows().layout), kernels)
     with pytest.raises(ValueError, match=r"^places: 5, expected 0 to 4$"):
         kernels.gather(rows, numbers(5))
     with pytest.raises(REFUSED):

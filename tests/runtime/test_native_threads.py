@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from native import INSTRUCTION_SETS, kernels_limited_to, work
+from native import INSTRUCTION_SETS, kernels_limited_to, select, work
 from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
 from torch import Tensor
 
@@ -36,13 +36,13 @@ def of_experts(num_tokens: int, selector: Selector, kernels: Kernels) -> Tensor:
 
 
 def of_select(num_tokens: int, kernels: Kernels) -> Tensor:
-    return kernels.select(random_tokens(num_tokens, D), made().rows(0.3)).a
+    return select(random_tokens(num_tokens, D), made().rows(0.3), kernels).a
 
 
 def of_selected(num_tokens: int, kernels: Kernels) -> Tensor:
     x, rows, tokens = random_tokens(num_tokens, D), made().rows(0.3), np.arange(num_tokens)
     weights, out = np.ones(num_tokens, np.float32), np.zeros((num_tokens, D), np.float32)
-    kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, kernels.select(x, rows))], out)
+    kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, select(x, rows, kernels))], out)
     return torch.from_numpy(out)
 
 
@@ -57,9 +57,8 @@ def of_decode(kernels: Kernels) -> Tensor:
 
 
 def of_checksums(kernels: Kernels) -> Tensor:
-    layout, rows = random_rows(BF16, 4000, D)
-    numbers = [*kernels.row_checksums(layout, rows).tolist(), kernels.checksum(rows), kernels.read(rows) % 2**32]
-    return torch.tensor(numbers)
+    _, rows = random_rows(BF16, 4000, D)
+    return torch.tensor([kernels.checksum(rows), kernels.read(rows) % 2**32])
 
 
 def of_gather(kernels: Kernels) -> Tensor:

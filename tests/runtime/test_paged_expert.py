@@ -10,7 +10,7 @@ import torch
 from cases import case
 from hypothesis import given
 from hypothesis import strategies as st
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, kernels_limited_to, select
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError
@@ -65,7 +65,7 @@ def test_pages_give_what_one_piece_gives(arena: PageArena) -> None:
             kernels = kernels_limited_to(instruction_set)
             expert = random_expert(Shape(num_rows=67, num_cols=256, selector=selector))
             x = random_tokens(num_tokens, 256)
-            threshold = 0.0 if selector == "none" else threshold_at(kernels.select(x, expert.rows()).a, 0.5)
+            threshold = 0.0 if selector == "none" else threshold_at(select(x, expert.rows(), kernels).a, 0.5)
             whole = expert.rows(threshold)
             scattered(arena)
             held = brought(arena, expert, threshold)
@@ -74,7 +74,7 @@ def test_pages_give_what_one_piece_gives(arena: PageArena) -> None:
             expected = kernels.experts(x, [(whole, tokens, weights)])
             assert torch.equal(kernels.experts(x, [(held.rows, tokens, weights)]), expected)
 
-            selected, known = kernels.select(x, held.rows), kernels.select(x, whole)
+            selected, known = select(x, held.rows, kernels), select(x, whole, kernels)
             assert torch.equal(selected.neurons, known.neurons) and torch.equal(selected.a, known.a)
             if selector != "none":
                 out = np.zeros(x.shape, np.float32)
@@ -92,10 +92,10 @@ def test_experts_selected_at_once_are_selected_as_alone_and_others_records_are_n
             for seed in range(3):
                 expert = random_expert(SHAPE, seed)
                 tokens = np.sort(generator.permutation(num_tokens)[: max(num_tokens - seed, 0)])
-                works.append((expert.rows(threshold_at(kernels.select(x, expert.rows()).a, 0.8)), tokens))
+                works.append((expert.rows(threshold_at(select(x, expert.rows(), kernels).a, 0.8)), tokens))
             every = kernels.select_each(x, works)
             for (rows, tokens), found in zip(works, every, strict=True):
-                alone = kernels.select(x[torch.from_numpy(tokens)], rows)
+                alone = select(x[torch.from_numpy(tokens)], rows, kernels)
                 assert all(map(torch.equal, (found.a, found.runs, found.neurons), (alone.a, alone.runs, alone.neurons)))
                 weights, out = np.linspace(0.1, 1, len(tokens), dtype=np.float32), np.zeros(x.shape, np.float32)
                 records = np.full_like(rows.records, 0xFF)  # NaN, if it were read
@@ -216,13 +216,13 @@ def test_rows_and_pages_that_are_not_of_the_extent_are_refused(arena: PageArena)
 def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageArena) -> None:
     kernels = kernels_limited_to("portable")
     expert, x = random_expert(SHAPE), random_tokens(1, 256)
-    threshold = threshold_at(kernels.select(x, expert.rows()).a, 0.9)
+    threshold = threshold_at(select(x, expert.rows(), kernels).a, 0.9)
     scattered(arena)
     held = PagedExpert(arena, SHAPE.layout, "up", SHAPE.function, threshold, OFFSET, NAME)
     arena.memory[:] = 0xAA
     bring(arena, held, expert, held.selector_blocks())
     held.stitch(kernels)
-    selected = kernels.select(x, held.rows)
+    selected = select(x, held.rows, kernels)
     missing = held.pieces_of_rows(selected.neurons.numpy(), 0)
     assert 0 < len(missing.blocks) < held.num_blocks - len(held.selector_blocks())
     bring_pieces(arena, held, expert, missing)

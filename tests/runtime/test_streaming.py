@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DEMO_MODEL, pack
-from native import operations_limited_to
+from native import operations_limited_to, select
 from streaming import budget_for
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def _quantile(weights: MappedPackWeights, x: Tensor, layer_idx: int, expert: int
     kernels = weights.operations.kernels
     weights.run_experts(layer_idx, x[:1], torch.tensor([[expert, (expert + 1) % 8]]), torch.ones(1, 2))
     held = weights.expert(layer_idx, expert)
-    return float(kernels.select(x, held.rows).a.abs().quantile(0.8))  # type: ignore[attr-defined]  # a mapped expert
+    return float(select(x, held.rows, kernels).a.abs().quantile(0.8))  # type: ignore[attr-defined]  # a mapped expert
 
 
 def answers(engine: Engine) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.cpu import ExpertRows, Kernels, is_available
+from moe_pack.runtime.cpu import ExpertRows, Kernels, SelectedNeurons, is_available
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import NativeOperations
 
@@ -34,6 +34,11 @@ def _skip(why: str) -> NoReturn:
 def operations_limited_to(instruction_set: str) -> NativeOperations:
     """The operations by these kernels."""
     return NativeOperations(kernels_limited_to(instruction_set))
+
+
+def select(x: Tensor, rows: ExpertRows, kernels: Kernels) -> SelectedNeurons:
+    """The neurons of one expert that run for all tokens."""
+    return kernels.select_each(x, [(rows, np.arange(len(x)))])[0]
 
 
 def work(

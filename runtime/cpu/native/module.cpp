@@ -320,24 +320,6 @@ PyObject* of_bytes(PyObject*, PyObject* arguments) {
     return PyLong_FromUnsignedLongLong(found);
 }
 
-PyObject* row_checksums(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *held, *outputs;
-    Py_ssize_t row_bytes, num_bytes;
-    if (!PyArg_ParseTuple(arguments, "OOnnO:row_checksums", &capsule, &held, &row_bytes, &num_bytes, &outputs))
-        return nullptr;
-    Pool* pool = pool_of(capsule);
-    Buffer<const uint8_t> rows;
-    Buffer<uint32_t> out;
-    if (pool == nullptr || !rows.take(held, "rows") || !out.take(outputs, "out", true)) return nullptr;
-    if (row_bytes < 1 || num_bytes < 0 || num_bytes > row_bytes) return refuse("num_bytes", "expected 0 to row_bytes");
-    size_t count = rows.size() / row_bytes;
-    if (count > (size_t)kMaxRows) return refuse("rows", "too many");
-    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), count)) return nullptr;
-    return unlocked([&] {
-        return checksum_rows(*pool, rows.values(), (int32_t)count, row_bytes, num_bytes, out.values());
-    });
-}
-
 // Of an extent in pages: its first `num_bytes`.
 PyObject* checksum_pages_of(PyObject*, PyObject* arguments) {
     PyObject *capsule, *held;
@@ -427,7 +409,6 @@ PyMethodDef methods[] = {
     {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
     {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},
     {"read", caught<of_bytes<uint64_t, read_only>>, METH_VARARGS, "read(pool, bytes) -> int"},
-    {"row_checksums", caught<row_checksums>, METH_VARARGS, "row_checksums(pool, rows, row_bytes, num_bytes, out)"},
     {"checksum_pages", caught<checksum_pages_of>, METH_VARARGS, "checksum_pages(pool, extent, num_bytes) -> int"},
     {"stitch", caught<stitch_rows>, METH_VARARGS, "stitch(rows, num_rows, row_bytes)"},
     {"damaged_row", caught<damaged_row_of>, METH_VARARGS,

@@ -127,23 +127,6 @@ Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_
     return each_item(pool, num_bytes, (num_rows + kManyRows - 1) / kManyRows, item, context);
 }
 
-Outcome checksum_rows(Pool& pool, const uint8_t* rows, int32_t num_rows, size_t row_bytes, size_t num_bytes,
-                      uint32_t* out) {
-    std::lock_guard<std::mutex> lock(pool.one_job());
-    struct Rows {
-        const uint8_t* rows;
-        size_t num_rows, row_bytes, num_bytes, each;
-        uint32_t* out;
-    } context = {rows, (size_t)num_rows, row_bytes, num_bytes, std::max<size_t>(1, kChecksumBytes / (row_bytes + 1)), out};
-    auto item = [](void* context, int item, int, int) {
-        auto& c = *static_cast<Rows*>(context);
-        size_t stop = std::min(c.num_rows, (item + 1) * c.each);
-        for (size_t r = item * c.each; r < stop; r++) c.out[r] = crc32(0, c.rows + r * c.row_bytes, c.num_bytes);
-    };
-    int count = (int)((context.num_rows + context.each - 1) / context.each);
-    return each_item(pool, num_rows * row_bytes, count, item, context);
-}
-
 Outcome checksum(Pool& pool, const uint8_t* bytes, size_t num_bytes, uint32_t* out) {
     std::lock_guard<std::mutex> lock(pool.one_job());
     struct Piece {

@@ -14,10 +14,6 @@ Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int3
 // out [rows, d]: the rows in float32.
 Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, float* out);
 
-// The CRC-32 of the first `num_bytes` of each row.
-Outcome checksum_rows(Pool& pool, const uint8_t* rows, int32_t num_rows, size_t row_bytes, size_t num_bytes,
-                      uint32_t* out);
-
 // The CRC-32 of bytes in one piece.
 Outcome checksum(Pool& pool, const uint8_t* bytes, size_t num_bytes, uint32_t* out);
 
