@@ -34,7 +34,7 @@ _NO_NUMBERS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableChanges:
-    """Entries of the table of records that change before a token: `places` int64 [n] in the flat table, `values` int32.
+    """Entries of the table of records that change before a token: `places` int64 [n] in the flat table, and `values`.
 
     A place occurs once.
     """
@@ -45,7 +45,7 @@ class TableChanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Promotion:
-    """Records to copy into slots while tokens run: of an expert its neurons int32 [n], and their offsets int32 [n]."""
+    """Records to copy into slots while tokens run: of an expert its neurons int32 [n], and their offsets [n]."""
 
     key: ExpertKey
     neurons: Array
@@ -72,10 +72,10 @@ class Residency:
     Slots are numbered from layer to layer, and records by their places in the flat table. Most steps take all layers at
     once: a step for each of 48 layers would take longer than a GPU needs for a token.
 
-    `at`: int32 [L, E, f], the mirror.   `landing`: int32 [turns, sum of k * landing slots], the offsets for the tokens
-    of each turn.   `promoted_rows`: since the start.   `most_changes`: of entries of the tables between two tokens.
-    Args:    static_at: int32 [L, E, f], the table without slots.   slots_at: int64 [L], where each layer's slots begin,
-             in units of 16 bytes.   eviction: says which expert of a layer gives its slots.
+    `at`: [L, E, f], the mirror.   `landing`: [turns, sum of k * landing slots], the offsets for the tokens of each
+    turn.   `promoted_rows`: since the start.   `most_changes`: of entries of the tables between two tokens.
+    Args:    static_at: int32 or int64 [L, E, f], the table without slots.   slots_at: int64 [L], where each layer's
+             slots begin, in units of 16 bytes.   eviction: says which expert of a layer gives its slots.
     """
 
     def __init__(self, placement: GpuPlacement, static_at: Array, slots_at: Array, eviction: Eviction) -> None:
@@ -89,7 +89,8 @@ class Residency:
         self._layer_of = np.repeat(np.arange(len(static_at)), self._num_slots)  # of each slot
         number = np.arange(len(self._layer_of)) - self._begins[self._layer_of]
         slot_units = placement.slot_bytes // 16
-        self._units = (slots_at[self._layer_of] + number * slot_units[self._layer_of]).astype(np.int32)  # of each slot
+        units = slots_at[self._layer_of] + number * slot_units[self._layer_of]
+        self._units = units.astype(static_at.dtype)  # of each slot
         # Of each landing slot of a turn: the place of its expert, among all L * k, and its number there.
         self._num_landing = placement.num_landing
         each = np.repeat(self._num_landing, self._k)

@@ -177,3 +177,14 @@ def test_a_least_recently_used_expert_gives_its_slots() -> None:
     hits_of(gpu, draw, np.array([[2, 3]] * L), 12)
     resident = (gpu.table >= 0).any(axis=2)
     assert resident[:, [2, 3]].all() and not resident[:, [0, 1]].any()
+
+
+def test_offsets_of_64_bits_reach_slots_of_a_large_memory() -> None:
+    placement, begin = placement_of(20, 3), 1 << 33
+    facts = CacheFacts(np.full((L, E), F), L * 20, K, np.full((L, E), 1 / E))
+    slots_at = begin + SLOT_UNITS * 20 * np.arange(L)
+    residency = Residency(placement, np.full((L, E, F), -1, np.int64), slots_at, eviction_of(PRESETS["lru"], facts))
+    counts, names = np.full((L, K), 2), np.tile(np.arange(3, dtype=np.int32), (K, 1))
+    residency.pulled(0, np.array([[0, 1]] * L), counts, lambda layer_idx: names)
+    values = residency.changes().values
+    assert len(values) == 2 * K * L and (values >= begin).all() and (residency.landing >= begin).all()
