@@ -27,7 +27,7 @@ from moe_pack.runtime.offload import ExpertKey
 from moe_pack.runtime.offload.cache import Eviction
 
 Array = NDArray[Any]
-MOST_KEPT = 1 << 12  # records that a token brings to slots: with more, the host would take longer than the token
+MOST_KEPT = 1 << 10  # records that a token brings to slots: the host takes some 1 ms for so many
 _LAYERS_AT_ONCE = 8  # that promote: with fewer numpy's calls take the time, with more layers that come too late
 _NO_NUMBERS = np.zeros(0, np.int64)
 

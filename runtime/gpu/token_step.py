@@ -266,7 +266,7 @@ class TokenStep:
             self._own_pulled = queues.mark()
             neurons(inputs, experts, tables, running, self._partials, "here")
             return None
-        pulls = landing.slots.numel() > 0 and self._inputs.pulled_share > 0
+        pulls = self._inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0
         with queues.forked("cpu"):
             self._launch_share(turn, layer_idx, inputs)
         if pulls:
@@ -508,7 +508,9 @@ class GpuDecoder(Decoder):
         self._landing[turn] = torch.from_numpy(residency.landing[turn])
 
     def _most_promoted(self) -> int:
-        """Returns how many records may be copied while a token runs."""
+        """Returns how many records may be copied while a token runs: none where a token itself needs the link."""
+        if self._inputs.pulled_share > 0:
+            return 0
         slot_bytes = int(self._gpu_weights.memory.placement.slot_bytes.max())
         return int(min(_LINK_SHARE * self._link_rate * self._token_seconds / slot_bytes, len(self._sources)))
 
