@@ -197,11 +197,15 @@ class RecordPrefetch:
         """Whether records of a layer are pulled ahead."""
         return self.prediction.predicts(layer_idx) and self._slots[layer_idx].numel() > 0
 
-    def launch(self, layer_idx: int, after: Mark) -> None:
-        """Launches what chooses and pulls records of the predicted experts of a layer.
+    def launch(self, layer_idx: int, partial: Tensor, after: Mark) -> None:
+        """Launches what predicts the experts of a layer, while the layer before runs, and pulls their records.
 
-        Args:    after: what pulls the running layer's own records, which come first.
+        Args:    partial: float32 [d], as for the prediction.   after: what pulls the running layer's own records, which
+                 come first.
         """
+        self.prediction.launch(layer_idx, partial)
+        if not self.pulls(layer_idx):
+            return
         tables, layers = self._weights.memory.layers[layer_idx], self._layers
         host, running, slots = self._host_rows[layer_idx], self._running, self._slots[layer_idx]
         assert host is not None, "records are pulled from host memory"

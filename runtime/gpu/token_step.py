@@ -192,7 +192,7 @@ class TokenStep:
         if is_whole:
             share = None
         pulled = self._experts(turn, layer_idx, inputs, is_whole)
-        self._look_at_next(layer_idx, shared)
+        self._look_ahead_by_partial(layer_idx, shared)
         self._inputs.queues.join("cpu", "link")
         self._add_up(layer_idx, x, shared, pulled, None if share is None or share.adds_output else exchange.y)
         if share is not None and share.adds_output:
@@ -211,33 +211,29 @@ class TokenStep:
             reduce(self._partials, layers.router_weights, self._sum, pulled=pulled, host=host)
             rotate_back(self._sum, rotation, self._matrix, out, residual=layers.x, shared=shared, scale=scale)
 
-    def _look_at_next(self, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches, on a fork, the prediction of the next layer's experts, and pulls records of these.
-
-        A prediction by the partial hidden state runs before that, while the CPU computes: it uses the attention's
-        buffers.
-        """
-        prefetch, queues, layers = self.prefetch, self._inputs.queues, self._layers
+    def _look_ahead(self, layer_idx: int) -> None:
+        """Launches, on a fork, what predicts the next layer's experts, and pulls records of these."""
+        prefetch = self.prefetch
         if prefetch is None:
             return
-        after, next_idx = self._own_pulled, layer_idx + 1
-        has_next = next_idx < len(self._host_rows) and prefetch.prediction.predicts(next_idx)
-        with queues.forked("next"):
+        next_idx = layer_idx + 1
+        with self._inputs.queues.forked("next"):
             if prefetch.pulls(layer_idx):
                 prefetch.forget(layer_idx, self._running[layer_idx])
-            if has_next and not prefetch.prediction.needs_partial(next_idx):
-                prefetch.prediction.launch(next_idx, layers.x)
-                if prefetch.pulls(next_idx):
-                    prefetch.launch(next_idx, after)
-        if has_next and prefetch.prediction.needs_partial(next_idx):
-            queues.join("next")
-            self._add_up(layer_idx, self._partial, shared, None, None)
-            for layer in range(self._spec.moe_layers[layer_idx] + 1, self._spec.moe_layers[next_idx] + 1):
-                layers.run(layer, self._partial)
-            prefetch.prediction.launch(next_idx, self._partial)
-            if prefetch.pulls(next_idx):
-                with queues.forked("next"):
-                    prefetch.launch(next_idx, after)
+            if prefetch.prediction.predicts(next_idx) and not prefetch.prediction.needs_partial(next_idx):
+                prefetch.launch(next_idx, self._layers.x, self._own_pulled)
+
+    def _look_ahead_by_partial(self, layer_idx: int, shared: Tensor | None) -> None:
+        """Launches the same where the partial hidden state predicts: the next attention comes first, on no fork."""
+        prefetch, queues, next_idx = self.prefetch, self._inputs.queues, layer_idx + 1
+        if prefetch is None or not prefetch.prediction.needs_partial(next_idx):
+            return
+        queues.join("next")
+        self._add_up(layer_idx, self._partial, shared, None, None)
+        for layer in range(self._spec.moe_layers[layer_idx] + 1, self._spec.moe_layers[next_idx] + 1):
+            self._layers.run(layer, self._partial)
+        with queues.forked("next"):
+            prefetch.launch(next_idx, self._partial, self._own_pulled)
 
     def _experts(self, turn: int, layer_idx: int, inputs: Tensor, is_whole: bool) -> Tensor | None:
         """Launches the token's experts; returns partial sums of pulled neurons beside the others, if there are any.
@@ -258,14 +254,15 @@ class TokenStep:
         select(inputs, experts, tables, running, selector_units)
         whole_records = float(self._inputs.whole_records[layer_idx])
         compact(experts, tables, running, landing, self._pulled_share, left, not is_pull, whole_records)
-        self._own_pulled = queues.mark()
         if is_pull:
             if not is_whole:
                 assert host is not None, "records are pulled from host memory"
                 pull_records(experts, tables, running, host, is_split=False)
             self._own_pulled = queues.mark()
+            self._look_ahead(layer_idx)
             neurons(inputs, experts, tables, running, self._partials, "here")
             return None
+        self._own_pulled = queues.mark()
         pulls = self._inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0
         with queues.forked("cpu"):
             self._launch_share(turn, layer_idx, inputs)
@@ -275,6 +272,7 @@ class TokenStep:
                 pull_records(experts, tables, running, host, is_split=True)
                 self._own_pulled = queues.mark()
                 neurons(inputs, experts, tables, running, self._pulled_partials, "pulled")
+        self._look_ahead(layer_idx)
         neurons(inputs, experts, tables, running, self._partials, "here")
         return self._pulled_partials if pulls else None
 
