@@ -207,8 +207,9 @@ def _select_kernel(
                     _activate(x_ptr, arena_ptr, selector_at_ptr, a_ptr, block * BLOCK, lookup_ptr, F, BLOCK,
                               KINDS, number)  # fmt: skip
                 tl.debug_barrier()  # other threads wrote the activations that are read below
-                a = tl.load(a_ptr + neuron, mask=live & is_there, other=0.0)
-                chosen = runs(a, threshold) & live & is_there
+                chosen = runs(tl.load(a_ptr + neuron, mask=live, other=0.0), threshold) & live
+                if not is_there:
+                    chosen = neuron < 0  # none
             before = tl.cumsum(chosen.to(tl.int32), 0) - 1
             tl.store(blocks_ptr + place * F + block * BLOCK + before, neuron, mask=chosen)
             counts_ptr += place * tl.num_programs(1) + block

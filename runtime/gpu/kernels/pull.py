@@ -209,7 +209,7 @@ def _pull_selectors_kernel(
     while part * BLOCK < f:
         neuron = part * BLOCK + lanes
         live = neuron < f
-        there = tl.load(selector_at_ptr + neuron, mask=live & ~is_missing, other=0)
+        there = tl.load(selector_at_ptr + neuron, mask=live, other=0)
         tl.store(selector_units_ptr + neuron, tl.where(is_missing, target + neuron * row_units, there), mask=live)
         part += tl.num_programs(1)
     if is_missing:  # then its rows lie one after another in both memories
