@@ -19,7 +19,9 @@ POLL_SECONDS = 0.002
 
 def start(out: Path) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "-o", str(out)]
-    return subprocess.Popen([*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # Nearest: HQQ computes ten seconds between the same writes, in which a kill shows nothing.
+    options = ["--workers", "2", "--quantizer", "nearest"]
+    return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_folder(process: "subprocess.Popen[str]", out: Path) -> None:
