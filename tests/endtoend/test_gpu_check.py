@@ -23,6 +23,7 @@ from gpu.kernels import read_metrics
 from gpu.measuring import Clock, Results, setting
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
 from gpu_report import main as report
+from native import quick_compiler
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -378,6 +379,9 @@ def rehearsed(tmp_path: Path, *options: str) -> dict[str, Any]:
             shutil.copy(ROOT / name, tmp_path / "copy" / name)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"OUT": str(tmp_path / "out"), "TRITON_INTERPRET": "0"}
+    if shutil.which("g++"):
+        (tmp_path / "bin").mkdir()
+        environment["PATH"] = f"{quick_compiler(tmp_path / 'bin').parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         ["make", "gpu-check", f"PYTHON={python}", *options],
         cwd=tmp_path / "copy",

@@ -1,6 +1,8 @@
 """The native kernels in tests: each instruction set that this machine has."""
 
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import NoReturn, cast
 
 import numpy as np
@@ -29,6 +31,17 @@ def _skip(why: str) -> NoReturn:
     import pytest  # here, because `make gpu-check` has kernels and no pytest
 
     pytest.skip(why)
+
+
+def quick_compiler(folder: Path) -> Path:
+    """Writes a `g++` that optimizes nothing, whatever it is told, and returns it: kernels build in a third of the time.
+
+    For tests of what is built and where; the kernels that other tests run are built as setup.py says.
+    """
+    program = folder / "g++"
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
+    program.chmod(0o755)
+    return program
 
 
 def operations_limited_to(instruction_set: str) -> NativeOperations:
