@@ -53,6 +53,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Makes fsync return at once: a pack takes a hundred of 5 ms each, and no test takes the machine's power away.
+
+    Only in this process: commands and conversions in processes of their own sync.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses a file that is not open, too
+        yield
+
+
 @pytest.fixture
 def new_folder(tmp_path: Path) -> Callable[[], Path]:
     """Makes an empty folder at every call: one for each case of a sweep."""
