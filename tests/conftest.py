@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from interpreted_bf16 import correct_bf16
 from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
+from quick_interpreter import spare_the_interpreter
 
 from moe_pack.formats import Selector
 
@@ -43,6 +45,13 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> None:
+    """Halves what interpreted kernels take, where a test module has imported Triton."""
+    if "triton" in sys.modules and os.environ["TRITON_INTERPRET"] != "0":
+        spare_the_interpreter()
 
 
 @pytest.fixture(autouse=True, scope="session")
