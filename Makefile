@@ -35,7 +35,7 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check soak families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
+.PHONY: demo test check types unit soak families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
 # The model learned from novels alone: its loss is measured on a novel.
@@ -53,8 +53,14 @@ test: check
 check: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
+	$(MAKE) --no-print-directory -j2 types unit
+
+# Side by side: mypy takes one CPU, and tests wait for disks and processes now and then.
+types:
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
 	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py
+
+unit:
 	$(BIN)/pytest -n auto --dist loadfile
 
 messages: $(INSTALLED)
