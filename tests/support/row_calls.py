@@ -54,7 +54,7 @@ def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[t
                 yield f"running {selector} {label(width)} d{d}", partial(_running, (width,), selector, d)
         if 4 in widths:
             layouts = _layouts((4,), "up", d)
-            yield f"running up 4 bit d{d}, far", partial(_run, layouts, "up", "silu", offsets=torch.int64)
+            yield f"running far up {label(4)} d{d}", partial(_run, layouts, "up", "silu", offsets=torch.int64)
         if 16 in widths:
             for selector in SELECTORS:
                 yield f"running mixed {selector} d{d}", partial(_running, MIXED, selector, d)
