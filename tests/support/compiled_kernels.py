@@ -21,10 +21,13 @@ from typing import Any
 
 from named_formats import TRELLISES, Name
 
+from moe_pack.formats import Selector
+
 # GPUs by compute capability, and the most shared memory that one program may take there, in bytes (CUDA's programming
 # guide, technical specifications per compute capability).
 SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 CAPABILITIES = tuple(SHARED_BYTES)
+SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", *TRELLISES)
 DIMS = (2048, 4096, 7168)
 
@@ -53,10 +56,15 @@ class Compiled:
 
 
 def compiled(
-    capabilities: tuple[int, ...], only: str, widths: tuple[Name, ...], dims: tuple[int, ...]
+    capabilities: tuple[int, ...],
+    only: str,
+    widths: tuple[Name, ...],
+    dims: tuple[int, ...],
+    selectors: tuple[Selector, ...] = SELECTORS,
 ) -> list[Compiled]:
     """What all calls whose name contains `only` compile to, in a process of its own."""
     command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
+    command += ["--selectors", ",".join(selectors)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [*command, *map(str, capabilities)], capture_output=True, text=True, env=os.environ | environment
@@ -74,15 +82,17 @@ def _listed(numbers: tuple[Name, ...]) -> str:
 Call = tuple[str, Callable[[], None]]
 
 
-def calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+def calls(
+    widths: tuple[Name, ...], dims: tuple[int, ...], selectors: tuple[Selector, ...] = SELECTORS
+) -> Iterator[Call]:
     """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
     from many_calls import many_calls
     from row_calls import dense_calls, running_calls
     from token_calls import latent_calls, pull_calls, token_calls
 
     yield from dense_calls(widths, dims)
-    yield from running_calls(widths, dims)
-    yield from many_calls(widths, dims)
+    yield from running_calls(widths, dims, selectors)
+    yield from many_calls(widths, dims, [selector for selector in selectors if selector in ("up", "none")])
     bits = tuple(width for width in widths if isinstance(width, int))
     yield from pull_calls(bits, dims)
     if 4096 in dims:
@@ -227,12 +237,14 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--widths", default=_listed(WIDTHS))
     parser.add_argument("--dims", default=_listed(DIMS))
+    parser.add_argument("--selectors", default=",".join(SELECTORS))
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("capabilities", nargs="*", type=int, default=CAPABILITIES)
     given = parser.parse_args()
     widths = tuple(int(name) if name.isdigit() else name for name in given.widths.split(","))
     dims = tuple(map(int, given.dims.split(",")))
-    chosen = [call for call in calls(widths, dims) if given.only in call[0]]
+    selectors = tuple(selector for selector in SELECTORS if selector in given.selectors.split(","))
+    chosen = [call for call in calls(widths, dims, selectors) if given.only in call[0]]
     for capability in given.capabilities:
         for kernel in compile_calls(capability, chosen, given.instructions):
             sys.stdout.write(json.dumps(asdict(kernel)) + "\n")

@@ -1,6 +1,6 @@
 """Calls of the kernels for many tokens, to be compiled for GPUs that are not here (`compiled_kernels`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,9 +18,10 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed
 
 
-def many_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+def many_calls(
+    widths: tuple[Name, ...], dims: tuple[int, ...], selectors: Sequence[Selector] = ("up", "none")
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
-    selectors: tuple[Selector, ...] = ("up", "none")
     for d in dims:
         for dtype in DTYPES if 16 in widths else ():
             for mode, x_dtype in MODES.items():

@@ -1,6 +1,6 @@
 """Calls of the kernels for one token's products, to be compiled for GPUs that are not here (`compiled_kernels`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -46,20 +46,22 @@ def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
     gated(x, None, matrix, "silu", torch.empty(many), norm=layer, weight=torch.empty(1))
 
 
-def running_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+def running_calls(
+    widths: tuple[Name, ...], dims: tuple[int, ...], selectors: Sequence[Selector] = SELECTORS
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """A token's running neurons: all selector kinds, few neurons and many, and layers of several kinds."""
     for d in dims:
         for width in widths:
-            for selector in SELECTORS:
+            for selector in selectors:
                 yield f"running {selector} {label(width)} d{d}", partial(_running, (width,), selector, d)
         if 4 in widths:
             layouts = _layouts((4,), "up", d)
             yield f"running far up {label(4)} d{d}", partial(_run, layouts, "up", "silu", offsets=torch.int64)
         if 16 in widths:
-            for selector in SELECTORS:
+            for selector in selectors:
                 yield f"running mixed {selector} d{d}", partial(_running, MIXED, selector, d)
     if "mxfp4" in widths and 4096 in dims:
-        for selector in SELECTORS:
+        for selector in selectors:
             yield f"gpt_oss running {selector}", partial(_run, [gpt_oss_layout(selector)], selector, "clamped_swiglu")
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from compiled_kernels import DIMS, WIDTHS, Compiled, compiled, loads_by_function
+from compiled_kernels import DIMS, SELECTORS, WIDTHS, Compiled, compiled, loads_by_function
 from named_formats import TRELLISES, Name
 
+from moe_pack.formats import Selector
 from moe_pack.runtime.gpu import kernels
 
 # Bytes of codes a thread loads at once. Blocks of 3-bit codes are 24 bytes, of which one thread takes 8 of the first
@@ -44,9 +45,10 @@ READERS = {
     "_load_host": {"_pull_records_kernel", "_pull_selectors_kernel", "_bring_kernel"},
 }
 SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
-# Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
+# Every width, hidden size and GPU once, with the usual selector and another; `compiled_kernels.py` compiles the whole
+# matrix, in an hour.
 COVERED = [
-    (capability, WIDTHS[i], DIMS[i % 3])
+    (capability, WIDTHS[i], DIMS[i % 3], ("up", SELECTORS[1 + i % 3]))
     for i, capability in enumerate((80, 86, 89, 90, 100, 120, 100, 86, 100, 90, 89, 120, 80))
 ]
 
@@ -132,6 +134,13 @@ def test_rotations_compile_without_spills_and_stay_in_registers() -> None:
     assert found.shared_bytes <= 1024  # a few values between warps, and no stage through memory
 
 
+def test_routers_and_predictions_compile_without_spills() -> None:
+    found = compiled((89,), "route sigmoid", (16,), (4096,)) + compiled((89,), "predict 256", (16,), (4096,))
+    assert faults(found) == []
+    kernels = ["_rank_kernel"] * 2 + ["_add_routes_kernel", "_score_paths_kernel", "_enter_pulled_kernel"]
+    assert [k.kernel for k in found] == ["_route_kernel"] * 4 + kernels + ["_forget_pulled_kernel"] * 2
+
+
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
     lines = Path(str(kernels.__path__[0]), "rows.py").read_text().splitlines()
     at = next(i for i, line in enumerate(lines, 1) if "return tl.load(words_ptr" in line)
@@ -161,6 +170,8 @@ def test_every_launch_says_how_many_warps_it_takes_and_that_products_and_sums_ar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "width", "d"), COVERED)
-def test_every_kernel_compiles_without_spills_and_loads_codes_wide(capability: int, width: Name, d: int) -> None:
-    assert faults(compiled((capability,), "", (width,), (d,))) == []
+@pytest.mark.parametrize(("capability", "width", "d", "selectors"), COVERED)
+def test_every_kernel_compiles_without_spills_and_loads_codes_wide(
+    capability: int, width: Name, d: int, selectors: tuple[Selector, ...]
+) -> None:
+    assert faults(compiled((capability,), "", (width,), (d,), selectors)) == []
