@@ -35,6 +35,8 @@ from moe_pack.runtime.offload.prefetch import PredictionName, make_prediction
 from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 
+TOO_FEW_TO_TRUST = "--trust-experts changes nothing: fewer experts are predicted than a token uses"
+
 
 class OffloadChoices:
     """Chooses what decides on the experts of a run, as the options say; the engine asks for one part after the other.
@@ -107,18 +109,15 @@ class OffloadChoices:
 
     def prefetcher(self, preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
         """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""
-        if self._options.approximations.runs_predicted and not self._predicts(preset):
-            self._fall_back("--trust-experts changes nothing: no experts are predicted")
+        router = self._pack.spec.router
+        num_ahead = preset.num_predicted(router.num_experts_per_tok) if self._options.prefetches else 0
+        if self._options.approximations.runs_predicted and num_ahead < router.num_experts_per_tok:
+            self._fall_back(TOO_FEW_TO_TRUST)
         if not self._options.prefetches:
             return None
-        router = self._pack.spec.router
-        num_ahead = preset.num_predicted(router.num_experts_per_tok)
         name = predicted_by(preset, self.routing, self._fall_back)
         prediction = make_prediction(name, weights, self.routing)
         return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
-
-    def _predicts(self, preset: Preset) -> bool:
-        return self._options.prefetches and preset.prediction != "none"
 
     def cutover(self) -> float:
         """Returns the share of running neurons below which single rows are read from the disk; 0: never.

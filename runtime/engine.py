@@ -22,7 +22,7 @@ import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares, predicted_by
+from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
@@ -292,6 +292,9 @@ class Engine:
         built, self.gpu_use = self._build_gpu(run)
         self._stack.enter_context(closing(built))
         self.decoder, self.weights = built.decoder, built.weights
+        is_predicted = self.gpu_preset is not None and self.gpu_preset.prediction != "none"
+        if is_predicted and self.options.approximations.runs_predicted and not self.gpu_use.dynamic:
+            self._fall_back("--trust-experts changes nothing: all experts are in GPU memory")
 
     def _open_gpu(self) -> _GpuRun:
         """Opens the GPU, and returns what its engine is built for.
@@ -337,7 +340,8 @@ class Engine:
 
         pack, options, host = self._pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
-        preset = self.gpu_preset = self._gpu_preset(host is not None)
+        # `auto` predicts nothing, because no GPU has shown yet what that gains.
+        preset = PRESETS["lru" if options.policy == "auto" else options.policy]
         tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"
         if host is None:
@@ -354,9 +358,9 @@ class Engine:
             if options.misses == "auto":
                 share, split = rates.pulled_share, rates.split(pack.layout.experts[0][0].num_bytes, rule)
         routing = Routing.open(pack)
-        if not (share or misses == "pull"):
-            preset = self.gpu_preset = preset.without_prediction()  # nothing comes over the link
-        prediction = self._gpu_prediction(preset, routing, misses)
+        if not options.prefetches or not (share or misses == "pull"):  # nothing comes over the link
+            preset = preset.without_prediction()
+        self.gpu_preset, prediction = preset, self._gpu_prediction(preset, routing, misses)
         return GpuInputs(
             pack=pack,
             device=self.device,
@@ -377,24 +381,19 @@ class Engine:
             offset_bytes=offset_bytes_for(pack.layout, most_bytes),
         )
 
-    def _gpu_preset(self, has_link: bool) -> Preset:
-        """Returns the policies of `--policy`; `auto` predicts nothing, because no GPU has shown yet what that gains."""
-        preset = PRESETS["lru" if self.options.policy == "auto" else self.options.policy]
-        return preset if self.options.prefetches and has_link else preset.without_prediction()
-
     def _gpu_prediction(self, preset: Preset, routing: Routing | None, misses: Misses) -> "PredictionPlan | None":
         """Returns what is predicted on the GPU; None if nothing is."""
         from moe_pack.runtime.gpu.prefetch import PredictionPlan
 
         spec, trusts = self._pack.spec, self.options.approximations.runs_predicted
+        number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
+        if trusts and number < spec.router.num_experts_per_tok:
+            self._fall_back(TOO_FEW_TO_TRUST)
         if preset.prediction == "none":
-            if trusts:
-                self._fall_back("--trust-experts changes nothing: no experts are predicted")
             return None
         methods = methods_by_layer(predicted_by(preset, routing, self._fall_back), spec, routing)
         if misses == "pull":  # nothing is missing in the hidden state, and the next layer's attention comes later
             methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
-        number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
         return PredictionPlan(methods, number, routing, trusts)
 
     def _helping_kernels(self) -> Kernels | None:

@@ -2,8 +2,8 @@
 
 Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses the *static* rows,
 in whole selectors and the first records of each expert, which packs store hottest first. The rest is *dynamic* memory:
-in decode it has slots of one record each, a layer's own, for records that came later; if every missing record is pulled
-over the link, it also has scratch memory for those of one layer; and if experts are predicted, memory for the records
+in decode it has slots of one record each, a layer's own, for records that came later; if missing records are pulled
+over the link, scratch memory for those of one layer that find no slot; and if experts are predicted, memory for records
 that are pulled before their layer begins. In passes of many tokens the same memory holds whole experts on their way,
 and the slots are empty afterwards.
 """
@@ -36,7 +36,7 @@ _SCRATCH_SHARE = 0.5
 _AHEAD_SHARE = 0.25
 # What a record is worth, where a selector that is read as often is worth 1. If the link pulls missing records, a
 # selector is worth more: without it the CPU computes the whole expert, and the link brings nothing of it. Of 0.02 to 1,
-# 0.5 is predicted to be fastest at most budgets (docs/benchmarks/gpu-roofline.md).
+# 0.5 gives the fastest predictions on average, by `predict` of tests/bench/gpu/roofline.py.
 _RECORD_WORTH, _PULLED_RECORD_WORTH = 1.0, 0.5
 _USUAL_RUNNING = 0.2  # share of the neurons that run where some do not: the papers' packs are 80 to 90% sparse
 _MOSTLY = 0.9  # of the rows that usually run: so many must be static for an expert to replace others
@@ -177,14 +177,14 @@ def mostly_static(placement: GpuPlacement, heat: Array) -> Array:
 
 
 def work_of_whole(layout: PackLayout, heat: Array) -> Array:
-    """Returns the bytes that the CPU usually reads of an expert without a resident selector, in records: float64 [L].
+    """Returns how many records are as much work for the CPU as a whole expert with its selector: float64 [L].
 
+    Work is counted in bytes that are read, of the rows that usually run.
     Args:    heat: as for `place_experts`.
     """
     rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.float64)
-    num_records: Array = layout.experts[0][0].num_rows * (rows[:, :, 0] / rows[:, :, 1] + heat.mean(axis=2)).mean(
-        axis=1
-    )
+    of_row = rows[:, :, 0] / rows[:, :, 1] + heat.mean(axis=2)  # of a neuron, in records
+    num_records: Array = layout.experts[0][0].num_rows * of_row.mean(axis=1)
     return num_records
 
 

@@ -252,7 +252,8 @@ def _speeds(subjects: dict[str, Subject], counts: Counts, measured: Measured) ->
     yield "## Tokens a second by budget"
     yield (
         "With `--misses cpu` the CPU computes what is missing; with `pull` the link brings it; with `auto` the link "
-        "brings its share by rate, `link / (link + CPU)`, and the CPU computes the rest. *Resident* is the share of "
+        "brings its share of that work by rate, `link / (link + CPU)`, as far as it lies in experts whose selector is "
+        "resident, and the CPU computes the rest. *Resident* is the share of "
         "the bytes of running neurons that is in GPU memory. *Missing* are the other bytes of a token, with selectors "
         "that are missing. Both are for `cpu`. *All* is a budget of all free memory. *Measured* is the speed of the "
         "median token in the last run of `make gpu-check`."

@@ -524,7 +524,7 @@ def gpu_row(
     for share in _GPU_SHARES:
         dynamic_share = DYNAMIC_SHARE if preset.keeps else 0.0
         placement = place_experts(
-            layout, int(share * whole), "split", popularity, heat, dynamic_share, is_pulled=method is not None
+            layout, int(share * whole), "split", popularity, heat, dynamic_share, is_pulled=ahead_share > 0
         )
         found = played(placement, preset, popularity, tokens, method=method, most_ahead=ahead)
         read = found.left * expert.records.row_bytes + found.whole_experts * expert.selector_bytes
@@ -565,7 +565,7 @@ def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, ahead_
             routing = Routing.open(opened.enter_context(Pack(make_profiled_demo(folder))))
         ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * (learned + tokens)])[: learned + tokens]
         found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH, routing, methods)
-        policies = [name for name in SIMPLEST_FIRST if not ahead_share or PRESETS[name].prediction != "none"]
+        policies = [name for name in SIMPLEST_FIRST if not ahead_share or PRESETS[name].keeps]
         rows = [gpu_row(pack, policy, found[:learned], found[learned:], ahead_share) for policy in policies]
     names = "resident, KB by the CPU" + ", KB ahead, needed" * bool(ahead_share)
     shares = [f"{share:.0%} of the memory: {names}" for share in _GPU_SHARES]

@@ -19,7 +19,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.placement import mostly_static, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
-from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights, PartialState
+from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.layer import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores, router_weights
 from moe_pack.runtime.offload.paths import ranked
@@ -63,14 +63,7 @@ class Predicting(PackWeights, ExpertRunner):
     methods: tuple[MethodName, ...]
     num_predicted: int
 
-    def run_experts(
-        self,
-        layer_idx: int,
-        x: Tensor,
-        experts: Tensor,
-        router_weights: Tensor,
-        partial_state: PartialState | None = None,
-    ) -> Tensor:
+    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         if not layer_idx:
             self.routes, self.predicted = [], []
         self.routes.append(experts.numpy())
@@ -81,7 +74,7 @@ class Predicting(PackWeights, ExpertRunner):
             scores = prediction.scores(layer_idx + 1, PredictionInput(x, routes))
             assert scores is not None
             self.predicted.append(ranked(scores, self.num_predicted)[0].tolist())
-        return run_one_by_one(x, experts, router_weights, self, layer_idx)
+        return run_one_by_one(x, experts, weights, self, layer_idx)
 
 
 def predicted_in_torch(folder: Path, methods: tuple[MethodName, ...], num_predicted: int) -> list[list[list[int]]]:

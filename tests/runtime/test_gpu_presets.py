@@ -47,9 +47,10 @@ class PlainMemory:
 
 
 class PlainEngine(Engine):
-    """The engine of a GPU over plain memory, with space for 60% of the experts."""
+    """The engine of a GPU over plain memory, with space for a share of the experts."""
 
     inputs: GpuInputs
+    share = 0.6
 
     def _open_gpu(self) -> _GpuRun:
         self.gpu_memory: Any = PlainMemory()
@@ -58,7 +59,7 @@ class PlainEngine(Engine):
     def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         self.inputs = super()._gpu_inputs(ram_bytes, most_bytes)
         self.gpu_memory.least_bytes = self.inputs.least_bytes
-        self.gpu_memory.expert_bytes = expert_bytes_for(self._pack, 0.6, self.inputs.misses)
+        self.gpu_memory.expert_bytes = expert_bytes_for(self._pack, self.share, self.inputs.misses)
         return self.inputs
 
 
@@ -110,6 +111,22 @@ def test_every_preset_runs_and_predicts_as_its_paper(folder: Path, monkeypatch: 
     for policy in PRESETS:
         with case(policy):
             check_preset(folder, policy)
+
+
+def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
+    trusting, begin = Approximations(runs_predicted=True), "--trust-experts changes nothing: "
+    for policy, others, share, why in (
+        ("lru", {}, 0.6, ["fewer experts are predicted than a token uses"]),
+        ("corm", {"prefetches": False}, 0.6, ["fewer experts are predicted than a token uses"]),
+        ("corm", {"misses": "cpu"}, 0.6, ["fewer experts are predicted than a token uses"]),
+        ("corm", {}, 1.0, ["all experts are in GPU memory"]),
+        ("corm", {}, 0.6, []),
+    ):
+        with case(policy, others, share), Pack(folder) as opened:
+            monkeypatch.setattr(PlainEngine, "share", share)
+            with PlainEngine(opened, options_for(policy, approximations=trusting, **others), 64) as engine:
+                assert [each for each in engine.fallbacks if "trust" in each] == [begin + each for each in why]
 
 
 def test_a_prediction_that_needs_a_profile_is_the_routers_without_one(folder: Path) -> None:

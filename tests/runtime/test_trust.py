@@ -188,7 +188,7 @@ def test_a_pass_that_was_broken_off_leaves_no_prediction_to_the_next(dense_pack:
 
 
 def test_where_nothing_is_predicted_the_engine_says_so(dense_pack: Path) -> None:
-    said = "--trust-experts changes nothing: no experts are predicted"
+    said = "--trust-experts changes nothing: fewer experts are predicted than a token uses"
     for options, expected in (
         (EngineOptions(policy="lru", approximations=TRUSTING), [said]),
         (EngineOptions(policy="corm", prefetches=False, approximations=TRUSTING), [said]),

@@ -7,13 +7,14 @@ def spare_the_interpreter() -> None:
     """Leaves out two steps whose results nobody sees (triton 3.6, runtime/interpreter.py).
 
     It computes all sums and products of integers again in 64 bits, to assert that none overflowed, and then asserts
-    nothing unless TRITON_DEBUG is set. And at each call of a jitted function by another it looks through all of
-    `triton.language` for what is to be replaced, though the kernel's launch has replaced it until the kernel ends.
+    nothing, because the interpreter's options have `debug` off, whatever TRITON_DEBUG says. And at each call of a
+    jitted function by another it looks through all of `triton.language` for what is to be replaced, though the kernel's
+    launch has replaced it until the kernel ends.
     """
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
-    if not options.debug:
+    if not options.debug:  # with it, the assertions would see something
         options.__dict__["sanitize_overflow"] = False  # a frozen dataclass
     launch, replace, replaced = interpreter.GridExecutor.__call__, interpreter._patch_lang, list[int]()
     is_running = False
