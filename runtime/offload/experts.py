@@ -309,9 +309,12 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                 self.store.stop(key)
 
     def _last_routes(self, layer_idx: int, experts: Tensor) -> NDArray[np.int64]:
-        """Returns the routes int64 [T, p, k] of this layer and, if it has one, of the layer before."""
+        """Returns the routes int64 [T, p, k] of this layer and, if it has one, of the layer before.
+
+        A GPU that computes some of a token's experts by itself leaves another number of them to each layer.
+        """
         before = [] if layer_idx in self._first_layers else self._routes[-1:]
-        self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
+        self._routes = [routes for routes in before if routes.shape == experts.shape] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 
     def _prefetch_experts(

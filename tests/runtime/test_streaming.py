@@ -19,7 +19,7 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, OffloadedWeights, divide_budget, expert_pages, whole_bytes
+from moe_pack.runtime.offload import PRESETS, OffloadedWeights, PolicyName, divide_budget, expert_pages, whole_bytes
 from moe_pack.runtime.offload.budget import BudgetOptionNames
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
@@ -175,6 +175,21 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
         assert weights.prefill.hits == 0
         assert weights.decode.needed == 2 * num_layers * (len(IDS) - NUM_PROMPT)
         assert weights.decode.layers == num_layers * (len(IDS) - NUM_PROMPT)
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_a_gpu_may_leave_another_number_of_a_tokens_experts_to_each_layer(policy: PolicyName, dense_pack: Path) -> None:
+    """The GPU that keeps some experts itself asks for one of the two here, and for both there."""
+    with Pack(dense_pack) as opened:
+        options = EngineOptions(budget_bytes=budget_for(opened, 8, CONTEXT), policy=policy, kernels="portable")
+        with Engine(opened, options, CONTEXT) as engine:
+            weights, x = engine.weights, torch.randn(1, opened.spec.hidden_size)
+            assert isinstance(weights, OffloadedWeights)
+            for layer_idx in range(len(opened.spec.moe_layers)):
+                experts = torch.tensor([[3, 5]])[:, : 1 + layer_idx % 2]
+                found = weights.run_experts(layer_idx, x, experts, torch.ones(experts.shape))
+                alone = [weights.run_experts(layer_idx, x, each, torch.ones(1, 1)) for each in experts.T[:, None]]
+                torch.testing.assert_close(found, torch.stack(alone).sum(0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_damaged_expert_is_found_when_it_first_arrives(dense_pack: Path, tmp_path: Path) -> None:
