@@ -36,6 +36,8 @@ _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
 _LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`)
+LOGITS_AT_ONCE = 16  # tokens: those of a whole pass would take more memory than all else in it
+_HEADS = ("head", "embed")  # the roles that can give logits
 # An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
 # pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
@@ -190,6 +192,10 @@ class BuiltEngine(Protocol):
         """Captures a token's launches. Tokens can run before too, but more slowly."""
         ...
 
+    def tune(self) -> None:
+        """Sets what only whole tokens show; they must not take longer than a second or two."""
+        ...
+
     def close(self) -> None:
         """Releases all memory."""
         ...
@@ -210,7 +216,7 @@ def fit_to_gpu(
              so many tokens of a forward pass, at most.   compile_ahead: compiles all kernels that a function launches.
     Raises:  RunError if the budget is too small; it says what is needed, and for what.
     """
-    _free_unused_memory()  # torch may keep memory of an earlier engine
+    free_unused_memory()  # torch may keep memory of an earlier engine
     torch.zeros(1, device=device)  # makes the driver's context
     context_bytes = memory.used_bytes()
     budget = request.budget_bytes or usual_budget(context_bytes + memory.free_bytes())
@@ -220,7 +226,7 @@ def fit_to_gpu(
         first.prepare()
         run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
-    _free_unused_memory()
+    free_unused_memory()
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
@@ -231,6 +237,7 @@ def fit_to_gpu(
         )
     built = build(expert_bytes, chunk)
     built.prepare()
+    built.tune()
     dense = pack.manifest.totals.dense
     rest = overhead - dense - cache_bytes
     return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
@@ -254,22 +261,26 @@ def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
 
     Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
     number of tokens, in steps of 16 or more, and on the format of rows. So an expert of each format and a matrix of
-    each format and shape run with every such number, whatever the router would choose.
+    each format and shape run with every such number, whatever the router would choose. What torch's allocator keeps of
+    all these numbers is given back before the passes: these show how much memory is needed.
     """
     decoder, weights, device = built.decoder, built.weights, built.decoder.device
     d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
-    for length in sorted({1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}):
+    lengths = {1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}
+    for length in sorted(lengths, reverse=True):  # the allocator cuts shorter ones from what the longest has left
         for layer_idx, experts in _experts_of_each_format(pack):
             chosen = torch.tensor(experts, device=device).expand(length, k)
             x = torch.zeros(length, d, device=device)
             run_experts(x, chosen, torch.ones_like(chosen) / k, weights, layer_idx)
         for role, num_cols in _matrices_of_each_format(pack):
-            linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
+            if length <= LOGITS_AT_ONCE or role not in _HEADS:
+                linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
+    free_unused_memory()
     context = decoder.cache.context_tokens
     for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
         decoder.reset()
         decoder.cache.num_tokens = start
-        decoder.next_logits([0] * num_tokens)
+        decoder.logits([0] * num_tokens)
     decoder.reset()
 
 
@@ -293,11 +304,11 @@ def _matrices_of_each_format(pack: Pack) -> list[tuple[str, int]]:
         role, shape = dense.role.name, dense.role.shape
         is_product = (role != "embed" or pack.spec.tied_head) and not role.endswith(".kv_b")
         if len(shape) == 2 and is_product:
-            matrices.setdefault((dense.rows, dense.dtype, shape), (role, shape[1]))
+            matrices.setdefault((dense.rows, dense.dtype, shape, role in _HEADS), (role, shape[1]))
     return list(matrices.values())
 
 
-def _free_unused_memory() -> None:
+def free_unused_memory() -> None:
     """Returns memory that nothing refers to any more to the driver."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -46,6 +46,9 @@ class Work:
     def prepare(self) -> None:
         pass
 
+    def tune(self) -> None:
+        pass
+
     def close(self) -> None:
         self._driver.charged -= self.expert_bytes + WORKING_BYTES
 
@@ -77,11 +80,14 @@ def test_experts_get_what_the_budget_leaves_beside_what_was_measured(tiny_pack: 
 def test_what_an_earlier_engine_left_is_given_back_before_anything_is_measured(
     tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = 200 << 20  # what torch keeps of an engine that was closed
-    driver = Driver(charged=CONTEXT_BYTES + kept)
-    monkeypatch.setattr(
-        torch.cuda, "empty_cache", lambda: setattr(driver, "charged", min(driver.charged, CONTEXT_BYTES))
-    )
+    kept = [200 << 20]  # what torch keeps of an engine that was closed
+    driver = Driver(charged=CONTEXT_BYTES + kept[0])
+
+    def empty_cache() -> None:
+        driver.charged -= kept[0]
+        kept[0] = 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     assert fitted(tiny_pack, driver, 1 << 30) == (1 << 30) - CONTEXT_BYTES - WORKING_BYTES - ROUNDING
 
 
