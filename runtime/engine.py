@@ -158,7 +158,10 @@ class Engine:
     def _open_operations(self) -> Operations:
         """Opens what computes on the CPU; with a GPU it is torch, which computes small things there."""
         threads = self.options.threads or num_cpus()
-        if self.options.kernels == "torch" or self.options.device != "cpu":
+        if self.options.device != "cpu":
+            torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
+            return TORCH
+        if self.options.kernels == "torch":
             torch.set_num_threads(threads)
             return TORCH
         kernels = self._open_kernels(threads)
@@ -402,7 +405,8 @@ class Engine:
             if self.options.misses == "cpu":
                 raise RunError("--misses cpu needs native kernels; remove --kernels torch")
             return None
-        kernels = self._open_kernels(self.options.threads or num_cpus())
+        # A CPU is left to the process itself: where all compute, each layer waits for the one that was interrupted.
+        kernels = self._open_kernels(self.options.threads or max(1, num_cpus() - 1))
         if kernels is None:
             self._fall_back(f"missing rows are pulled over the link: native kernels {why_unavailable()}")
         return kernels

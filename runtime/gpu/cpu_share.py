@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -27,7 +28,8 @@ from moe_pack.runtime.offload.split import LoadOrCompute
 
 Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
-_MEASURED_TIMES, _MEASURED_EXPERTS, _MEASURED_BYTES = 5, 8, 64 << 20
+_MEASURED_TIMES, _MEASURED_TOKENS, _MEASURED_BYTES = 5, 8, 64 << 20
+_LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,10 +255,14 @@ class PromptShare:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes of experts a second: that the link brings, and that the CPU computes for one token; measured."""
+    """Bytes a second, measured. `link`: that the link brings.   `cpu`: of records that the CPU computes for one token.
+
+    `prompt`: of whole experts that the CPU computes for one of several tokens.
+    """
 
     link: float
     cpu: float
+    prompt: float
 
     @property
     def pulled_share(self) -> float:
@@ -265,12 +271,12 @@ class Rates:
 
     def split(self, expert_bytes: int, rule: Callable[[Sequence[int], float, float], LoadOrCompute]) -> Split:
         """Returns a rule of `runtime.offload.split`, for experts of so many bytes."""
-        return lambda num_tokens: rule(num_tokens, expert_bytes / self.cpu, expert_bytes / self.link)
+        return lambda num_tokens: rule(num_tokens, expert_bytes / self.prompt, expert_bytes / self.link)
 
     @classmethod
     def measure(cls, pack: Pack, host: HostArena, kernels: Kernels, device: torch.device) -> "Rates":
-        """Measures both rates, each the median of some runs."""
-        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels))
+        """Measures all, each the median of some runs."""
+        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_rate(pack, host, kernels))
 
 
 def link_rate(host: HostArena, device: torch.device) -> float:
@@ -283,24 +289,53 @@ def link_rate(host: HostArena, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return len(source) / _median_seconds(bring)
+    return len(source) / _median_seconds([bring] * _MEASURED_TIMES)
 
 
 def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
-    """Returns the bytes of experts a second that the CPU computes for one token."""
-    x = torch.randn(1, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    works = [
-        (rows, np.zeros(1, np.int64), np.ones(1, np.float32)) for rows in host_rows(pack, host, 0)[:_MEASURED_EXPERTS]
-    ]
-    num_bytes = sum(layout.num_bytes for layout in pack.layout.experts[0][: len(works)])
-    return num_bytes / _median_seconds(lambda: kernels.experts(x, works))
+    """Returns the bytes of records a second that the CPU computes for one token, call by call, as tokens do it.
+
+    Each of k experts has an eighth of its neurons listed: what a token leaves to the CPU of experts with selectors. The
+    layers follow one another, so that no cache has the rows.
+    """
+    spec, num_layers = pack.spec, len(pack.layout.experts)
+    k, f, d = spec.router.num_experts_per_tok, spec.expert.intermediate_size, spec.hidden_size
+    listed = torch.arange(0, f, _LISTED_STEP, dtype=torch.int32)
+    draw = torch.Generator().manual_seed(0)
+    buffers = HostShareBuffers(
+        x=torch.randn(d, generator=draw),
+        weights=torch.ones(k),
+        experts=torch.randperm(spec.router.num_experts, generator=draw)[:k].int().contiguous(),
+        counts=torch.full((num_layers, k), len(listed), dtype=torch.int32),
+        neurons=torch.zeros(num_layers, k, f, dtype=torch.int32),
+        a=torch.ones(k, f),
+        y=torch.zeros(d),
+    )
+    buffers.neurons[..., : len(listed)] = listed
+    share = HostShare(kernels, [host_rows(pack, host, layer_idx) for layer_idx in range(num_layers)], buffers)
+    try:
+        seconds = _median_seconds([partial(share.run, layer_idx) for layer_idx in range(num_layers)])
+        share.check()
+        num_bytes = share.counts().record_bytes / (num_layers + 1)
+    finally:
+        share.close()
+    return num_bytes / seconds
 
 
-def _median_seconds(action: Callable[[], object]) -> float:
-    action()  # the first run also loads memory and kernels
+def _prompt_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
+    """Returns the bytes of whole experts a second that the CPU computes, for each of a few tokens."""
+    x = torch.randn(_MEASURED_TOKENS, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    tokens, weights = np.arange(_MEASURED_TOKENS), np.ones(_MEASURED_TOKENS, np.float32)
+    works = [(rows, tokens, weights) for rows in host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]]
+    seconds = _median_seconds([partial(kernels.experts, x, [work]) for work in works])
+    return pack.layout.experts[0][0].num_bytes * _MEASURED_TOKENS / seconds
+
+
+def _median_seconds(actions: Sequence[Callable[[], object]]) -> float:
+    actions[0]()  # the first run also loads memory and kernels
     taken = []
-    for _ in range(_MEASURED_TIMES):
+    for action in actions:
         started = time.perf_counter()
         action()
         taken.append(time.perf_counter() - started)
-    return sorted(taken)[_MEASURED_TIMES // 2]
+    return sorted(taken)[len(taken) // 2]

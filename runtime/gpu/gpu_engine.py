@@ -160,6 +160,10 @@ class GpuEngine:
         """Captures a token's launches as graphs."""
         self.decoder.prepare()
 
+    def tune(self) -> None:
+        """Measures what only whole tokens show, and sets it."""
+        self.decoder.tune()
+
     def close(self) -> None:
         """Releases the device's memory, after the device has done what it was given."""
         if self.memory.device.type == "cuda":

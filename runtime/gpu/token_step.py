@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
 from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
-from moe_pack.runtime.gpu.fit import GpuCounts
-from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.fit import LOGITS_AT_ONCE, GpuCounts
+from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
@@ -33,12 +34,14 @@ from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, Reco
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
+from moe_pack.runtime.gpu.tuning import fastest_share
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
 _FIRST_TOKEN_SECONDS = 0.02
 _TIMED_RUNS = 5
+_WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +166,10 @@ class TokenStep:
         if self._is_resident is not None or self._runs_predicted:
             self.num_changed[turn].copy_(self._num_changed, non_blocking=True)
 
+    def pull(self, share: float) -> None:
+        """Lets the link bring another share of the missing records; graphs that were captured read it too."""
+        self._pulled_share.fill_(share)
+
     def run_layers(self) -> None:
         """Launches the layers without their routed experts, for timing: their results mean nothing."""
         for layer in range(self._spec.num_hidden_layers):
@@ -262,10 +269,15 @@ class TokenStep:
             self._look_ahead(layer_idx)
             neurons(inputs, experts, tables, running, self._partials, "here")
             return None
+        share, exchange = self._inputs.share, self._inputs.exchange
+        assert share is not None, "what is neither resident nor pulled has a share of the CPU"
+        # Before records are pulled: while they are, these few bytes take the link ten times as long (H200).
+        x = self._layers.normed if share.adds_output else inputs
+        hand_over(x, self._layers.router_weights, experts, exchange.x, exchange.weights, exchange.experts)
         self._own_pulled = queues.mark()
-        pulls = self._inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0
         with queues.forked("cpu"):
-            self._launch_share(turn, layer_idx, inputs)
+            share.launch(turn, layer_idx)
+        pulls = self._inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0
         if pulls:
             assert host is not None, "records are pulled from host memory"
             with queues.forked("link"):
@@ -275,15 +287,6 @@ class TokenStep:
         self._look_ahead(layer_idx)
         neurons(inputs, experts, tables, running, self._partials, "here")
         return self._pulled_partials if pulls else None
-
-    def _launch_share(self, turn: int, layer_idx: int, inputs: Tensor) -> None:
-        """Sends the CPU what it needs for its share of a layer, and launches that."""
-        exchange, layers, share = self._inputs.exchange, self._layers, self._inputs.share
-        assert share is not None, "what is neither resident nor pulled has a share of the CPU"
-        exchange.x.copy_(layers.normed if share.adds_output else inputs, non_blocking=True)
-        exchange.weights.copy_(layers.router_weights, non_blocking=True)
-        exchange.experts.copy_(layers.routes[layer_idx], non_blocking=True)
-        share.launch(turn, layer_idx)
 
     def _is_static(self, layer_idx: int) -> bool:
         """Whether all rows of a layer are resident for the whole run."""
@@ -339,7 +342,8 @@ class GpuDecoder(Decoder):
             torch.zeros(most, dtype=dtype, pin_memory=self._is_cuda) for dtype in (torch.int64, offsets)
         )
         self._sources_there, self._targets_there = (each.to(device) for each in (self._sources, self._targets))
-        # An event and not a stream: a test makes torch forbid waits for streams.
+        # An event and not a stream: a test makes torch forbid waits for streams. The wait takes a CPU, which the CPU's
+        # share leaves free; a thread that sleeps wakes up a millisecond late.
         self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
         self._runs: list[Callable[[], None]] = [lambda turn=turn: self.launch(turn) for turn in range(NUM_TURNS)]  # type: ignore[misc]  # bound now
         self._turn = 0
@@ -355,7 +359,11 @@ class GpuDecoder(Decoder):
 
     def logits(self, ids: list[int]) -> Tensor:
         """Returns logits in host memory; see `Decoder.logits`."""
-        return self._one(ids[0])[None].clone() if self._is_alone(ids) else super().logits(ids).cpu()
+        if self._is_alone(ids):
+            return self._one(ids[0])[None].clone()
+        return torch.cat(
+            [self._head(some).cpu() for hidden in self._forward(ids) for some in torch.split(hidden, LOGITS_AT_ONCE)]
+        )
 
     def next_logits(self, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
@@ -381,6 +389,30 @@ class GpuDecoder(Decoder):
                 self._runs[turn] = graph.replay
         self._clear_counts()
 
+    @torch.inference_mode()
+    def tune(self) -> None:
+        """Chooses the share of missing records that the link brings, by the time that tokens take with it."""
+        if not self._is_cuda or self._inputs.share is None or not self._inputs.pulled_share:
+            return
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()
+
+        def seconds_with(share: float) -> float:
+            self._step.pull(share)
+            times = []
+            for token in tokens:
+                if self.cache.num_tokens == self.cache.context_tokens:
+                    self.reset()
+                started = time.perf_counter()
+                self._one(token)
+                times.append(time.perf_counter() - started)
+            return median(times[_WARMING_TOKENS:])
+
+        self._step.pull(fastest_share(seconds_with, self._inputs.pulled_share))
+        self.reset()
+        self._empty_slots()
+        self._clear_counts()
+
     def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
         """Lets records be pulled ahead as long as a layer's other work takes, as measured now."""
         prefetch, placement = self._step.prefetch, self._gpu_weights.memory.placement
@@ -396,7 +428,8 @@ class GpuDecoder(Decoder):
         stream.synchronize()
         seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.num_slots)
         num_bytes = int(placement.slot_bytes.max()) * placement.num_predicted
-        prefetch.limit(int(self._link_rate * seconds / num_bytes))
+        if self._link_rate < float("inf"):
+            prefetch.limit(int(self._link_rate * seconds / num_bytes))
 
     def close(self) -> None:
         """Frees the graphs, which contain calls of the CPU."""

@@ -3,6 +3,7 @@
 A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
 Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's own.
 `reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's share.
+`hand_over` writes what the CPU needs for its share to host memory.
 """
 
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 
 SILU, RELU, CLAMPED_SWIGLU = (tl.constexpr(number) for number in range(3))
 FUNCTIONS = {"silu": SILU.value, "relu": RELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
@@ -88,6 +91,54 @@ def normalize(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK:
     if bias_ptr is not None:
         y += tl.load(bias_ptr + c, mask=c < D, other=0.0)
     tl.store(out_ptr + c, y, mask=c < D)
+
+
+_HANDED = 512  # values that a program writes
+
+
+def hand_over(
+    x: Tensor, weights: Tensor, experts: Tensor, x_there: Tensor, weights_there: Tensor, experts_there: Tensor
+) -> None:
+    """Copies x float32 [d], weights float32 [k] and experts int32 [k] to page-locked host memory.
+
+    One launch in place of three copies, each of which takes a graph some 8 us (H200).
+    """
+    d, k = x.numel(), weights.numel()
+    _hand_over[(triton.cdiv(d, _HANDED),)](
+        x,
+        weights,
+        experts,
+        x_there,
+        weights_there,
+        experts_there,
+        D=d,
+        K=k,
+        K_POW2=triton.next_power_of_2(k),
+        BLOCK=_HANDED,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=PER_LAYER)
+def _hand_over(
+    x_ptr,
+    weights_ptr,
+    experts_ptr,
+    x_there_ptr,
+    weights_there_ptr,
+    experts_there_ptr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    K_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_there_ptr + column, tl.load(x_ptr + column, mask=column < D), mask=column < D)
+    if tl.program_id(0) == 0:
+        place = tl.arange(0, K_POW2)
+        tl.store(weights_there_ptr + place, tl.load(weights_ptr + place, mask=place < K), mask=place < K)
+        tl.store(experts_there_ptr + place, tl.load(experts_ptr + place, mask=place < K), mask=place < K)
 
 
 _COLUMNS = 32  # that a program takes: 128 bytes, a cache line

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_twins import reduce_twin
 
-from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
 
 
 @pytest.mark.parametrize(("k", "num_partials", "d"), [(1, 1, 64), (2, 5, 70), (8, 16, 128)])
@@ -42,3 +42,14 @@ def test_partial_sums_of_pulled_records_and_the_cpus_share_are_added(
         scale=0.5,
     )
     torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("d", "k"), [(64, 1), (515, 6)])
+def test_what_the_cpu_needs_is_written_to_host_memory(d: int, k: int, kernel_device: torch.device) -> None:
+    given = (torch.randn(d), torch.rand(k), torch.randperm(k, dtype=torch.int32))
+    there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=kernel_device.type == "cuda") for each in given]
+    x, weights, experts = (each.to(kernel_device) for each in given)
+    hand_over(x, weights, experts, *there)
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    assert all(torch.equal(found, wanted) for found, wanted in zip(there, given, strict=True))
