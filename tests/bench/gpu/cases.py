@@ -60,7 +60,7 @@ from moe_pack.runtime.gpu.kernels.attention import (
     enter_latent,
     leave_latent,
 )
-from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, hand_over, norm, reduce
 from moe_pack.runtime.gpu.kernels.grouped import (
     ExpertGroup,
     combine,
@@ -156,6 +156,7 @@ def cases(size: Size) -> Iterator[Case]:
         yield Case("bring", f"rows of {16 * row_units} bytes", partial(_bring, row_units))
     yield Case("enter_rows", "1500 changes", _enter_rows)
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(_reduce, 8, 16, d))
+    yield Case("hand_over", f"6 experts, {d}", partial(_hand_over, 6, d))
     for shape in _ATTENTION[size]:
         yield Case("attend", str(shape), partial(_attention, shape))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
@@ -455,6 +456,18 @@ def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared
         lambda: reduce(given[0], given[1], out, pulled=given[2], host=locked, residual=given[3], scale=2.5),
         lambda: Difference(excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
     )
+
+
+def _hand_over(k: int, d: int, device: torch.device) -> Prepared:
+    """What the CPU gets of a layer, by its own view of the memory."""
+    given = (random_values(d), random_values(k, seed=1), torch.arange(k, dtype=torch.int32) + 3)
+    there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda") for each in given]
+    x, weights, experts = (each.to(device) for each in given)
+
+    def off() -> float:
+        return max(float((found - wanted).abs().max()) for found, wanted in zip(there, given, strict=True))
+
+    return Prepared(lambda: hand_over(x, weights, experts, *there), lambda: Difference(off(), 0.0))
 
 
 # --- attention

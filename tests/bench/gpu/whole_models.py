@@ -427,11 +427,8 @@ def _runs() -> list[_Run]:
         _Run(_capped("cpu", _CAP_GIB)),
         _Run(_capped("pull", _CAP_GIB)),
         _Run(replace(_capped("auto", _CAP_GIB), policy="corm")),
-        _Run(replace(_capped("pull", _CAP_GIB), policy="corm")),
         _Run(from_disk, _DISK_LENGTHS, _DISK_DECODED),
-        _Run(_capped("auto", 12)),
         _Run(_capped("auto", 16)),
-        _Run(_capped("cpu", 8)),
         _Run(_capped("pull", 8)),
     ]
 
