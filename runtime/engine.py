@@ -343,7 +343,7 @@ class Engine:
 
         pack, options, host = self._pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
-        # `auto` predicts nothing, because no GPU has shown yet what that gains.
+        # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
         preset = PRESETS["lru" if options.policy == "auto" else options.policy]
         tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"

@@ -51,8 +51,8 @@ from moe_pack.runtime import MachineFacts
 # Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
 _NOT_MEASURED = (
-    "tokens/s are an estimate for moe-run --misses auto: the CPU and the link share what GPU memory lacks; no figure "
-    "from a GPU exists yet"
+    "tokens/s are an estimate for moe-run --misses auto: the CPU and the link share what GPU memory lacks; an H200 "
+    "took 1.6 to 2.8 times as long"
 )
 _BOTH_STACKS = "tokens/s count encoder and decoder for every token; the tokens of an answer go through the decoder only"
 

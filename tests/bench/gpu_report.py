@@ -2,8 +2,8 @@
 
     python tests/bench/gpu_report.py docs/benchmarks/gpu-*.json -o docs/benchmarks/gpu
 
-writes gpu.md and gpu.svg. Files of one GPU and day are one run, whatever their calls. Of several runs each table has
-the most telling figure of each, and the last one's ratio to the first.
+writes gpu.md and gpu.svg. Files of one GPU, day and commit are one run, whatever their calls. Of several runs each
+table has the most telling figure of each, and the last one's ratio to the first.
 """
 
 import json
@@ -47,7 +47,7 @@ TABLES = (
     Table(
         "Whole models",
         "Speed",
-        ("pack", "wanted.misses", "wanted.ram_bytes", "wanted.budget_bytes", "prompt_tokens"),
+        ("pack", "wanted.misses", "wanted.policy", "wanted.ram_bytes", "wanted.budget_bytes", "prompt_tokens"),
         (
             "decode_per_s",
             "prefill_per_s",
@@ -65,7 +65,7 @@ TABLES = (
     Table(
         "A cap against everything on the GPU",
         "Ratio",
-        ("pack", "misses", "tier", "gib"),
+        ("pack", "misses", "policy", "tier", "gib"),
         ("ratio", "capped_per_s", "resident_per_s"),
     ),
     Table("Whole tokens", "TokenProfile", ("pack", "wanted.misses"), ("token_us", "kernels_us", "launches")),
@@ -118,9 +118,12 @@ TABLES = (
 
 @dataclass(slots=True)
 class Run:
-    """All that a GPU said on a day. `faults`: parts that did not end well, and sections that failed."""
+    """All that a GPU said on a day of a commit. `began`: the first part's time.   `faults`: parts that did not end
+    well, and sections that failed.
+    """
 
     name: str
+    began: str
     is_rehearsal: bool
     machine: str
     rows: list[Row] = field(default_factory=list)
@@ -137,10 +140,12 @@ def read_runs(paths: list[Path]) -> list[Run]:
     for path in paths:
         whole = json.loads(path.read_text())
         gpu = whole["gpu"]["name"] if whole["gpu"] else "no GPU"
-        day = whole["parts"][0]["date"][:10]
+        began, commit = whole["parts"][0]["date"], whole["revision"][:7]
         versions = ", ".join(f"{name} {whole['versions'][name]}" for name in ("torch", "triton"))
-        machine = f"{gpu}, {whole['cores']} cores of {whole['cpu']}, {versions}, commit {whole['revision'][:12]}"
-        run = runs.setdefault(f"{gpu}, {day}", Run(f"{gpu}, {day}", whole["rehearsal"], machine))
+        machine = f"{gpu}, {whole['cores']} cores of {whole['cpu']}, {versions}"
+        name = f"{gpu}, {began[:10]}, {commit}"
+        run = runs.setdefault(name, Run(name, began, whole["rehearsal"], machine))
+        run.began = min(run.began, began)
         for part in whole["parts"]:
             run.rows += [row for row in part["rows"] if row["kind"] != "Metric"]
             counted = [row for row in part["rows"] if row.get("metric") in _COUNTED]
@@ -149,7 +154,14 @@ def read_runs(paths: list[Path]) -> list[Run]:
             run.faults += [
                 f"`{part['part']}`, {name}: {text.splitlines()[-1]}" for name, text in part["errors"].items()
             ]
-    return sorted(runs.values(), key=lambda run: run.name.rpartition(", ")[2])
+    return sorted(runs.values(), key=lambda run: run.began)
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """What tells runs apart: of one GPU and day the commit is enough."""
+    names = [run.name.split(", ") for run in runs]
+    differ = [number for number in range(3) if len({name[number] for name in names}) > 1]
+    return [", ".join(name[number] for number in differ or range(3)) for name in names]
 
 
 def _is_number(text: str) -> bool:
@@ -202,7 +214,7 @@ def _table(table: Table, runs: list[Run]) -> list[str]:
         names, body = list(table.values), [[_figure(_get(found[0][key], v)) for v in table.values] for key in keys]
     else:
         first = table.values[0]
-        names = [f"{first}, {run.name}" for run in runs] + ["last / first"]
+        names = [f"{first}, {label}" for label in labels(runs)] + ["last / first"]
         body = [_compared([_get(rows[key], first) if key in rows else None for rows in found]) for key in keys]
     heads = [key.rpartition(".")[2] for key in table.keys] + [name.replace("timed.", "") for name in names]
     rule = [*["---"] * len(table.keys), *["---:"] * len(names)]
@@ -255,6 +267,11 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _is_plain(wanted: Row) -> bool:
+    """Whether an engine has enough host memory, and predicts nothing."""
+    return wanted["ram_bytes"] is None and wanted["policy"] == "auto"
+
+
 def draw(runs: list[Run], path: Path) -> None:
     """Writes the picture: tokens a second of each model by budget, a line for each way of missing rows, as SVG."""
     packs = list(dict.fromkeys(row["pack"] for run in runs for row in run.of("Speed")))
@@ -267,8 +284,8 @@ def draw(runs: list[Run], path: Path) -> None:
             axes = figure.add_subplot(1, len(packs), number + 1)
             axes.set_title(pack)
             axes.set_ylabel("tokens a second, decoding")
-            for run in runs:
-                rows = [row for row in run.of("Speed") if row["pack"] == pack and row["wanted"]["ram_bytes"] is None]
+            for run, label in zip(runs, labels(runs), strict=True):
+                rows = [row for row in run.of("Speed") if row["pack"] == pack and _is_plain(row["wanted"])]
                 for misses in dict.fromkeys(row["wanted"]["misses"] for row in rows):
                     # Of each budget the last row, which is not the one that warms up.
                     best = {
@@ -278,7 +295,7 @@ def draw(runs: list[Run], path: Path) -> None:
                     }
                     order = sorted(best, key=lambda budget: float("inf") if budget is None else budget)
                     names = ["all" if budget is None else f"{budget / _GIB:.4g} GiB" for budget in order]
-                    axes.plot(names, [best[budget] for budget in order], marker="o", label=f"{run.name}, {misses}")
+                    axes.plot(names, [best[budget] for budget in order], marker="o", label=f"{label}, {misses}")
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.legend()

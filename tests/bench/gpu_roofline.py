@@ -115,19 +115,23 @@ def count_all() -> Counts:
 
 
 def read_measured(paths: Iterable[Path]) -> Measured:
-    """Returns the median milliseconds of a token by GPU, pack and budget in bytes (None: all free memory).
+    """Returns the median milliseconds of a token by GPU, pack and budget in bytes (None: all free memory), with `auto`.
 
-    Of several runs the last one counts; rehearsals do not.
+    Of several runs on a GPU those of the last commit count; rehearsals do not.
     """
-    found: Measured = {}
-    for path in sorted(paths):
-        whole = json.loads(path.read_text())
-        gpu = None if whole["rehearsal"] else known_gpu(whole["gpu"]["name"])
+    runs = [json.loads(path.read_text()) for path in paths]
+    found: dict[str, tuple[str, Measured]] = {}
+    for run in sorted(runs, key=lambda run: str(run["parts"][0]["date"])):
+        gpu = None if run["rehearsal"] else known_gpu(run["gpu"]["name"])
         if gpu is None:
             continue
-        for row in (row for part in whole["parts"] for row in part["rows"] if row["kind"] == "Speed"):
-            found[gpu.name, row["pack"], row["wanted"]["budget_bytes"]] = row["median_token_ms"]
-    return found
+        if found.get(gpu.name, ("", {}))[0] != run["revision"]:
+            found[gpu.name] = (run["revision"], {})
+        for row in (row for part in run["parts"] for row in part["rows"] if row["kind"] == "Speed"):
+            wanted = row["wanted"]
+            if (wanted["misses"], wanted["policy"], wanted["ram_bytes"]) == ("auto", "auto", None):
+                found[gpu.name][1][gpu.name, row["pack"], wanted["budget_bytes"]] = row["median_token_ms"]
+    return {key: value for _, measured in found.values() for key, value in measured.items()}
 
 
 def page(counts: Counts, measured: Measured) -> str:

@@ -317,7 +317,7 @@ def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_p
     done = CliRunner().invoke(report, [*map(str, reversed(files)), "-o", str(tmp_path / "gpu")])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "gpu.md").read_text()
-    assert "| mixtral | auto | all | 11 GiB | 128 | 40 | 60 | 50 | 1.25 |" in page
+    assert "| mixtral | auto | auto | all | 11 GiB | 128 | 40 | 60 | 50 | 1.25 |" in page
     assert "- `mixtral`, 12 GiB: RunError: too little" in page
     assert "1 of 1 kernel cases equal their twins" in page
     assert "| _gemv | 4096x4096 | Registers Per Thread | register/thread | 80 | 80 |  |  |" in page, (
@@ -325,7 +325,7 @@ def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_p
     )
     assert "L2 Hit Rate" not in page, "what ncu could not count is no figure"
     drawn = (tmp_path / "gpu.svg").read_text()
-    assert "GPU X, 2026-11-23, auto" in drawn and "GPU X, 2026-12-01, auto" in drawn
+    assert "2026-11-23, auto" in drawn and "2026-12-01, auto" in drawn
 
 
 def test_rehearsals_are_no_results(tmp_path: Path) -> None:

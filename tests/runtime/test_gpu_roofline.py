@@ -131,15 +131,27 @@ def test_a_plan_estimates_what_the_page_predicts() -> None:
                 assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
 
 
-def test_measured_tokens_are_found(tmp_path: Path) -> None:
-    row = {"kind": "Speed", "pack": "a", "wanted": {"budget_bytes": 8 << 30}, "median_token_ms": 12.5}
-    other = {"kind": "Filled", "pack": "a"}
-    for name, rehearsal, gpu in (
-        ("gpu-1.json", False, {"name": "NVIDIA GeForce RTX 3090"}),
-        ("gpu-2.json", True, None),
-    ):
-        parts = [{"rows": [other, row]}]
-        (tmp_path / name).write_text(json.dumps({"rehearsal": rehearsal, "gpu": gpu, "parts": parts}))
+def _speed(budget_gib: int, ms: float, **changed: object) -> dict[str, object]:
+    wanted = {"misses": "auto", "policy": "auto", "ram_bytes": None, "budget_bytes": budget_gib << 30}
+    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed, "median_token_ms": ms}
+
+
+def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA GeForce RTX 3090"}
+    last = [
+        {"kind": "Filled", "pack": "a"},
+        _speed(8, 12.5),
+        _speed(8, 9.0, misses="pull"),
+        _speed(8, 8.0, policy="corm"),
+    ]
+    files = {
+        "gpu-b.json": (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
+        "gpu-a.json": (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
+        "gpu-c.json": (None, "new", "2026-11-26", [_speed(8, 1.0)]),
+    }
+    for name, (card, revision, date, rows) in files.items():
+        whole = {"rehearsal": card is None, "gpu": card, "revision": revision, "parts": [{"date": date, "rows": rows}]}
+        (tmp_path / name).write_text(json.dumps(whole))
     assert read_measured(tmp_path.glob("gpu-*.json")) == {("RTX 3090", "a", 8 << 30): 12.5}
 
 
