@@ -279,6 +279,18 @@ class Rates:
         return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_rate(pack, host, kernels))
 
 
+_SHARES = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
+
+
+def fastest_share(seconds_with: Callable[[float], float], estimate: float) -> float:
+    """Returns the share of the link, 0 to 1, with which something takes the least time: of an estimate and eight more.
+
+    All are tried. The time need not fall and then rise: where link and CPU slow each other down, it may be least with
+    either alone, and greatest with half of each (seen with an H200).
+    """
+    return min((estimate, *_SHARES), key=seconds_with)
+
+
 def link_rate(host: HostArena, device: torch.device) -> float:
     """Returns the bytes a second that come over the link, as measured now."""
     source = host.rows(0)[:_MEASURED_BYTES]

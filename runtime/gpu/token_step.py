@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
+from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, fastest_share
 from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
 from moe_pack.runtime.gpu.fit import LOGITS_AT_ONCE, GpuCounts
 from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
@@ -34,7 +34,6 @@ from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, Reco
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.gpu.tuning import fastest_share
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.router import expert_scores
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_pack.runtime.gpu.tuning import fastest_share
+from moe_pack.runtime.gpu.cpu_share import fastest_share
 
 
 @pytest.mark.parametrize("best", [0.0, 0.2, 0.5, 0.9, 1.0])
