@@ -45,6 +45,7 @@ from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
 from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, RotationVectors, read_account
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
+from moe_pack.formats.safetensors import DTYPE_BYTES
 from moe_pack.formats.sidecar import read_sidecar
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, read_size
 from moe_pack.runtime.model import (
@@ -305,6 +306,26 @@ class FormatRun:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOutPart:
+    """Tensors of the source that are not run for one reason: dropped, or `unused`, which the pack keeps."""
+
+    fate: Literal["unused", "dropped"]
+    reason: str
+    num_tensors: int
+    num_bytes: int
+
+
+def left_out(pack: Pack) -> list[LeftOutPart]:
+    """Returns what of the source's tensors is not run, by reason, in the order of `source.json`."""
+    found: dict[tuple[Literal["unused", "dropped"], str], list[int]] = {}
+    for tensor in read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors:
+        if tensor.fate == "unused" or tensor.fate == "dropped":
+            num_bytes = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
+            found.setdefault((tensor.fate, tensor.reason), []).append(num_bytes)
+    return [LeftOutPart(fate, reason, len(sizes), sum(sizes)) for (fate, reason), sizes in found.items()]
+
+
 def describe(pack: Pack) -> dict[str, Any]:
     """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
@@ -323,6 +344,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "made_with": {package.name: package.version for package in manifest.made_with},
         "root": manifest.root,
         "bytes": dump(manifest.totals),
+        "left_out": [dump(each) for each in left_out(pack)],
         "experts": [
             [
                 {

@@ -39,8 +39,8 @@ from moe_pack.convert.cli.profile import (
 from moe_pack.convert.cli.replay import replay_command
 from moe_pack.convert.cli.synth import synth_command
 from moe_pack.convert.rounding import read_rounding, rounding_lines
-from moe_pack.convert.verify import LogitsError, MatrixError
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, RunError, option
+from moe_pack.convert.verify import LogitsError, MatrixError, left_out
+from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, RunError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import audit
@@ -96,7 +96,8 @@ def main(debug: bool) -> None:
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK contains: the model, bytes by part, formats by layer and expert, and what was measured of it.
 
-    This reads and checks the manifest, the index and the sidecars only; moe-pack verify checks every byte.
+    This reads and checks the manifest, the index, the source's account and the sidecars only; moe-pack verify checks
+    every byte.
     """
     with Pack(pack) as opened:
         if as_json:
@@ -151,6 +152,10 @@ def _print_bytes(pack: Pack) -> None:
         if num_bytes and name != "content":
             click.echo(f"{name:10} {num_bytes:>14,} {num_bytes / totals.content:7.1%}")
     click.echo(f"{'total':10} {totals.content:>14,} {1:7.1%}")
+    for part in left_out(pack):
+        kept = "kept" if part.fate == "unused" else "not in the pack"
+        tensors = f"{part.num_tensors} tensor{'s' if part.num_tensors > 1 else ''}"
+        click.echo(f"not run: {tensors}, {size_text(part.num_bytes)}, {kept}: {part.reason}")
 
 
 def _print_formats(pack: Pack) -> None:

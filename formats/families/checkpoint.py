@@ -18,7 +18,7 @@ from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, js
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
 from moe_pack.formats.families.published import published_config, published_names
-from moe_pack.formats.families.registry import SHORT_NAMES, read_spec
+from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
 from moe_pack.formats.safetensors import DTYPE_BYTES, StoredTensor, TensorEntry, read_header, split_bytes
 
@@ -249,12 +249,10 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     Raises:  CheckpointError for an unknown name, an unsupported config, or more layers or tokens than the model has.
     """
     values, place = _config(source)
-    if isinstance(values, dict):
-        _cut(values, "num_hidden_layers", num_layers, "--layers")
-        _cut(values, "vocab_size", vocab_size, "--vocab")
-        kinds = values.get("layer_types")
-        if num_layers is not None and isinstance(kinds, list):
-            values["layer_types"] = kinds[:num_layers]
+    text = _text_values(values)
+    if isinstance(text, dict):
+        _cut_layers(text, num_layers)
+        _cut(text, "vocab_size", vocab_size, "--vocab")
     try:
         return read_spec(Config(values, place))[1]
     except CheckpointError as fault:
@@ -263,6 +261,25 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
         raise CheckpointError(
             f"{fault} (with --layers {num_layers}; the model's first layers may have no experts)"
         ) from fault
+
+
+def _text_values(values: Any) -> Any:
+    """Returns the object of a config that describes the text model: the config itself, unless it is multimodal."""
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    for key in () if family is None else family.text_keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
+
+
+def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:
+    """Keeps the first layers, also in the lists that have a value for each layer (`layer_types`)."""
+    size = values.get("num_hidden_layers")
+    _cut(values, "num_hidden_layers", wanted, "--layers")
+    if wanted is not None:
+        for key, value in values.items():
+            if isinstance(value, list) and len(value) == size:
+                values[key] = value[:wanted]
 
 
 def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> None:

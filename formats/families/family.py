@@ -53,7 +53,8 @@ class Family:
     one of them. A checkpoint follows one of the `expert_names`. For an encoder, the roles of its layers begin with
     `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of both stacks count from 0.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
-    `ignored_keys`: keys of the config that change nothing at inference.
+    `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
+    keys that lead to the text model's object in the config.
     """
 
     model_type: str
@@ -65,6 +66,7 @@ class Family:
     unused: tuple[LeftOut, ...] = ()
     ignored_keys: frozenset[str] = frozenset()
     encoder_expert_names: tuple[ExpertNames, ...] = ()
+    text_keys: tuple[str, ...] = ()
 
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
@@ -207,11 +209,21 @@ def _claim_experts(
 
 
 def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
-    """Returns the names of experts in a layer's stack, found by the stack's first layer with experts."""
+    """Returns the names of experts in a layer's stack, found by the stack's first layer with experts.
+
+    If some spellings have the same names, the shape decides: one may transpose what another does not.
+    """
     is_encoding, _ = _in_stack(spec, layer)
     known = family.encoder_expert_names if is_encoding else family.expert_names
     first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
-    return next((names for names in known if names.matrices["up"].format(i=first, e=0) in tensors), known[0])
+    found = [names for names in known if names.matrices["up"].format(i=first, e=0) in tensors] or [known[0]]
+
+    def fits(names: ExpertNames) -> bool:
+        name = names.matrices["up"].format(i=first, e=0)
+        _, shape = _matrix_place(spec, names, "up", name, 0)
+        return name in tensors and tensors[name][1][-2:] == shape
+
+    return next(filter(fits, found), found[0])
 
 
 def _claim_matrix(

@@ -27,6 +27,8 @@ from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, 
 from moe_pack.formats.spec import PROJECTIONS, AttentionSpec, LatentSpec, LongRopeSpec, Projection, RopeSpec, YarnSpec
 
 Scaling = Literal["yarn", "longrope"]
+# How a head's values are divided among the three numbers of a position, which are the same for text.
+MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
 
 
 def read_rope(
@@ -36,12 +38,13 @@ def read_rope(
     interleaved: bool = False,
     partial_rotary_factor: float | None = None,
     scalings: tuple[Scaling, ...] = ("yarn",),
+    ignored: frozenset[str] = frozenset(),
 ) -> RopeSpec:
     """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
     Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
              factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
-             scalings: those that the family has, in addition to none.
+             scalings: those that the family has, in addition to none.   ignored: keys that change nothing in it.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
     group = _group(config)
@@ -59,7 +62,7 @@ def read_rope(
     elif group is not None and kind == "longrope":
         scaling = _longrope(config, group)
     if group is not None:
-        group.refuse_unread()
+        group.refuse_unread(ignored)
     return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
 
 

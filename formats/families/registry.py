@@ -19,6 +19,7 @@ from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
 from moe_pack.formats.families.readers import dense_model, read_quantization
 from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
 from moe_pack.formats.families.xverse import XVERSE
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_VL_MOE,
         DEEPSEEK,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
@@ -61,7 +63,8 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
     model_type = config.text("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
-        if not any(config.has(key) for key in _EXPERT_COUNTS):
+        text = config.group("text_config") if config.has("text_config") else None
+        if not any(each.has(key) for each in (config, text) if each is not None for key in _EXPERT_COUNTS):
             raise dense_model(config)
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from families import BASE, ROTARY, Tiny, write
+from families import BASE, FUSED_ALWAYS, ROTARY, Tiny, write
 from models import Tensors, pack
 from safetensors.torch import load_file, save_file
 
@@ -429,7 +429,7 @@ def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[]
             packed = {tensor.name for tensor in checkpoint.account()[1] if tensor.fate == "packed"}
             spec = checkpoint.spec
             # Biases of gate and up lie in one tensor, as these do.
-            is_fused = fused or family in ("granitemoe", "gpt_oss")
+            is_fused = fused or family in FUSED_ALWAYS
             of_each_layer = (
                 2 + 2 * bool(spec.expert.bias) if is_fused else len(spec.expert.matrices) * spec.router.num_experts
             )

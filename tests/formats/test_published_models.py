@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from all_attention import MULTIMODAL, OTHER_PARTS
 from cases import case
-from families import BUILT_AS, quiet_transformers
+from families import BUILT_AS, class_of, quiet_transformers, text_values
 from published import CONFIGS, PUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 
@@ -26,7 +27,7 @@ def test_every_family_and_every_fixture_has_a_row() -> None:
 
 def parameters_of_the_class(published: Published) -> int:
     """Counts those of the reference's tensors, or of the class of transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     values = json.loads(published.path.read_text())
     if values["model_type"] in REFERENCES:
@@ -37,10 +38,12 @@ def parameters_of_the_class(published: Published) -> int:
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(BUILT_AS.get(model_type, model_type), **values)
     with torch.device("meta"):
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_config(config)
+        model = class_of(model_type).from_config(config)
+    # Of a multimodal model the language model and the head, which are one model without the others.
+    others = tuple(f"{part}." for part in OTHER_PARTS) if model_type in MULTIMODAL else ()
+    parameters = [held for name, held in model.named_parameters() if not name.startswith(others)]
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    return sum(held.numel() for held in [*model.parameters(), *buffers])
+    return sum(held.numel() for held in [*parameters, *buffers])
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def cached_as_published(published: Published) -> bool:
 
     `2 n_kv d_h l`, from the config's own numbers.
     """
-    spec, values = spec_of(published), json.loads(published.path.read_text())
+    spec, values = spec_of(published), text_values(json.loads(published.path.read_text()))
     if published.cached is not None:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer

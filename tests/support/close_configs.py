@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from families import BASE, LONGROPE, ROTARY, YARN, Tiny, Values, write_config
+from families import BASE, LONGROPE, ROTARY, YARN, Tiny, Values, text_values, with_text, write_config
 from references import REFERENCES
 
 from moe_pack.formats import CheckpointError
@@ -23,6 +23,7 @@ class Close:
         return f"{self.family}: {', '.join(self.changes)}"
 
 
+OUTSIDE = ("quantization_config",)  # keys of a multimodal config that are not the text model's
 _ONLY = "only {} is supported".format
 _GROUPS = (
     "n_group is 3 and topk_group is 1; "
@@ -202,12 +203,23 @@ CLOSE: tuple[Close, ...] = (
 )
 
 
+def _changed(whole: Values, changes: Values) -> Values:
+    """A config with changes; in a multimodal one the text model's, but for keys that the whole has."""
+    outside = {key: value for key, value in changes.items() if key in OUTSIDE}
+    values = with_text(whole, _with(text_values(whole), {k: v for k, v in changes.items() if k not in outside}))
+    return _with(values, outside)
+
+
+def _with(values: Values, changes: Values) -> Values:
+    kept = {key: value for key, value in values.items() if key not in changes}
+    return kept | {key: value for key, value in changes.items() if value is not None}
+
+
 def refusal(close: Close, folder: Path) -> str | None:
     """The line that refuses a config near one we know, or None if only tensors are missing."""
     written = write_config(Tiny(close.family, "close"), folder)
     path = folder / "config.json"
-    values = {key: value for key, value in written.items() if key not in close.changes}
-    path.write_text(json.dumps(values | {key: value for key, value in close.changes.items() if value is not None}))
+    path.write_text(json.dumps(_changed(written, close.changes)))
     try:
         Checkpoint(folder).close()
     except CheckpointError as fault:

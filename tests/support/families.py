@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from all_attention import MULTIMODAL, SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from models import pack
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 
 from moe_pack.formats import Pack
+from moe_pack.formats.families.registry import FAMILIES
 from moe_pack.runtime import Sampler, generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
 
@@ -176,11 +178,17 @@ BASE: dict[str, Values] = {
         "decoder_start_token_id": 0,
         "relative_attention_max_distance": 40,
     },
+    **SHAPES,
     **SMALLEST,
 }
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
+FUSED_ALWAYS = (
+    "granitemoe",
+    "gpt_oss",
+    "qwen3_vl_moe",
+)  # whose published checkpoints have a layer's experts in one tensor
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in WITH_ENCODER)
@@ -191,6 +199,7 @@ TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "experts fused", fused=True) for family in ROTARY),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
+    *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
     Tiny("mixtral", "yarn", {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e4}}),
     *(
@@ -310,8 +319,29 @@ def config_of(tiny: Tiny) -> PreTrainedConfig:
     quiet_transformers()
     model_type = BUILT_AS.get(tiny.family, tiny.family)
     small = {} if tiny.family in WITH_ENCODER else SMALL
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **(small | BASE[tiny.family] | tiny.config))
+    values = small | BASE[tiny.family] | tiny.config
+    if tiny.family in MULTIMODAL:
+        values = MULTIMODAL[tiny.family].config(values)
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     return config
+
+
+def text_values(values: Values) -> Values:
+    """The part of a config that describes the text model: all of it, unless it is multimodal."""
+    for key in FAMILIES[values["model_type"]].text_keys:
+        values = values[key]
+    return values
+
+
+def with_text(values: Values, text: Values) -> Values:
+    """The config with another text model."""
+    path = FAMILIES[values["model_type"]].text_keys
+    inner = [values]
+    for key in path:
+        inner.append(inner[-1][key])
+    for key, outer in zip(reversed(path), reversed(inner[:-1]), strict=True):
+        text = outer | {key: text}
+    return text
 
 
 def write_config(tiny: Tiny, folder: Path) -> Values:
@@ -341,18 +371,16 @@ def write(tiny: Tiny, folder: Path) -> Path:
     write_random(config_of(tiny), folder, tiny.fused)
     values = named(tiny.family, folder)
     if tiny.four:
-        (folder / "config.json").write_text(json.dumps(as_transformers_4(values)))
+        four = with_text(values, as_transformers_4(text_values(values)))
+        (folder / "config.json").write_text(json.dumps(four))
     return folder
 
 
 def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) -> None:
     """Writes a checkpoint of random bfloat16 weights, none of which leaves a path unused or overwhelms another."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     quiet_transformers()
     torch.manual_seed(7)
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped in transformers
+    model = class_of(config.model_type).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(("bias", "sinks")):
@@ -365,6 +393,15 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
             for stack in (model.encoder, model.decoder):
                 stack.embed_tokens.weight.copy_(model.shared.weight)
     model.to(torch.bfloat16).save_pretrained(folder, save_original_format=not fused)
+
+
+def class_of(model_type: str) -> Any:
+    """The class of transformers that makes models of this kind."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+
+    if model_type in MULTIMODAL:
+        return AutoModelForMultimodalLM
+    return AutoModelForSeq2SeqLM if model_type in WITH_ENCODER else AutoModelForCausalLM
 
 
 def as_transformers_4(values: Values) -> Values:
@@ -380,7 +417,7 @@ def as_transformers_4(values: Values) -> Values:
     if rope.pop("rope_type") != "default":
         four["rope_scaling"] = {"type": values["rope_parameters"]["rope_type"], **rope}
         four.pop("original_max_position_embeddings", None)
-    if values["model_type"] == "qwen3_moe":
+    if values["model_type"] in ("qwen3_moe", "qwen3_vl_moe_text"):
         four["num_experts"] = four.pop("num_local_experts")
     return four
 
@@ -392,13 +429,13 @@ def is_with_encoder(folder: Path) -> bool:
 
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     quiet_transformers()
     values = json.loads((folder / "config.json").read_text())
     model_type = BUILT_AS.get(values["model_type"])
     config = None if model_type is None else AutoConfig.for_model(**(values | {"model_type": model_type}))
-    kind = AutoModelForSeq2SeqLM if is_with_encoder(folder) else AutoModelForCausalLM
+    kind = class_of(values["model_type"])
     model: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.float32)
     model.train(False)
     rope: Values = getattr(model.config, "rope_parameters", {})

@@ -55,6 +55,7 @@ PUBLISHED = (
     Published("qwen2-57b-a14b", "57", "14"),
     Published("qwen3-30b-a3b", "30.5", "3.3", "49.152"),
     Published("qwen3-235b-a22b", "235", "22", "96.256"),
+    Published("qwen3-vl-30b-a3b-instruct", "30", "3"),
     Published("deepseek-v2-lite", "15.7", "2.4", "15.6", active_leaves_out=("embed",)),
     Published("deepseek-v2", "236", "21", "34.6"),
     Published("phi-3.5-moe", "41.9", "6.6"),

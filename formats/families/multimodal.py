@@ -1,0 +1,130 @@
+"""Text models inside multimodal checkpoints: `within` makes the family of such a checkpoint from its text model's.
+
+The `config.json` of a multimodal checkpoint has an object for each part (`text_config`, `vision_config`, ...), and its
+tensors' names say to which part they belong. The text model is read from its object by its own family. The other parts
+are not run and not packed: only images and sounds need them. `source.json` says so of each of their tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
+
+Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
+# Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
+LANGUAGE_MODEL: tuple[Moves, ...] = (
+    {"model.": "model.language_model."},
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+)
+# Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
+_OTHER_PARTS = frozenset(
+    {
+        "audio_config",
+        "audio_end_token_id",
+        "audio_start_token_id",
+        "audio_token_id",
+        "audio_token_index",
+        "boa_token_id",
+        "boa_token_index",
+        "boi_token_id",
+        "boi_token_index",
+        "eoa_token_id",
+        "eoa_token_index",
+        "eoi_token_id",
+        "eoi_token_index",
+        "image_end_token_id",
+        "image_start_token_id",
+        "image_token_id",
+        "image_token_index",
+        "video_end_token_id",
+        "video_start_token_id",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    }
+)
+_T = TypeVar("_T")
+
+
+def within(
+    text: Family,
+    model_type: str,
+    parts: Mapping[str, str],
+    *,
+    moves: tuple[Moves, ...] = LANGUAGE_MODEL,
+    text_keys: tuple[str, ...] = ("text_config",),
+    tied_head: bool = False,
+    short_names: Mapping[str, str] | None = None,
+    ignored_keys: frozenset[str] = frozenset(),
+) -> Family:
+    """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
+
+    `tie_word_embeddings` counts where transformers reads it: in the multimodal config, not in the text model's.
+
+    Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
+             checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
+             that lead to the text model's object.   tied_head: the value of `tie_word_embeddings` if the config lacks
+             it.   ignored_keys: keys of the multimodal config that change nothing for text.
+    """
+
+    def read_config(config: Config) -> ModelSpec:
+        is_tied, outer = config.flag("tie_word_embeddings", tied_head), [config]
+        for key in text_keys:
+            inner = outer[-1].group(key)
+            if inner is None:
+                raise CheckpointError(f"{outer[-1].place}: key {key!r} is missing, expected the text model's object")
+            outer.append(inner)
+        values = outer.pop()
+        values.choice("model_type", (text.model_type, model_type))
+        spec = text.read_config(values)
+        values.ignore("tie_word_embeddings")
+        values.refuse_unread(text.ignored_keys)
+        for between in outer[1:]:
+            between.ignore("tie_word_embeddings")
+            between.refuse_unread(_OTHER_PARTS | ignored_keys)
+        return replace(spec, family=model_type, tied_head=is_tied)
+
+    return replace(
+        text,
+        model_type=model_type,
+        short_names=short_names or {},
+        read_config=read_config,
+        dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
+        expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
+        dropped=(
+            *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
+            *(LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
+        ),
+        unused=tuple(_moved_left_out(left_out, each) for each in moves for left_out in text.unused),
+        ignored_keys=_OTHER_PARTS | ignored_keys,
+        text_keys=text_keys,
+    )
+
+
+def _moved(name: str, moves: Moves) -> str:
+    """Returns a name of the text model as the multimodal checkpoint has it."""
+    return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
+
+
+def _all_moved(names: str | tuple[str, ...], moves: tuple[Moves, ...]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else names
+    return tuple(dict.fromkeys(_moved(name, each) for each in moves for name in names))
+
+
+def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:
+    return {matrix: _moved(name, moves) for matrix, name in names.items()}
+
+
+def _moved_experts(names: ExpertNames, moves: Moves) -> ExpertNames:
+    matrices, biases, scales = (_moved_values(each, moves) for each in (names.matrices, names.biases, names.scales))
+    return replace(names, matrices=matrices, biases=biases, scales=scales)
+
+
+def _moved_left_out(left_out: LeftOut, moves: Moves) -> LeftOut:
+    sign, copy_of = (None if each is None else _moved(each, moves) for each in (left_out.sign, left_out.copy_of))
+    return replace(left_out, pattern=_moved(left_out.pattern, moves), sign=sign, copy_of=copy_of)
