@@ -1,5 +1,6 @@
 """Typed reads of a foreign `config.json`: every key is read, known to change nothing, or refused by name."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from moe_pack.formats import CheckpointError
@@ -7,7 +8,7 @@ from moe_pack.formats.spec import MAX_LAYERS
 
 _MAX_NUMBER = 1e38
 # Keys without effect on inference: training, tools that wrote the file, token ids (these are read from
-# generation_config.json).
+# generation_config.json), names of labels, and what a forward pass returns in addition to logits.
 _BOOKKEEPING = frozenset(
     {
         "_attn_implementation_autoset",
@@ -18,6 +19,7 @@ _BOOKKEEPING = frozenset(
         "bos_token_id",
         "dtype",
         "eos_token_id",
+        "finetuning_task",
         "id2label",
         "initializer_range",
         "label2id",
@@ -26,6 +28,8 @@ _BOOKKEEPING = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "pad_token_id",
+        "prefix",
+        "problem_type",
         "return_dict",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -41,6 +45,58 @@ _BOOKKEEPING = frozenset(
         "use_cache",
     }
 )
+# How text is generated. transformers 4 wrote these into config.json; transformers 5 skips them there.
+_GENERATION = frozenset(
+    {
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "target_lookbehind",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    }
+)
+# Keys that the base class of transformers writes for every model, with the value that changes nothing. Source:
+# PretrainedConfig of transformers 4.57 and PreTrainedConfig of 5.23; a test compares the list with the installed class.
+_DEFAULTS: Mapping[str, object] = {
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "torchscript": False,
+}
 
 
 class Config:
@@ -142,7 +198,7 @@ class Config:
         """Checks that `key` is missing, null or `expected`: the only value whose arithmetic we implement."""
         self._read.add(key)
         value = self._values.get(key)
-        if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
+        if value is not None and not _is_same(value, expected):
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
 
     def ignore(self, *keys: str) -> None:
@@ -155,8 +211,9 @@ class Config:
         Args:    ignored: keys that change nothing in this family.
         Raises:  CheckpointError that names the first such key.
         """
+        known = self._read | _BOOKKEEPING | _GENERATION | ignored
         for key, value in self._values.items():
-            if key not in self._read and key not in _BOOKKEEPING and key not in ignored and value is not None:
+            if key not in known and value is not None and not _is_same(value, _DEFAULTS.get(key)):
                 raise CheckpointError(
                     f"{self.place}: key {key!r} ({_shown(value)}) is unknown for this family and may change the "
                     "arithmetic"
@@ -185,6 +242,11 @@ class Config:
         if type(value) not in kinds:
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}, expected {wanted}")
         return value
+
+
+def _is_same(value: object, expected: object) -> bool:
+    """Returns whether two values of JSON are equal, and either both or none true or false (in Python `1 == True`)."""
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
 def _shown(value: object) -> str:
