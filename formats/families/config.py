@@ -135,6 +135,13 @@ class Config:
             raise CheckpointError(f"{self.place}: {key} is {value}, expected 0 to 2^31 - 1")
         return value
 
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Reads a whole number from -2^31 to 2^31 - 1; `default` if the key is missing or null."""
+        value = int(self._typed(key, (int,), "a whole number", default))
+        if not -(2**31) <= value < 2**31:
+            raise CheckpointError(f"{self.place}: {key} is {value}, expected -2^31 to 2^31 - 1")
+        return value
+
     def num_layers(self, key: str = "num_hidden_layers") -> int:
         """Reads the number of decoder layers (at most `MAX_LAYERS`)."""
         num_layers = self.whole(key)

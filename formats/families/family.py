@@ -28,6 +28,14 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """A tensor with the rows of several roles, one after the other, in the order of `roles` (as in `dense_names`)."""
+
+    name: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
 
@@ -50,8 +58,9 @@ class Family:
     """One `model_type`.
 
     `dense_names` maps roles to source names, with `{i}` for the layer; if a role has several names, a checkpoint has
-    one of them. A checkpoint follows one of the `expert_names`. For an encoder, the roles of its layers begin with
-    `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of both stacks count from 0.
+    one of them. If one tensor has several roles, each of them maps to the same `Stacked`. A checkpoint follows one of
+    the `expert_names`. For an encoder, the roles of its layers begin with `encoder.{i}` here, its experts follow
+    `encoder_expert_names`, and the layers of both stacks count from 0.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config.
@@ -60,7 +69,7 @@ class Family:
     model_type: str
     short_names: Mapping[str, str]
     read_config: Callable[[Config], ModelSpec]
-    dense_names: Mapping[str, str | tuple[str, ...]]
+    dense_names: Mapping[str, str | tuple[str, ...] | Stacked]
     expert_names: tuple[ExpertNames, ...]
     dropped: tuple[LeftOut, ...] = ()
     unused: tuple[LeftOut, ...] = ()
@@ -142,15 +151,7 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
     Args:    tensors: dtype and shape by name.   codec: the encoding of some of them by the config.
     Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
     """
-    dense = {}
-    for role in dense_roles(spec):
-        name = _present(_names(family, spec, role.name), tensors)
-        cols = role.shape[1] if len(role.shape) == 2 else 1
-        source = SourceMatrix(name, 0, role.shape[0], cols, cols)
-        if role.quantizable:
-            source = _with_scales(source, tensors, codec)
-        _check_tensor(name, role.shape, tensors, source.codec)
-        dense[role.name] = source
+    dense = _claim_dense(family, spec, tensors, codec)
     experts, biases = _claim_experts(family, spec, tensors, codec)
     claimed = {name for sources in (dense, experts, biases) for source in sources.values() for name in source.tensors()}
     unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
@@ -168,6 +169,45 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
     return Claims(dense, experts, biases, unused, dropped, copies)
 
 
+def _claim_dense(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec) -> dict[str, SourceMatrix]:
+    """Returns the place of each role's tensor."""
+    dense, roles = {}, {role.name: role for role in dense_roles(spec)}
+    for role in roles.values():
+        name = _present(_names(family, spec, role.name), tensors)
+        cols = role.shape[1] if len(role.shape) == 2 else 1
+        stacked = _stacked(family, spec, role.name)
+        sizes = [roles[other].shape[0] for other in stacked] or [role.shape[0]]
+        first = sum(sizes[: stacked.index(role.name)]) if stacked else 0
+        source = SourceMatrix(name, first, role.shape[0], cols, cols)
+        if role.quantizable and not stacked:
+            source = _with_scales(source, tensors, codec)
+        shape = (sum(sizes), *role.shape[1:])
+        if len(shape) == 1 and name in tensors and tensors[name][1] == (1, *shape):
+            shape = (1, *shape)  # a vector as a matrix of one row
+        _check_tensor(name, shape, tensors, source.codec)
+        dense[role.name] = source
+    return dense
+
+
+def _stacked(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
+    """Returns the roles of the tensor that a role is in, with their layer; empty if the tensor is the role's own."""
+    names = family.dense_names.get(_key(spec, role)[0])
+    if not isinstance(names, Stacked):
+        return ()
+    number = role.split(".")[1]
+    return tuple(other.format(i=number) for other in names.roles)
+
+
+def _key(spec: ModelSpec, role: str) -> tuple[str, int]:
+    """Returns a role's key in `dense_names`, and its layer in its stack (0 if it is of none)."""
+    first, _, rest = role.partition(".")
+    if first != "layers":
+        return role, 0
+    number, _, name = rest.partition(".")
+    is_encoding, layer = _in_stack(spec, int(number))
+    return f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}", layer
+
+
 def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
     """Returns whether a layer is the encoder's, and its number in its stack."""
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
@@ -176,14 +216,11 @@ def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
 
 def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
     """Returns the names that the dense tensor with this role may have in the source."""
-    first, _, rest = role.partition(".")
-    number, _, name = rest.partition(".")
-    key, layer = role, 0
-    if first == "layers":
-        is_encoding, layer = _in_stack(spec, int(number))
-        key = f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}"
+    key, layer = _key(spec, role)
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
+    if isinstance(names, Stacked):
+        names = names.name
     return tuple(name.format(i=layer) for name in ((names,) if isinstance(names, str) else names))
 
 

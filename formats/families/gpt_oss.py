@@ -14,7 +14,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_rope
+from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_kinds, read_rope
 from moe_pack.formats.spec import PROJECTIONS, RopeSpec, YarnSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -59,15 +59,9 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
 
 def _windowed_layers(config: Config) -> tuple[int, ...]:
     """The layers with a window: as `layer_types` says, else every second from the first on."""
-    kinds, num_layers = config.texts("layer_types"), config.num_layers()
+    kinds = read_kinds(config, "layer_types", (_FULL, _SLIDING))
     if not kinds:
-        return tuple(range(0, num_layers, 2))
-    if set(kinds) - {_SLIDING, _FULL}:
-        raise CheckpointError(
-            f"{config.place}: layer_types has {sorted(set(kinds))}; only {_FULL!r} and {_SLIDING!r} are supported"
-        )
-    if len(kinds) != num_layers:
-        raise CheckpointError(f"{config.place}: layer_types lists {len(kinds)} layers, but the model has {num_layers}")
+        return tuple(range(0, config.num_layers(), 2))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
 
 

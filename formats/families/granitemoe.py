@@ -1,22 +1,37 @@
-"""Granite 3 MoE, 1B-A400M and 3B-A800M. Source: transformers, models/granitemoe; Granite 3.0 (IBM, 2024)."""
+"""Granite 3 MoE, 1B-A400M and 3B-A800M, and the same with a shared expert.
 
-from moe_pack.formats import ModelSpec, RouterSpec
+Source: transformers, models/granitemoe and models/granitemoeshared; Granite 3.0 (IBM, 2024).
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.family import ExpertNames, Family, Stacked
 from moe_pack.formats.families.readers import DENSE_NAMES, attention_bias, read_decoder, read_grouped_query, read_rope
 
 
 def _read_config(config: Config) -> ModelSpec:
+    return _read(config, "granitemoe", None)
+
+
+def _read_shared(config: Config) -> ModelSpec:
+    size = config.count("shared_intermediate_size", 0)
+    return _read(config, "granitemoeshared", SharedExpertSpec(size, gated=False) if size else None)
+
+
+def _read(config: Config, family: str, shared_expert: SharedExpertSpec | None) -> ModelSpec:
     scale = config.number("attention_multiplier", 1)
     attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True, scale=scale)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
     return read_decoder(
         config,
-        "granitemoe",
+        family,
         attention,
         read_rope(config, attention.head_dim),
         RouterSpec("topk_softmax", experts, chosen, normalize=False),
         config.whole("intermediate_size"),
+        shared_expert=shared_expert,
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
@@ -55,4 +70,16 @@ GRANITEMOE = Family(
             }
         ),
     ),
+)
+_SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
+GRANITEMOESHARED = replace(
+    GRANITEMOE,
+    model_type="granitemoeshared",
+    short_names={},
+    read_config=_read_shared,
+    dense_names={
+        **GRANITEMOE.dense_names,
+        **{role: Stacked("model.layers.{i}.shared_mlp.input_linear.weight", _SHARED) for role in _SHARED},
+        "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
+    },
 )

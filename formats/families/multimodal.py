@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
+from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stacked
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -59,6 +59,7 @@ def within(
     moves: tuple[Moves, ...] = LANGUAGE_MODEL,
     text_keys: tuple[str, ...] = ("text_config",),
     tied_head: bool = False,
+    tied_by_text: bool = False,
     short_names: Mapping[str, str] | None = None,
     ignored_keys: frozenset[str] = frozenset(),
 ) -> Family:
@@ -69,7 +70,8 @@ def within(
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
              that lead to the text model's object.   tied_head: the value of `tie_word_embeddings` if the config lacks
-             it.   ignored_keys: keys of the multimodal config that change nothing for text.
+             it.   tied_by_text: whether the head is also tied if only the text model's config says so.
+             ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
     def read_config(config: Config) -> ModelSpec:
@@ -82,6 +84,8 @@ def within(
         values = outer.pop()
         values.choice("model_type", (text.model_type, model_type))
         spec = text.read_config(values)
+        if tied_by_text:
+            is_tied = is_tied or spec.tied_head
         values.ignore("tie_word_embeddings")
         values.refuse_unread(text.ignored_keys)
         for between in outer[1:]:
@@ -111,7 +115,8 @@ def _moved(name: str, moves: Moves) -> str:
     return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
 
 
-def _all_moved(names: str | tuple[str, ...], moves: tuple[Moves, ...]) -> tuple[str, ...]:
+def _all_moved(names: str | tuple[str, ...] | Stacked, moves: tuple[Moves, ...]) -> tuple[str, ...]:
+    assert not isinstance(names, Stacked), "no multimodal family stacks the tensors of its text model"
     names = (names,) if isinstance(names, str) else names
     return tuple(dict.fromkeys(_moved(name, each) for each in moves for name in names))
 

@@ -327,6 +327,29 @@ def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
     return tuple(range(config.num_layers()))[config.count("first_k_dense_replace", default) :]
 
 
+def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Reads a list with the kind of each layer (`layer_types`); empty if the key is missing or null.
+
+    Raises:  CheckpointError for another number of layers, or a kind that is not known.
+    """
+    kinds, num_layers = config.texts(key), config.num_layers()
+    if set(kinds) - set(known):
+        supported = " and ".join(map(repr, known))
+        are = "is" if len(known) == 1 else "are"
+        raise CheckpointError(f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported")
+    if kinds and len(kinds) != num_layers:
+        raise CheckpointError(f"{config.place}: {key} lists {len(kinds)} layers, but the model has {num_layers}")
+    return kinds
+
+
+def layers_by_kind(config: Config, num_dense: int) -> tuple[int, ...]:
+    """Reads the MoE layers of a model: those that are `sparse` by `mlp_layer_types`, else all after `num_dense`."""
+    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    if not kinds:
+        return tuple(range(num_dense, config.num_layers()))
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
 def layers_by_step(config: Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")

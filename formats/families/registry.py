@@ -9,11 +9,16 @@ from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
+from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
 from moe_pack.formats.families.family import Family, SourceCodec
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
+from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
+from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
 from moe_pack.formats.families.gpt_oss import GPT_OSS
-from moe_pack.formats.families.granitemoe import GRANITEMOE
+from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from moe_pack.formats.families.hy_v3 import HY_V3
 from moe_pack.formats.families.minicpm import MINICPM
+from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
@@ -21,6 +26,7 @@ from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
 from moe_pack.formats.families.readers import dense_model, read_quantization
+from moe_pack.formats.families.solar_open import SOLAR_OPEN
 from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
 from moe_pack.formats.families.xverse import XVERSE
 from moe_pack.formats.spec import spec_fault
@@ -45,6 +51,13 @@ FAMILIES: dict[str, Family] = {
         MINICPM,
         XVERSE,
         SWITCH_TRANSFORMERS,
+        MINIMAX_M2,
+        ERNIE4_5_MOE,
+        GLM4_MOE_LITE,
+        GLM4V_MOE,
+        GRANITEMOESHARED,
+        SOLAR_OPEN,
+        HY_V3,
     )
 }
 SHORT_NAMES: dict[str, str] = {

@@ -29,7 +29,70 @@ class Multimodal:
         return self.parts | outside | {self.text_keys[0]: values}
 
 
+_EXPERTS: Values = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 48,
+    "intermediate_size": 80,
+    "num_experts_per_tok": 3,
+}
+_LATENT: Values = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "q_lora_rank": 40,
+}
+_YARN: Values = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 SHAPES: dict[str, Values] = {
+    "minimax_m2": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "ernie4_5_moe": {
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 80,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+    },
+    "glm4_moe_lite": _EXPERTS | _LATENT | {"n_routed_experts": 8},
+    "glm4v_moe": _EXPERTS
+    | {
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+        },
+    },
+    "granitemoeshared": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.05,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+    },
+    "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
+    "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
     "qwen3_vl_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -42,6 +105,43 @@ SHAPES: dict[str, Values] = {
     },
 }
 SWITCHED: dict[str, dict[str, Values]] = {
+    "minimax_m2": {
+        "yarn, whole heads": {"rope_parameters": _YARN},
+        "tied head": {"tie_word_embeddings": True},
+    },
+    "ernie4_5_moe": {
+        "every second layer, no shared expert, own head": {
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+        "first layers alone": {"moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    },
+    "glm4_moe_lite": {
+        "groups, rotated in halves, dense last layer": {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_interleave": False,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+        },
+        "no query latent, not normalized, yarn": {
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    },
+    "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
+    "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
+    "solar_open": {
+        "groups, bias, yarn": {"n_group": 4, "topk_group": 2, "attention_bias": True, "rope_parameters": _YARN}
+    },
+    "hy_v3": {
+        "two shared experts, bias, dense last layer": {
+            "num_shared_experts": 2,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "sparse", "dense"],
+        },
+    },
     "qwen3_vl_moe": {
         "bias, tied head": {"attention_bias": True, "tie_word_embeddings": True},
         "every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
@@ -56,7 +156,16 @@ _QWEN_VISION: Values = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
+_GLM_VISION: Values = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+    "image_size": 28,
+}
 MULTIMODAL: dict[str, Multimodal] = {
+    "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.

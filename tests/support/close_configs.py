@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from families import BASE, LONGROPE, ROTARY, YARN, Tiny, Values, text_values, with_text, write_config
+from families import BASE, LONGROPE, PARTLY_ROTATED, ROTARY, YARN, Tiny, Values, text_values, with_text, write_config
 from references import REFERENCES
 
 from moe_pack.formats import CheckpointError
@@ -74,7 +74,7 @@ CLOSE: tuple[Close, ...] = (
     *(
         Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; " + _ONLY("1.0"))
         for family in ROTARY
-        if family != "glm4_moe"
+        if family not in PARTLY_ROTATED
     ),
     *(
         Close(
@@ -167,6 +167,62 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
     Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("qwen3_vl_moe", {"norm_topk_prob": False}, "norm_topk_prob is False; " + _ONLY("True")),
+    Close("qwen3_vl_moe", {"use_sliding_window": True}, "use_sliding_window is True; " + _ONLY("False")),
+    Close("qwen3_vl_moe", {"sliding_window": 7}, "sliding_window is 7; " + _ONLY("None")),
+    Close("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list is [1, 0, 1]; " + _ONLY("[1, 1, 1]")),
+    Close("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; " + _ONLY("'per_layer'")),
+    Close("minimax_m2", {"use_qk_norm": False}, "use_qk_norm is False; " + _ONLY("True")),
+    Close("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is False; " + _ONLY("True")),
+    Close("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8; " + _ONLY("0")),
+    Close("minimax_m2", {"sliding_window": 7}, "sliding_window is 7; " + _ONLY("None")),
+    Close("minimax_m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta is 2.0; " + _ONLY("1.0")),
+    Close("minimax_m2", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+    Close("ernie4_5_moe", {"use_bias": True}, "use_bias is True; " + _ONLY("False")),
+    Close("ernie4_5_moe", {"moe_gate": "top2"}, "moe_gate is 'top2'; " + _ONLY("'topk'")),
+    Close("ernie4_5_moe", {"moe_use_aux_free": False}, "moe_use_aux_free is False; " + _ONLY("True")),
+    Close("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min is 0.1; " + _ONLY("1e-12")),
+    Close("ernie4_5_moe", {"moe_layer_end_index": -2}, "moe_layer_end_index is -2, expected -1 or a layer"),
+    Close(
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": None},
+        "key 'moe_num_shared_experts' is missing, expected a value or null",
+    ),
+    Close("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("glm4_moe_lite", {"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),
+    Close("glm4_moe_lite", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
+    Close(
+        "glm4_moe_lite",
+        {"mlp_layer_types": None, "first_k_dense_replace": 2},
+        "first_k_dense_replace is 2; " + _ONLY("1"),
+    ),
+    Close(
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["dense", "odd", "sparse"]},
+        "mlp_layer_types has ['dense', 'odd', 'sparse']; only 'dense' and 'sparse' are supported",
+    ),
+    Close("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types lists 1 layers, but the model has 3"),
+    Close(
+        "glm4_moe_lite", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing, expected a value or null"
+    ),
+    Close("glm4v_moe", {"use_qk_norm": True}, "use_qk_norm is True; " + _ONLY("False")),
+    Close("glm4v_moe", {"attention_bias": None}, "key 'attention_bias' is missing, expected a value or null"),
+    Close("glm4v_moe", {"n_group": 3, "topk_group": 1}, _GROUPS),
+    Close(
+        "granitemoeshared", {"shared_intermediate_size": -1}, "shared_intermediate_size is -1, expected 0 to 2^31 - 1"
+    ),
+    Close("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; " + _ONLY("0")),
+    Close("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; " + _ONLY("False")),
+    Close("solar_open", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+    Close("hy_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid is False; " + _ONLY("True")),
+    Close(
+        "hy_v3", {"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias is False; " + _ONLY("True")
+    ),
+    Close("hy_v3", {"qk_norm": False}, "qk_norm is False; " + _ONLY("True")),
+    Close("hy_v3", {"route_norm": False}, "route_norm is False; " + _ONLY("True")),
+    Close("hy_v3", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+    Close("hy_v3", {"expert_hidden_dim": 64}, "expert_hidden_dim is 64; " + _ONLY("48")),
     Close("switch_transformers", {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu', supported: relu"),
     Close(
         "switch_transformers",

@@ -184,11 +184,9 @@ BASE: dict[str, Values] = {
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
-FUSED_ALWAYS = (
-    "granitemoe",
-    "gpt_oss",
-    "qwen3_vl_moe",
-)  # whose published checkpoints have a layer's experts in one tensor
+# Whose published checkpoints have all experts of a layer in one tensor.
+FUSED_ALWAYS = ("granitemoe", "granitemoeshared", "gpt_oss", "qwen3_vl_moe")
+PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2")  # which read a share of each head that is rotated
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in WITH_ENCODER)
@@ -414,7 +412,7 @@ def as_transformers_4(values: Values) -> Values:
     four |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:
         four["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    if rope.pop("rope_type") != "default":
+    if rope.pop("rope_type") != "default" or rope:
         four["rope_scaling"] = {"type": values["rope_parameters"]["rope_type"], **rope}
         four.pop("original_max_position_embeddings", None)
     if values["model_type"] in ("qwen3_moe", "qwen3_vl_moe_text"):

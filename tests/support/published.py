@@ -73,10 +73,19 @@ PUBLISHED = (
     Published("xverse-moe-a4.2b", "25.8", "4.2"),
     Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
     Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
+    Published("minimax-m2.7", "229", "10", active_leaves_out=("embed", "head")),
+    Published("ernie-4.5-21b-a3b", "21", "3"),
+    Published("glm-4.7-flash", "30", "3"),
+    Published("glm-4.5v", "106", "12", "94.208", ("embed", "head"), ("embed", "head")),
+    Published("solar-open-100b", "102.6", "12"),
+    Published("hy3-preview-base", "295", "21"),
     Published("switch-base-16", "1.1", "0.223"),
     Published("switch-base-128", "7.4", "0.22"),
     Published("switch-large-128", "26", "0.74"),
 )
+
+# Families of which no public copy of a real config.json was found, and what was looked for.
+UNPUBLISHED = {"granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid"}
 
 
 def spec_of(published: Published) -> ModelSpec:

@@ -1,0 +1,80 @@
+"""ERNIE 4.5 with experts, 21B-A3B and 300B-A47B. Source: transformers, models/ernie4_5_moe; Baidu (2025)."""
+
+from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family, LeftOut
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+)
+
+_LEAST_SUM = 1e-12
+
+
+def _read_config(config: Config) -> ModelSpec:
+    config.only("use_bias", False)
+    # In released configs alone; other values would be another model.
+    config.only("moe_gate", "topk")
+    config.only("moe_use_aux_free", True)
+    # The sum of weights is at least this. We add it instead: in float32 that is the same for any sum above 1e-5.
+    if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
+        config.only("moe_norm_min", _LEAST_SUM)
+    attention = read_grouped_query(config)
+    expert_size = config.whole("moe_intermediate_size")
+    config.require("moe_num_shared_experts")  # missing, transformers takes 2
+    num_shared = config.count("moe_num_shared_experts", 0)
+    router = RouterSpec(
+        "softmax_topk",
+        config.whole(config.either("moe_num_experts", "num_experts")),
+        config.whole(config.either("moe_k", "num_experts_per_tok"), 6),
+        normalize=True,
+        bias=True,
+        least_sum=_LEAST_SUM,
+    )
+    return read_decoder(
+        config,
+        "ernie4_5_moe",
+        attention,
+        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
+        router,
+        expert_size,
+        moe_layers=_moe_layers(config),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        tied_head=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    """The MoE layers: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`."""
+    num_layers, step = config.num_layers(), config.whole("moe_layer_interval", 1)
+    first, last = config.count("moe_layer_start_index", 1), config.integer("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else last
+    if last < 0:
+        raise CheckpointError(f"{config.place}: moe_layer_end_index is {last}, expected -1 or a layer")
+    return tuple(i for i in range(num_layers) if (i + 1) % step == 0 and first <= i <= last)
+
+
+ERNIE4_5_MOE = Family(
+    model_type="ernie4_5_moe",
+    short_names={
+        "ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT",
+        "ernie-4.5-21b-a3b-thinking": "baidu/ERNIE-4.5-21B-A3B-Thinking",
+        "ernie-4.5-300b-a47b": "baidu/ERNIE-4.5-300B-A47B-PT",
+    },
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.router_bias": (
+            "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
+            "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
+        ),
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    unused=(LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),
+)

@@ -1,0 +1,45 @@
+"""GLM-4.5V and 4.6V, without their vision. Source: transformers, models/glm4v_moe; GLM-4.5V (2507.01006)."""
+
+from dataclasses import replace
+
+from moe_pack.formats import ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.glm4_moe import GLM4_MOE
+from moe_pack.formats.families.multimodal import within
+from moe_pack.formats.families.readers import (
+    MROPE_KEYS,
+    attention_bias,
+    layers_after_dense,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+    read_sigmoid_router,
+)
+
+
+def _read_config(config: Config) -> ModelSpec:
+    config.only("use_qk_norm", False)
+    config.require("attention_bias")  # missing, transformers takes true
+    config.require("num_key_value_heads")  # missing, transformers takes 8
+    attention = read_grouped_query(config, bias=attention_bias(config, ("q", "k", "v")))
+    expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
+    return read_decoder(
+        config,
+        "glm4v_moe",
+        attention,
+        read_rope(config, attention.head_dim, partial_rotary_factor=0.5, ignored=MROPE_KEYS),
+        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        expert_size,
+        moe_layers=layers_after_dense(config, default=1),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+    )
+
+
+GLM4V_MOE = within(
+    replace(GLM4_MOE, model_type="glm4v_moe_text", read_config=_read_config),
+    "glm4v_moe",
+    {"model.visual.*": "the vision part", "visual.*": "the vision part"},
+    short_names={"glm-4.5v": "zai-org/GLM-4.5V", "glm-4.6v": "zai-org/GLM-4.6V"},
+    tied_by_text=True,
+)
