@@ -41,14 +41,31 @@ class NormSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Queries at position p are multiplied by `1 + slope * ln(1 + floor(p / length))`.
+
+    `is_from_one`: with p + 1 in place of p. `is_unrotated`: only in layers that do not rotate.
+    Source: 2501.19399; transformers, models/llama4 (from one) and models/mistral4.
+    """
+
+    slope: float
+    length: int
+    is_from_one: bool
+    is_unrotated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedQuerySpec:
     """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
 
     A position sees at most `sliding_window` positions, itself included; null means all before it. `scale` multiplies
     query times key. `bias` names the projections that have one. `qk_norm`: queries and keys are normed (rms, the
-    model's eps) each head on its own, or the whole projection at once, before they are rotated.
+    model's eps) each head on its own, or the whole projection at once, before they are rotated; `rotated_head`: each
+    head after it; `unit`: each head, without a weight, in layers that rotate.
     `windowed_layers`: the layers, rising, to which the window applies; null means all. `sinks`: each query head has a
-    logit of its own in its softmax, to which no value belongs.
+    logit of its own in its softmax, to which no value belongs. `rotated_layers`: the layers, rising, that rotate
+    queries and keys; null means all. `chunked`: the window does not slide: a position sees those before it back to the
+    last multiple of `sliding_window`.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss.
     """
 
@@ -59,13 +76,20 @@ class GroupedQuerySpec:
     sliding_window: int | None
     scale: float
     bias: tuple[Projection, ...]
-    qk_norm: Literal["none", "head", "projection"]
+    qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"]
     windowed_layers: tuple[int, ...] | None = added(None)
     sinks: bool = added(False)
+    rotated_layers: tuple[int, ...] | None = added(None)
+    chunked: bool = added(False)
+    temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
         return self.sliding_window if self.windowed_layers is None or layer in self.windowed_layers else None
+
+    def rotates(self, layer: int) -> bool:
+        """Returns whether a decoder layer rotates queries and keys."""
+        return self.rotated_layers is None or layer in self.rotated_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +111,7 @@ class LatentSpec:
     v_head_dim: int
     scale: float
     lora_norm_eps: float
+    temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +169,21 @@ class LongRopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3Spec:
+    """Frequencies of less than `low_freq_factor` turns in the original context are divided by `factor`.
+
+    Those of more than `high_freq_factor` turns stay; between the two bounds they are mixed.
+    Source: transformers, modeling_rope_utils.py, _compute_llama3_parameters.
+    """
+
+    kind: Literal["llama3"]
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
 
@@ -153,7 +193,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     interleaved: bool
-    scaling: YarnSpec | LongRopeSpec | None
+    scaling: YarnSpec | LongRopeSpec | Llama3Spec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +416,7 @@ def _grouped_query(attention: GroupedQuerySpec, d: int) -> Iterator[DenseRole]:
             yield DenseRole(f"attention.{name}_bias", shape[:1], False)
     if attention.sinks:
         yield DenseRole("attention.sinks", (attention.num_heads,), False)
-    if attention.qk_norm != "none":
+    if attention.qk_norm not in ("none", "unit"):
         whole = attention.qk_norm == "projection"
         yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False)
         yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False)
@@ -596,20 +636,37 @@ def _numbers_fault(spec: ModelSpec) -> str | None:
 def _attention_fault(spec: ModelSpec) -> str | None:
     attention = spec.attention
     if isinstance(attention, LatentSpec):
-        return None
+        return _temperature_fault(attention.temperature, attention)
     if isinstance(attention, RelativeSpec):
         return _relative_fault(attention)
     if attention.num_heads % attention.num_kv_heads:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
         return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in this order"
-    windowed = attention.windowed_layers
-    if windowed is None:
+    lists = {"windowed_layers": attention.windowed_layers, "rotated_layers": attention.rotated_layers}
+    for name, layers in lists.items():
+        if layers is not None and (
+            not layers or not _are_layers(layers, spec.num_hidden_layers) or len(layers) == spec.num_hidden_layers
+        ):
+            return f"{name} must list some decoder layers, but not all, in rising order"
+    if attention.sliding_window is None and (attention.windowed_layers is not None or attention.chunked):
+        name = "chunked" if attention.windowed_layers is None else "windowed_layers"
+        return f"{name} is given without a sliding_window"
+    scaling = None if spec.rope is None else spec.rope.scaling
+    if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
+        return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"
+    return _temperature_fault(attention.temperature, attention)
+
+
+def _temperature_fault(temperature: TemperatureSpec | None, attention: GroupedQuerySpec | LatentSpec) -> str | None:
+    if temperature is None:
         return None
-    if attention.sliding_window is None:
-        return "windowed_layers is given without a sliding_window"
-    if not windowed or not _are_layers(windowed, spec.num_hidden_layers) or len(windowed) == spec.num_hidden_layers:
-        return "windowed_layers must list some decoder layers, but not all, in rising order"
+    if not 0 < temperature.slope < 1e6 or not 0 < temperature.length < 2**31:
+        return f"temperature slope {temperature.slope} or length {temperature.length} is out of range"
+    if not isinstance(attention, GroupedQuerySpec):
+        return "latent attention rotates all layers, but temperature is of others" if temperature.is_unrotated else None
+    if attention.qk_norm in ("head", "rotated_head") or (attention.qk_norm == "unit" and not temperature.is_unrotated):
+        return f"qk_norm is {attention.qk_norm}, which undoes temperature"
     return None
 
 
@@ -650,6 +707,17 @@ def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
         return _yarn_fault(rope.scaling)
     if isinstance(rope.scaling, LongRopeSpec):
         return _longrope_fault(rope.scaling, rope.rotary_dim)
+    if isinstance(rope.scaling, Llama3Spec):
+        return _llama3_fault(rope.scaling)
+    return None
+
+
+def _llama3_fault(llama3: Llama3Spec) -> str | None:
+    if not 0 < llama3.original_max_position_embeddings < 2**31:
+        return f"original_max_position_embeddings is {llama3.original_max_position_embeddings}, expected 1 to 2^31 - 1"
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    if not 1 <= llama3.factor < 1e6 or not 0 < low <= high < 1e6:
+        return f"llama3 factor {llama3.factor}, low_freq_factor {low} or high_freq_factor {high} is out of range"
     return None
 
 

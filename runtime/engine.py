@@ -275,7 +275,7 @@ class Engine:
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
-        self.options.check_gpu(has_encoder=self._pack.spec.encoder is not None)
+        self.options.check_gpu(self._pack.spec)
         run = self._open_gpu()
         needed = host_bytes(self._pack)
         if self.host is None and needed <= run.ram_bytes:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats import RunError, option
+from moe_pack.formats import GroupedQuerySpec, ModelSpec, RunError, option
 from moe_pack.formats.commands import given
-from moe_pack.formats.spec import read_size
+from moe_pack.formats.spec import LatentSpec, read_size
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -24,6 +24,21 @@ KvDtype = Literal["f32", "bf16"]
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
 DEVICE_OPTION = option("--device", help="Where to compute.")
+
+
+def cpu_only(spec: ModelSpec) -> str | None:
+    """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
+    attention = spec.attention
+    parts = {"an encoder": spec.encoder is not None}
+    if isinstance(attention, GroupedQuerySpec | LatentSpec):
+        parts["attention temperature"] = attention.temperature is not None
+    if isinstance(attention, GroupedQuerySpec):
+        parts |= {
+            "layers that do not rotate": attention.rotated_layers is not None,
+            "attention in chunks": attention.chunked,
+            "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
+        }
+    return next((part for part, is_there in parts.items() if is_there), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +203,13 @@ class EngineOptions:
         if self.read == "map" and (names := self.offload_only()):
             raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
 
-    def check_gpu(self, has_encoder: bool) -> None:
+    def check_gpu(self, spec: ModelSpec) -> None:
         """Refuses options that have no effect on a GPU, and models that GPUs do not run.
 
         Raises:  RunError.
         """
-        if has_encoder:
-            raise RunError("--device cuda does not support models with an encoder; use --device cpu")
+        if (part := cpu_only(spec)) is not None:
+            raise RunError(f"--device cuda does not support models with {part}; use --device cpu")
         if self.read == "map":
             raise RunError("--read map needs --device cpu; remove one of them")
         if names := given(self, mark=_OFFLOAD):

@@ -52,6 +52,7 @@ from moe_pack.runtime import MachineFacts, total_bytes
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.offload import Passes, least_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
+from moe_pack.runtime.options import cpu_only
 
 
 def routing_facts(profile: Profile, losses: Losses) -> RoutingFacts:
@@ -368,9 +369,9 @@ def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...])
 
 
 def check_device(target: Target, spec: ModelSpec) -> None:
-    """Refuses a GPU for a model with an encoder.
+    """Refuses a GPU for a model that the GPU's engine does not run.
 
     Raises:  RunError.
     """
-    if spec.encoder is not None and target.device != "cpu":
-        raise RunError("--device cuda: models with an encoder do not run on GPUs; give --device cpu")
+    if target.device != "cpu" and (part := cpu_only(spec)) is not None:
+        raise RunError(f"--device cuda: models with {part} do not run on GPUs; give --device cpu")

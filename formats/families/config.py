@@ -208,6 +208,19 @@ class Config:
         if value is not None and not _is_same(value, expected):
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
 
+    def each_whole(self, key: str, num_layers: int) -> int:
+        """Reads a whole number from 1 to 2^31 - 1, which may also be a list with the same number for each layer."""
+        value = self._values.get(key)
+        if isinstance(value, list):
+            self.only(key, [value[0] if value else None] * num_layers)
+            return Config({key: value[0]}, self.place).whole(key)
+        return self.whole(key)
+
+    def only_each(self, key: str, expected: int, num_layers: int) -> None:
+        """Checks that `key` is missing, null, `expected`, or a list with that for each layer."""
+        is_list = isinstance(self._values.get(key), list)
+        self.only(key, [expected] * num_layers if is_list else expected)
+
     def ignore(self, *keys: str) -> None:
         """Accepts keys that, given the other keys, change nothing."""
         self._read.update(keys)

@@ -39,7 +39,6 @@ def _read_config(config: Config) -> ModelSpec:
 GLM4V_MOE = within(
     replace(GLM4_MOE, model_type="glm4v_moe_text", read_config=_read_config),
     "glm4v_moe",
-    {"model.visual.*": "the vision part", "visual.*": "the vision part"},
     short_names={"glm-4.5v": "zai-org/GLM-4.5V", "glm-4.6v": "zai-org/GLM-4.6V"},
     tied_by_text=True,
 )

@@ -19,6 +19,17 @@ LANGUAGE_MODEL: tuple[Moves, ...] = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
+# The beginnings of the names of other parts' tensors, and what these parts are.
+PARTS: Mapping[str, str] = {
+    f"{model}{name}.*": part
+    for model in ("model.", "")
+    for name, part in {
+        "visual": "the vision part",
+        "vision_tower": "the vision part",
+        "vision_model": "the vision part",
+        "multi_modal_projector": "what maps vision to the text model",
+    }.items()
+}
 # Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
 _OTHER_PARTS = frozenset(
     {
@@ -54,8 +65,8 @@ _T = TypeVar("_T")
 def within(
     text: Family,
     model_type: str,
-    parts: Mapping[str, str],
     *,
+    parts: Mapping[str, str] = PARTS,
     moves: tuple[Moves, ...] = LANGUAGE_MODEL,
     text_keys: tuple[str, ...] = ("text_config",),
     tied_head: bool = False,

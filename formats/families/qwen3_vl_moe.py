@@ -50,7 +50,6 @@ _TEXT = replace(
 QWEN3_VL_MOE = within(
     _TEXT,
     "qwen3_vl_moe",
-    {"model.visual.*": "the vision part", "visual.*": "the vision part"},
     short_names={
         "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "qwen3-vl-30b-a3b-instruct": "Qwen/Qwen3-VL-30B-A3B-Instruct",

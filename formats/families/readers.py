@@ -1,8 +1,8 @@
 """Readers for the keys of `config.json` that many families share; a family's file reads the keys of its own.
 
 - Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Known scalings: none,
-  yarn, and Phi-3.5-MoE's longrope with two mscales; others (linear, dynamic, llama3, ...) are refused by name. Source:
-  transformers, modeling_rope_utils.py.
+  yarn, llama3, Phi-3.5-MoE's longrope with two mscales, and Hunyuan's fixed alpha; others (linear, dynamic, ...) are
+  refused by name. Source: transformers, modeling_rope_utils.py.
 - Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
 - Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
 - `quantization_config`: the codec of the quantized tensors. The dtype of each tensor shows whether it is quantized.
@@ -24,9 +24,18 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, SourceCodec
-from moe_pack.formats.spec import PROJECTIONS, AttentionSpec, LatentSpec, LongRopeSpec, Projection, RopeSpec, YarnSpec
+from moe_pack.formats.spec import (
+    PROJECTIONS,
+    AttentionSpec,
+    LatentSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    Projection,
+    RopeSpec,
+    YarnSpec,
+)
 
-Scaling = Literal["yarn", "longrope"]
+Scaling = Literal["yarn", "longrope", "llama3", "ntk_alpha"]
 # How a head's values are divided among the three numbers of a position, which are the same for text.
 MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
 
@@ -47,18 +56,23 @@ def read_rope(
              scalings: those that the family has, in addition to none.   ignored: keys that change nothing in it.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
-    group = _group(config)
+    group = rope_group(config)
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
     if partial_rotary_factor is None and factor != 1:
         raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
+    if kind == "dynamic" and "ntk_alpha" in scalings and group is not None and group.number("alpha", 0):
+        return RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
     if kind not in ("default", *scalings):
-        known = ", ".join(("default", *scalings))
+        known = ", ".join(("default", *scalings)).replace("ntk_alpha", "dynamic with an alpha")
         raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
-    scaling: YarnSpec | LongRopeSpec | None = None
+    scaling: YarnSpec | LongRopeSpec | Llama3Spec | None = None
     if group is not None and kind == "yarn":
         scaling = _yarn(config, group)
+    elif group is not None and kind == "llama3":
+        low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
+        scaling = Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
     elif group is not None and kind == "longrope":
         scaling = _longrope(config, group)
     if group is not None:
@@ -66,18 +80,31 @@ def read_rope(
     return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
 
 
+def _ntk_alpha(config: Config, group: Config, theta: float, head_dim: int) -> float:
+    """Returns the base of positions that a fixed alpha stretches; the keys of yarn and of `dynamic` change nothing.
+
+    Source: transformers, models/hunyuan_v1_moe, compute_ntk_alpha_rope_parameters.
+    """
+    alpha = group.number("alpha")
+    if not 1 <= alpha < 1e6 or head_dim <= 2:
+        raise CheckpointError(f"{group.place}: alpha is {alpha}, expected 1 to 1e6, with heads of more than two values")
+    group.refuse_unread(frozenset({"beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"}))
+    return float(theta * alpha ** (head_dim / (head_dim - 2)))
+
+
 def yarn_scale(config: Config) -> float:
     """Returns the factor on the scale of attention: from yarn's `mscale_all_dim` if it has one, else 1.
 
     Source: DeepSeek-V2's modeling code, softmax_scale.
     """
-    group = _group(config)
+    group = rope_group(config)
     if group is None or not group.number("mscale_all_dim", 0):
         return 1.0
     return _mscale(group.number("factor"), group.number("mscale_all_dim")) ** 2
 
 
-def _group(config: Config) -> Config | None:
+def rope_group(config: Config) -> Config | None:
+    """Returns the object with the rotary positions, of which each call has an account of its own; None without one."""
     return config.group(config.either("rope_parameters", "rope_scaling"))
 
 
@@ -245,7 +272,7 @@ def read_grouped_query(
     config: Config,
     *,
     bias: tuple[Projection, ...] = (),
-    qk_norm: Literal["none", "head", "projection"] = "none",
+    qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"] = "none",
     scale: float | None = None,
     sliding_window: int | None = None,
     own_keys: bool = False,
@@ -379,15 +406,18 @@ LATENT_NAMES: Mapping[str, str] = {
 }
 
 
-def read_latent(config: Config) -> LatentSpec:
-    """Reads latent attention; its scale includes `yarn_scale`."""
+def read_latent(config: Config, head_dim: int | None = None) -> LatentSpec:
+    """Reads latent attention; its scale includes `yarn_scale`.
+
+    Args:    head_dim: the value of the key of this name; None for that of the rotated part.
+    """
     config.only("attention_bias", False)
     nope, rope, num_heads = (
         config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
     )
     config.only("num_key_value_heads", num_heads)
     config.only("qk_head_dim", nope + rope)
-    config.only("head_dim", rope)
+    config.only("head_dim", rope if head_dim is None else head_dim)
     config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
     return LatentSpec(
         kind="latent",

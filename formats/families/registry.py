@@ -10,15 +10,18 @@ from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
+from moe_pack.formats.families.exaone_moe import EXAONE_MOE
 from moe_pack.formats.families.family import Family, SourceCodec
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
 from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
+from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
@@ -58,6 +61,10 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOESHARED,
         SOLAR_OPEN,
         HY_V3,
+        HUNYUAN_V1_MOE,
+        EXAONE_MOE,
+        MISTRAL3,
+        MISTRAL4,
     )
 }
 SHORT_NAMES: dict[str, str] = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.formats.spec import LatentSpec, RelativeSpec
+from moe_pack.formats.spec import LatentSpec, RelativeSpec, TemperatureSpec
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
@@ -45,6 +45,7 @@ def _attend_grouped(
     x: Tensor, weights: Weights, spec: GroupedQuerySpec, layer: int, cache: LayerCache, angles: Angles
 ) -> Tensor:
     role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
+    is_rotated = spec.rotates(layer)
 
     def project(name: str, inputs: Tensor) -> Tensor:
         bias = weights.vector(f"{role}.{name}_bias") if name in spec.bias else None
@@ -52,15 +53,29 @@ def _attend_grouped(
 
     q, k, v = (project(name, x) for name in "qkv")
     norms = None
-    if spec.qk_norm != "none":
-        norms = HeadNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), eps)
+    if spec.qk_norm == "unit":
+        ones = torch.ones(spec.head_dim, device=x.device)  # a head's rms does not change as it is rotated
+        norms = HeadNorms(ones, ones, eps) if is_rotated else None
+    elif spec.qk_norm != "none":
+        is_last = spec.qk_norm == "rotated_head"
+        norms = HeadNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), eps, is_last)
     if norms is not None and spec.qk_norm == "projection":
         q, k = (operations.rms_norm(each, norm, eps) for each, norm in ((q, norms.q), (k, norms.k)))
         norms = None
+    if spec.temperature is not None and not (is_rotated and spec.temperature.is_unrotated):
+        q = q * _temperature(spec.temperature, cache.num_tokens, len(x), x.device)
+    if not is_rotated:
+        angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = weights.spec.rotation.interleaved
     mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
     return project("o", mixed)
+
+
+def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
+    """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
+    positions = torch.arange(start, start + num_tokens, device=device)[:, None]
+    return 1 + spec.slope * torch.log1p(torch.floor((positions + int(spec.is_from_one)) / spec.length))
 
 
 def attend_latent(
@@ -76,6 +91,8 @@ def attend_latent(
     q = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
+    if spec.temperature is not None:
+        q = q * _temperature(spec.temperature, start, len(x), x.device)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
     cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec, ModelSpec
-from moe_pack.formats.spec import LatentSpec, LongRopeSpec, RopeSpec, YarnSpec, cached_tokens
+from moe_pack.formats.spec import LatentSpec, Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec, cached_tokens
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
 
@@ -39,6 +39,8 @@ class Rope:
                 for factors in (spec.scaling.short_factor, spec.scaling.long_factor)
             )
             self._factor, self._long_factor = spec.scaling.short_mscale, spec.scaling.long_mscale
+        elif isinstance(spec.scaling, Llama3Spec):
+            self._frequencies = self._long = _llama3(1.0 / powers, spec.scaling)
         else:
             self._frequencies = self._long = 1.0 / powers
 
@@ -71,6 +73,14 @@ def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:
     steps = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
     kept = 1 - ((steps - low) / (high - low)).clamp(0, 1)
     return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _llama3(frequencies: Tensor, spec: Llama3Spec) -> Tensor:
+    """Returns Llama 3.1's frequencies: high ones stay, low ones are divided by the factor, those between are mixed."""
+    turns = spec.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= low).float()
+    return kept * frequencies + (1 - kept) * frequencies / spec.factor
 
 
 def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:

@@ -35,11 +35,15 @@ Product = Callable[[Tensor], Tensor]  # from x float32 [T, columns] to x @ rows.
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The RMS norms of each head's queries and keys: weights float32 [head_dim] and eps."""
+    """The RMS norms of each head's queries and keys: weights float32 [head_dim] and eps.
+
+    `is_last`: heads are normed after they are rotated, not before.
+    """
 
     q: Tensor
     k: Tensor
     eps: float
+    is_last: bool = False
 
 
 class Operations:
@@ -81,21 +85,26 @@ class Operations:
         """
         # Each [heads, T, head_dim].
         q, k, v = (each.view(len(each), -1, spec.head_dim).transpose(0, 1) for each in projected)
-        if norms is not None:
+        if norms is not None and not norms.is_last:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        start, num_tokens = cache.num_tokens, q.shape[1]
-        first = _first_seen(window, start)
-        cache.append(rotate(k, angles, interleaved), v)
-        q, (keys, values) = rotate(q, angles, interleaved), cache.between(first, start + num_tokens)
+        q, k = rotate(q, angles, interleaved), rotate(k, angles, interleaved)
+        if norms is not None and norms.is_last:
+            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
+        start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
+        first = _first_seen(window, start, chunked)
+        cache.append(k, v)
+        keys, values = cache.between(first, start + num_tokens)
         rows = spec.num_heads if q.device.type == "cpu" else 1
         step = max(1, MAX_SCORE_BYTES // (4 * rows * max(keys.shape[1], 1)))
         mixed = []
         for begin in range(0, max(num_tokens, 1), step):
             piece, at = q[:, begin : begin + step], start + begin
-            piece_first = _first_seen(window, at)
+            piece_first = _first_seen(window, at, chunked)
             seen = slice(piece_first - first, at + piece.shape[1] - first)
             mixed.append(
-                _attend_piece(piece, keys[:, seen], values[:, seen], at, piece_first, spec.scale, window, sinks)
+                _attend_piece(
+                    piece, keys[:, seen], values[:, seen], at, piece_first, spec.scale, window, sinks, chunked
+                )
             )
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, head_dim]
         return whole.transpose(0, 1).flatten(1)
@@ -160,7 +169,9 @@ def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[i
     return y
 
 
-def seen_positions(window: int | None, first: int, start: int, num_tokens: int, device: torch.device) -> Tensor | None:
+def seen_positions(
+    window: int | None, first: int, start: int, num_tokens: int, device: torch.device, chunked: bool = False
+) -> Tensor | None:
     """Returns which positions from `first` on each of `num_tokens` tokens from position `start` on sees.
 
     Returns: bool [T, start + T - first]; None if one token sees all.
@@ -170,11 +181,15 @@ def seen_positions(window: int | None, first: int, start: int, num_tokens: int, 
     query = torch.arange(start, start + num_tokens, device=device)[:, None]
     key = torch.arange(first, start + num_tokens, device=device)[None, :]
     seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+    if window is None:
+        return seen
+    return seen & (key >= query - query % window if chunked else key > query - window)
 
 
-def _first_seen(window: int | None, start: int) -> int:
+def _first_seen(window: int | None, start: int, chunked: bool) -> int:
     """Returns the first position that a token at position `start` sees."""
+    if window is not None and chunked:
+        return start - start % window
     return 0 if window is None else max(0, start + 1 - window)
 
 
@@ -187,6 +202,7 @@ def _attend_piece(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    chunked: bool,
 ) -> Tensor:
     """Returns the attention of queries [heads, T, head_dim] from position `start` on, over keys from `first` on.
 
@@ -194,7 +210,8 @@ def _attend_piece(
     """
     stop = start + q.shape[1]
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence; torch needs no mask
-    seen = None if is_causal and sinks is None else seen_positions(window, first, start, q.shape[1], q.device)
+    is_all = is_causal and sinks is None
+    seen = None if is_all else seen_positions(window, first, start, q.shape[1], q.device, chunked)
     if sinks is not None:
         least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
         q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
@@ -275,7 +292,14 @@ class NativeOperations(Operations):
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Returns the attention of each query head, float32 [T, num_heads * head_dim]."""
+        """Returns the attention of each query head, float32 [T, num_heads * head_dim].
+
+        The kernel norms heads before it rotates them, and has sliding windows: for one token, a chunk is one.
+        """
+        if spec.chunked and window is not None and len(projected[0]) == 1:
+            window = cache.num_tokens % window + 1
+        elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
+            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
         head_norms, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         cached = cache.keys, cache.values
         return self.kernels.attend(

@@ -335,3 +335,76 @@ def test_windowed_layers_without_a_window_are_refused() -> None:
     without = changed(GROUPED, "attention sliding_window", None)
     message = "windowed_layers is given without a sliding_window"
     assert_refused_beside_legal(without, "attention windowed_layers", [0], None, message)
+
+
+def test_rotated_layers_and_chunks_that_cannot_be_are_refused() -> None:
+    message = WINDOWED.replace("windowed", "rotated")
+    for wrong in [[], [0, 1, 2], [1, 0], [1, 1], [-1], [3]]:
+        with case(wrong):
+            assert_refused_beside_legal(GROUPED, "attention rotated_layers", wrong, [0, 2], message)
+    without = changed(GROUPED, "attention sliding_window", None)
+    assert_refused_beside_legal(without, "attention chunked", True, False, "chunked is given without a sliding_window")
+
+
+TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": True, "is_unrotated": True}
+
+
+def test_a_temperature_that_cannot_be_is_refused() -> None:
+    plain = changed(GROUPED, "attention qk_norm", "none")
+    out_of_range = "temperature slope {} or length {} is out of range".format
+    undone = "qk_norm is {}, which undoes temperature".format
+    everywhere = TEMPERATURE | {"is_unrotated": False}
+    cases = [
+        (plain, {"slope": 0.0}, {"slope": 1e-9}, out_of_range(0.0, 8)),
+        (plain, {"slope": 1e6}, {"slope": 999_999.0}, out_of_range(1e6, 8)),
+        (plain, {"length": 0}, {"length": 1}, out_of_range(0.1, 0)),
+        (plain, {"length": MAX + 1}, {"length": MAX}, out_of_range(0.1, MAX + 1)),
+        (
+            LATENT,
+            {"is_unrotated": True},
+            {"is_unrotated": False},
+            "latent attention rotates all layers, but temperature is of others",
+        ),
+        (changed(GROUPED, "attention qk_norm", "unit"), everywhere, TEMPERATURE, undone("unit")),
+    ]
+    for spec, wrong, right, message in cases:
+        with case(wrong, right, message):
+            assert_refused_beside_legal(
+                spec, "attention temperature", TEMPERATURE | wrong, TEMPERATURE | right, message
+            )
+    for norm in ("head", "rotated_head"):
+        with case(norm):
+            spec = changed(GROUPED, "attention temperature", TEMPERATURE)
+            assert_refused_beside_legal(spec, "attention qk_norm", norm, "projection", undone(norm))
+
+
+LLAMA3: Values = {
+    "kind": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_a_llama3_scaling_that_cannot_be_is_refused() -> None:
+    message = "llama3 factor {}, low_freq_factor {} or high_freq_factor {} is out of range".format
+    cases = [
+        ({"factor": 0.99}, {"factor": 1.0}, message(0.99, 1.0, 4.0)),
+        ({"factor": 1e6}, {"factor": 999_999.0}, message(1e6, 1.0, 4.0)),
+        ({"low_freq_factor": 0.0}, {"low_freq_factor": 1e-6}, message(8.0, 0.0, 4.0)),
+        ({"low_freq_factor": 5.0}, {"low_freq_factor": 4.0}, message(8.0, 5.0, 4.0)),
+        ({"high_freq_factor": 1e6}, {"high_freq_factor": 999_999.0}, message(8.0, 1.0, 1e6)),
+        ({"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
+    ]
+    for wrong, right, line in cases:
+        with case(wrong, right, line):
+            assert_refused_beside_legal(GROUPED, "rope scaling", LLAMA3 | wrong, LLAMA3 | right, line)
+
+
+def test_a_unit_norm_is_refused_where_rotation_changes_a_head_s_length() -> None:
+    unit = changed(GROUPED, "attention qk_norm", "unit")
+    for scaling in (YARN, LONGROPE):
+        with case(scaling["kind"]):
+            message = f"qk_norm is unit, but {scaling['kind']} multiplies rotated heads, which a unit norm undoes"
+            assert_refused_beside_legal(unit, "rope scaling", scaling, LLAMA3, message)

@@ -154,3 +154,25 @@ def test_a_window_is_of_the_layers_that_are_named() -> None:
     some = replace(SPEC, windowed_layers=(0, 2))
     assert [some.window(layer) for layer in range(4)] == [7, None, 7, None]
     assert [SPEC.window(layer) for layer in range(3)] == [7, 7, 7]
+
+
+def test_a_chunk_is_seen_back_to_its_first_position_alone() -> None:
+    chunks = replace(SPEC, sinks=False, chunked=True)
+    given, window, count = tokens(40, seed=3), 7, 40
+    q, k, v = (each.view(count, -1, HEAD_DIM).transpose(0, 1) for each in given)
+    k, v = (each.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=0) for each in (k, v))
+    at = torch.arange(count)
+    seen = (at <= at[:, None]) & (at // window == at[:, None] // window)
+    scores = (q @ k.transpose(1, 2) * chunks.scale).masked_fill(~seen, -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    for way, new, places in product(WAYS, (1, 5, 40), (40, 46)):
+        with case(way, new, places):
+            shape = (NUM_KV_HEADS, places if new == 40 else window - 1 + new, HEAD_DIM)
+            keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+            found = []
+            for start in range(0, count, new):
+                few = tuple(each[start : start + new] for each in given)
+                angles = (torch.ones(len(few[0]), 0), torch.ones(len(few[0]), 0))
+                cache = LayerCache(keys, values, start)
+                found.append(operations_of(way).attend(few, None, angles, False, cache, chunks, window, None))  # type: ignore[arg-type]  # three
+            assert (torch.cat(found) - expected).abs().max() < 1e-5

@@ -51,6 +51,17 @@ _YARN: Values = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+_MISTRAL: Values = {
+    "n_routed_experts": 8,
+    "rope_parameters": _YARN
+    | {
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3,
+        "partial_rotary_factor": 1 / 3,
+    },
+}
 SHAPES: dict[str, Values] = {
     "minimax_m2": {
         "num_key_value_heads": 2,
@@ -91,6 +102,22 @@ SHAPES: dict[str, Values] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
     },
+    "hunyuan_v1_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 6,
+        "moe_topk": 2,
+        "intermediate_size": 48,
+    },
+    "exaone_moe": _EXPERTS
+    | {
+        "head_dim": 32,
+        "num_experts": 8,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+    },
+    "mistral4": _EXPERTS | _LATENT | _MISTRAL,
+    "mistral3": _EXPERTS | _LATENT | _MISTRAL | {"model_type": "mistral4", "tie_word_embeddings": False},
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
     "qwen3_vl_moe": {
@@ -130,6 +157,32 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     },
+    "hunyuan_v1_moe": {
+        "fixed alpha, bias, tied head": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0},
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "keys for every head": {"num_key_value_heads": 4},
+    },
+    "exaone_moe": {
+        "window everywhere, groups": {"layer_types": ["sliding_attention"] * 3, "n_group": 4, "topk_group": 2},
+        "window on one layer, yarn, not normalized": {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN,
+        },
+        "dense last layer": {"mlp_layer_types": ["sparse", "sparse", "dense"]},
+    },
+    "mistral4": {
+        "dense layer, no query latent, scaled": {
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 2.5,
+        },
+        "rotated in halves, not normalized": {"rope_interleave": False, "norm_topk_prob": False},
+    },
+    "mistral3": {"tied head": {"tie_word_embeddings": True}},
     "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
     "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
     "solar_open": {
@@ -166,7 +219,21 @@ _GLM_VISION: Values = {
 }
 MULTIMODAL: dict[str, Multimodal] = {
     "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
+    "mistral3": Multimodal(
+        {
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+    ),
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.
-OTHER_PARTS = ("model.visual",)
+OTHER_PARTS = ("model.visual", "model.vision_tower", "model.multi_modal_projector")

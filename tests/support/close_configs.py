@@ -23,6 +23,8 @@ class Close:
         return f"{self.family}: {', '.join(self.changes)}"
 
 
+# The scalings of positions of families that have others than yarn.
+SCALINGS = {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic with an alpha"}
 OUTSIDE = ("quantization_config",)  # keys of a multimodal config that are not the text model's
 _ONLY = "only {} is supported".format
 _GROUPS = (
@@ -35,7 +37,7 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            f"rope_type 'linear' is not supported; supported: default, {'longrope' if family == 'phimoe' else 'yarn'}",
+            f"rope_type 'linear' is not supported; supported: default, {SCALINGS.get(family, 'yarn')}",
         )
         for family in ROTARY
     ),
@@ -43,9 +45,8 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"rope_parameters": (YARN if family == "phimoe" else LONGROPE) | {"rope_theta": 1e4}},
-            "rope_type 'yarn' is not supported; supported: default, longrope"
-            if family == "phimoe"
-            else "rope_type 'longrope' is not supported; supported: default, yarn",
+            f"rope_type '{'yarn' if family == 'phimoe' else 'longrope'}' is not supported; supported: default, "
+            + SCALINGS.get(family, "yarn"),
         )
         for family in ROTARY
     ),
@@ -74,7 +75,7 @@ CLOSE: tuple[Close, ...] = (
     *(
         Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; " + _ONLY("1.0"))
         for family in ROTARY
-        if family not in PARTLY_ROTATED
+        if family not in (*PARTLY_ROTATED, "mistral3", "mistral4")
     ),
     *(
         Close(
@@ -211,6 +212,55 @@ CLOSE: tuple[Close, ...] = (
     Close("glm4v_moe", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close(
         "granitemoeshared", {"shared_intermediate_size": -1}, "shared_intermediate_size is -1, expected 0 to 2^31 - 1"
+    ),
+    *(
+        Close(family, changes, message)
+        for family in ("mistral3", "mistral4")
+        for changes, message in (
+            ({"n_group": 2}, "n_group is 2; " + _ONLY("1")),
+            ({"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+            ({"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+            ({"sliding_window": 7}, "sliding_window is 7; " + _ONLY("None")),
+            ({"head_dim": 8}, "head_dim is 8; " + _ONLY("24")),
+            (
+                {"rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 1 / 3}},
+                "key 'llama_4_scaling_beta' is missing, expected a number",
+            ),
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1 / 3}},
+                "rope_parameters is not of rope_type 'yarn'; only that is supported",
+            ),
+        )
+    ),
+    Close("hunyuan_v1_moe", {"use_qk_norm": False}, "use_qk_norm is False; " + _ONLY("True")),
+    Close("hunyuan_v1_moe", {"use_cla": True}, "use_cla is True; " + _ONLY("False")),
+    Close("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "moe_topk is [2, 1, 2]; " + _ONLY("[2, 2, 2]")),
+    Close("hunyuan_v1_moe", {"num_shared_expert": [1, 2, 1]}, "num_shared_expert is [1, 2, 1]; " + _ONLY("[1, 1, 1]")),
+    Close("hunyuan_v1_moe", {"moe_intermediate_size": 64}, "moe_intermediate_size is 64; " + _ONLY("48")),
+    Close("hunyuan_v1_moe", {"moe_layer_num_skipped": 1}, "moe_layer_num_skipped is 1; " + _ONLY("0")),
+    Close("hunyuan_v1_moe", {"attention_head_dim": 16}, "attention_head_dim is 16; " + _ONLY("32")),
+    Close(
+        "hunyuan_v1_moe",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type 'dynamic' is not supported; supported: default, dynamic with an alpha",
+    ),
+    Close("exaone_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("exaone_moe", {"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),
+    Close(
+        "exaone_moe",
+        {"is_moe_layer": [True] * 3},
+        "is_moe_layer is [True, True, True]; " + _ONLY("[False, True, True]"),
+    ),
+    Close("exaone_moe", {"sliding_window": None}, "key 'sliding_window' is missing, expected a value or null"),
+    Close(
+        "exaone_moe",
+        {"layer_types": None, "sliding_window_pattern": "LLG"},
+        "sliding_window_pattern is 'LLG', expected a whole number",
+    ),
+    Close(
+        "exaone_moe",
+        {"layer_types": ["full_attention"] * 3},
+        "windowed_layers must list some decoder layers, but not all, in rising order",
     ),
     Close("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; " + _ONLY("0")),
     Close("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; " + _ONLY("False")),

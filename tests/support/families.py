@@ -185,7 +185,7 @@ BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
 # Whose published checkpoints have all experts of a layer in one tensor.
-FUSED_ALWAYS = ("granitemoe", "granitemoeshared", "gpt_oss", "qwen3_vl_moe")
+FUSED_ALWAYS = ("granitemoe", "granitemoeshared", "gpt_oss", "mistral3", "mistral4", "qwen3_vl_moe")
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2")  # which read a share of each head that is rotated
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
@@ -397,7 +397,7 @@ def class_of(model_type: str) -> Any:
     """The class of transformers that makes models of this kind."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-    if model_type in MULTIMODAL:
+    if model_type in MULTIMODAL or model_type == "mistral4":  # of which transformers has no other entry
         return AutoModelForMultimodalLM
     return AutoModelForSeq2SeqLM if model_type in WITH_ENCODER else AutoModelForCausalLM
 

@@ -79,13 +79,19 @@ PUBLISHED = (
     Published("glm-4.5v", "106", "12", "94.208", ("embed", "head"), ("embed", "head")),
     Published("solar-open-100b", "102.6", "12"),
     Published("hy3-preview-base", "295", "21"),
+    Published("hunyuan-a13b-instruct", "80", "13"),
+    Published("k-exaone-236b-a23b", "236", "23"),
+    Published("mistral-small-4", "119", "6"),
     Published("switch-base-16", "1.1", "0.223"),
     Published("switch-base-128", "7.4", "0.22"),
     Published("switch-large-128", "26", "0.74"),
 )
 
-# Families of which no public copy of a real config.json was found, and what was looked for.
-UNPUBLISHED = {"granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid"}
+# Families of which no public copy of a real config.json was found, and why.
+UNPUBLISHED = {
+    "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
+    "mistral4": "its models are published inside multimodal checkpoints, mistral3",
+}
 
 
 def spec_of(published: Published) -> ModelSpec:

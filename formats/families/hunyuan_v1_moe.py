@@ -1,0 +1,75 @@
+"""Hunyuan-A13B. Source: transformers, models/hunyuan_v1_moe; Tencent (2025)."""
+
+from moe_pack.formats import MATRICES, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    attention_bias,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+)
+
+_MLP = "model.layers.{i}.mlp."
+
+
+def _read_config(config: Config) -> ModelSpec:
+    num_layers = config.num_layers()
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("use_qk_norm", True)
+    config.only("use_mixed_mlp_moe", True)
+    config.only("use_cla", False)
+    config.only("mlp_bias", False)
+    config.only("moe_layer_num_skipped", 0)
+    config.only("norm_type", "rms")
+    config.only("use_mla", False)
+    # A published config has a list with a value for each layer.
+    size = config.whole("intermediate_size")
+    config.only_each("moe_intermediate_size", size, num_layers)
+    config.only_each("num_shared_expert", 1, num_layers)
+    config.only(
+        "attention_head_dim",
+        config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")),
+    )
+    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="rotated_head", own_keys=True)
+    router = RouterSpec(
+        "softmax_topk",
+        config.each_whole(config.either("num_experts", "num_local_experts"), num_layers),
+        config.each_whole(config.either("moe_topk", "num_experts_per_tok"), num_layers),
+        normalize=True,
+    )
+    return read_decoder(
+        config,
+        "hunyuan_v1_moe",
+        attention,
+        read_rope(config, attention.head_dim, scalings=("ntk_alpha",)),
+        router,
+        size,
+        dense_size_key=None,
+        shared_expert=SharedExpertSpec(size, gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+    )
+
+
+HUNYUAN_V1_MOE = Family(
+    model_type="hunyuan_v1_moe",
+    short_names={
+        "hunyuan-a13b": "tencent/Hunyuan-A13B-Instruct",
+        "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct",
+    },
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.query_layernorm.weight",
+        "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.key_layernorm.weight",
+        "layers.{i}.router": _MLP + "gate.wg.weight",
+        **{f"layers.{{i}}.shared.{matrix}": f"{_MLP}shared_mlp.{matrix}_proj.weight" for matrix in MATRICES},
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    ignored_keys=frozenset(
+        {"eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "org_vocab_size", "pad_id", "pretraining_tp"}
+    ),
+)

@@ -1,0 +1,39 @@
+"""Models that the GPU's engine does not run: refused by name, in runs and in plans, and run by the CPU."""
+
+from cases import case
+from specs import ANSWERING, GROUPED, LATENT, Values, changed
+
+from moe_pack.formats import ModelSpec, RunError
+from moe_pack.runtime.options import EngineOptions, cpu_only
+
+TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": False, "is_unrotated": False}
+PLAIN = changed(GROUPED, "attention qk_norm", "none")
+REFUSED: list[tuple[ModelSpec, str]] = [
+    (ANSWERING, "an encoder"),
+    (changed(PLAIN, "attention temperature", TEMPERATURE), "attention temperature"),
+    (changed(LATENT, "attention temperature", TEMPERATURE), "attention temperature"),
+    (changed(GROUPED, "attention rotated_layers", [0]), "layers that do not rotate"),
+    (changed(GROUPED, "attention chunked", True), "attention in chunks"),
+    (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),
+    (changed(GROUPED, "attention qk_norm", "unit"), "norms of rotated heads"),
+]
+
+
+def test_what_a_gpu_does_not_run_is_refused_by_name() -> None:
+    options = EngineOptions(device="cuda")
+    for spec, part in REFUSED:
+        with case(part):
+            assert cpu_only(spec) == part
+            try:
+                options.check_gpu(spec)
+            except RunError as refused:
+                assert str(refused) == f"--device cuda does not support models with {part}; use --device cpu"
+            else:
+                raise AssertionError("accepted")
+
+
+def test_what_a_gpu_runs_is_accepted() -> None:
+    for spec in (GROUPED, LATENT, PLAIN):
+        with case(spec.family, spec.attention):
+            assert cpu_only(spec) is None
+            EngineOptions(device="cuda").check_gpu(spec)
