@@ -39,7 +39,7 @@ from moe_pack.formats import (
     option,
     size_text,
 )
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.commands import Stage, read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
 from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, RotationVectors, read_account
@@ -47,7 +47,7 @@ from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.safetensors import DTYPE_BYTES
 from moe_pack.formats.sidecar import read_sidecar
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, read_size
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,

@@ -1,6 +1,6 @@
 """Packs and checkpoints on disk: model specifications, the pack format, its readers and its writers."""
 
-from moe_pack.formats.commands import NO_PROGRESS, Progress, option
+from moe_pack.formats.commands import NO_PROGRESS, Progress, option, size_text
 from moe_pack.formats.errors import CheckpointError, ConversionError, PackError, PlanError, RunError, UsageError
 from moe_pack.formats.json_files import canonical, dump, load, parse
 from moe_pack.formats.layout import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
@@ -29,7 +29,6 @@ from moe_pack.formats.spec import (
     Selector,
     SharedExpertSpec,
     dense_roles,
-    size_text,
 )
 
 __all__ = [

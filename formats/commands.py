@@ -8,14 +8,18 @@ If a field's type is another dataclass with options, the command gets these opti
 is None unless the user gives its option without a default. A class may have a method `check`, which is called once all
 its options are read.
 
-Long work reports its progress in stages, one after another, each of a known size.
+Long work reports its progress in stages, one after another, each of a known size. Sizes in bytes, which many options
+are, are formatted and parsed here too.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal, Protocol, cast
 
 _KEY = "option"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = ("", "K", "M", "G", "T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +146,29 @@ class _NoProgress:
 
 
 NO_PROGRESS: Progress = _NoProgress()
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns bytes as text: 1023 B, 4.2 KiB, 26.1 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def parse_size(text: str) -> int | None:
+    """Returns the bytes in a text such as 11G, 1.5 GiB or 800m (powers of 1024); None if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
+
+
+def read_size(text: str) -> int:
+    """Returns the bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+
+    Raises:  ValueError if it is none of these.
+    """
+    num_bytes = parse_size(text)
+    if not num_bytes:
+        raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
+    return num_bytes

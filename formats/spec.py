@@ -10,12 +10,9 @@ The file also has what follows from a spec alone:
 - the size of a model: parameters, parameters that one token uses, values in the key-value cache;
 - `spec_fault`, which says whether a spec describes a model that can run. It guards foreign `config.json` files and
   manifests alike; docs/format.md lists its rules in section 12.
-
-Sizes in bytes are formatted and parsed here too.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -444,10 +441,6 @@ def _relative(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]
     yield DenseRole(f"{name}.o", (d, width), True)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_UNITS = ("", "K", "M", "G", "T")
-
-
 def num_parameters(spec: ModelSpec) -> int:
     """Returns the number of all weights: dense (a tied head counts once) and of all experts."""
     return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
@@ -509,32 +502,6 @@ def with_repeats(spec: ModelSpec, repeats: int) -> ModelSpec:
     """Returns the spec of a pack in which so many neurons of each expert have two rows; 0: the source's spec."""
     size = spec.expert.source_size + repeats
     return replace(spec, expert=replace(spec.expert, intermediate_size=size, repeats=repeats))
-
-
-def size_text(num_bytes: float) -> str:
-    """Returns bytes as text: 1023 B, 4.2 KiB, 26.1 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
-
-
-def parse_size(text: str) -> int | None:
-    """Returns the bytes in a text such as 11G, 1.5 GiB or 800m (powers of 1024); None if it is not a size."""
-    match = _SIZE.fullmatch(text.strip())
-    return None if match is None else int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
-
-
-def read_size(text: str) -> int:
-    """Returns the bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
-
-    Raises:  ValueError if it is none of these.
-    """
-    num_bytes = parse_size(text)
-    if not num_bytes:
-        raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
-    return num_bytes
 
 
 # Limits, so that a hostile config cannot make us enumerate much. The largest published model has 31k experts in 128

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.spec import parse_size
+from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import Sampler, context_for, generate
 from moe_pack.runtime.options import EngineOptions

@@ -76,11 +76,11 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import given
+from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
-from moe_pack.formats.spec import read_size, with_repeats
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import operations_for
 

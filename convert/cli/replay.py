@@ -15,7 +15,8 @@ from moe_pack.convert.cli.options import known_facts
 from moe_pack.convert.plan import held_out_passes
 from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.spec import first_moe_layers, read_size
+from moe_pack.formats.commands import read_size
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
 from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
 from moe_pack.runtime.cpu import is_available

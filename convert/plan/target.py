@@ -44,10 +44,10 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.commands import given
+from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import format_fault, uniform_dense
-from moe_pack.formats.spec import SELECTORS, read_size
+from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime import MachineFacts, total_bytes
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.offload import Passes, least_budget

@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 from moe_pack.formats import UsageError, option
 from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.commands import given
-from moe_pack.formats.spec import read_size
+from moe_pack.formats.commands import given, read_size
 
 
 @dataclass(frozen=True, slots=True)
