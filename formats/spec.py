@@ -19,6 +19,8 @@ from itertools import pairwise
 from typing import Literal
 
 from moe_pack.formats.json_files import added
+from moe_pack.formats.mixers import MixerSpec
+from moe_pack.formats.mixers.kinds import mixer_fault
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -31,10 +33,14 @@ NeuronFunction = Literal["silu", "relu", "clamped_swiglu"]
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """`rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`. `eps` is added to the square."""
+    """`rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`. `eps` is added to the square.
+
+    `zero_centered`: weights are stored less 1, also those of queries' and keys' norms.
+    """
 
     kind: Literal["rms", "layer"]
     eps: float
+    zero_centered: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,10 @@ class GroupedQuerySpec:
     `windowed_layers`: the layers, rising, to which the window applies; null means all. `sinks`: each query head has a
     logit of its own in its softmax, to which no value belongs. `rotated_layers`: the layers, rising, that rotate
     queries and keys; null means all. `chunked`: the window does not slide: a position sees those before it back to the
-    last multiple of `sliding_window`.
-    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss.
+    last multiple of `sliding_window`. `gated`: the projection of queries has a gate after each head's query; the head's
+    output is multiplied by its sigmoid.
+    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
+    transformers, models/qwen3_next.
     """
 
     kind: Literal["grouped_query"]
@@ -79,6 +87,7 @@ class GroupedQuerySpec:
     rotated_layers: tuple[int, ...] | None = added(None)
     chunked: bool = added(False)
     temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
+    gated: bool = added(False)
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
@@ -285,7 +294,8 @@ class ModelSpec:
     The other layers have one dense expert of `dense_intermediate_size` for every token (null if there are none).
     `encoder`: null if all layers are a decoder's. `rope`: null if attention is not rotary.
     The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
-    and logits are divided by `logits_scaling`.
+    and logits are divided by `logits_scaling`. `mixer`: what some layers have in place of attention; null if all have
+    attention.
     """
 
     family: str
@@ -307,11 +317,16 @@ class ModelSpec:
     expert: ExpertSpec
     shared_expert: SharedExpertSpec | None
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
+    mixer: MixerSpec | None = added(None)  # noqa: RUF009
+
+    def mixer_of(self, layer: int) -> MixerSpec | None:
+        """Returns the mixer of a layer; None if the layer has attention."""
+        return self.mixer if self.mixer is not None and layer in self.mixer.layers else None
 
     @property
     def rotation(self) -> RopeSpec:
         """The rotary positions, if attention is rotary."""
-        assert self.rope is not None, "a checked spec: grouped and latent attention rotate"
+        assert self.rope is not None, "GPUs run models with rotary positions alone"
         return self.rope
 
 
@@ -337,11 +352,15 @@ def record_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[M
 
 @dataclass(frozen=True, slots=True)
 class DenseRole:
-    """A dense tensor: its name in the pack, its shape (matrices `[out, in]`), and whether it may be quantized."""
+    """A dense tensor: its name in the pack, its shape (matrices `[out, in]`), and whether it may be quantized.
+
+    `offset` is added to each stored value.
+    """
 
     name: str
     shape: tuple[int, ...]
     quantizable: bool
+    offset: float = 0.0
 
 
 def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
@@ -350,8 +369,8 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     moe_layers = frozenset(spec.moe_layers)
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
-        layer = _layer(spec, i in moe_layers, is_crossing=spec.encoder is not None and i >= num_encoding)
-        roles += [DenseRole(f"layers.{i}.{role.name}", role.shape, role.quantizable) for role in layer]
+        layer = _layer(spec, i in moe_layers, spec.mixer_of(i), spec.encoder is not None and i >= num_encoding)
+        roles += [replace(role, name=f"layers.{i}.{role.name}") for role in layer]
     if isinstance(spec.attention, RelativeSpec):
         table = (spec.attention.num_buckets, spec.attention.num_heads)
         stacks = ("",) if spec.encoder is None else ("encoder_", "")
@@ -366,10 +385,13 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     return tuple(roles)
 
 
-def _layer(spec: ModelSpec, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
+def _layer(spec: ModelSpec, has_experts: bool, mixer: MixerSpec | None, is_crossing: bool) -> Iterator[DenseRole]:
     yield from _norm(spec, "attention_norm")
-    if isinstance(spec.attention, GroupedQuerySpec):
-        yield from _grouped_query(spec.attention, spec.hidden_size)
+    if mixer is not None:
+        for role in mixer.roles(spec.hidden_size):
+            yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
+    elif isinstance(spec.attention, GroupedQuerySpec):
+        yield from _grouped_query(spec.attention, spec.hidden_size, spec.norm)
     elif isinstance(spec.attention, LatentSpec):
         yield from _latent(spec.attention, spec.hidden_size)
     else:
@@ -393,8 +415,12 @@ def _layer(spec: ModelSpec, has_experts: bool, is_crossing: bool) -> Iterator[De
             yield DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
+def _offset(norm: NormSpec) -> float:
+    return 1.0 if norm.zero_centered else 0.0
+
+
 def _norm(spec: ModelSpec, name: str) -> list[DenseRole]:
-    weight = DenseRole(name, (spec.hidden_size,), False)
+    weight = DenseRole(name, (spec.hidden_size,), False, _offset(spec.norm))
     return [weight] if spec.norm.kind == "rms" else [weight, DenseRole(f"{name}_bias", (spec.hidden_size,), False)]
 
 
@@ -404,9 +430,9 @@ def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRo
         yield DenseRole(f"{name}.{matrix}", (d, f) if matrix == "down" else (f, d), True)
 
 
-def _grouped_query(attention: GroupedQuerySpec, d: int) -> Iterator[DenseRole]:
+def _grouped_query(attention: GroupedQuerySpec, d: int, norm: NormSpec) -> Iterator[DenseRole]:
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    shapes = {"q": (2 * q if attention.gated else q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
     for name, shape in shapes.items():
         yield DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
@@ -415,8 +441,8 @@ def _grouped_query(attention: GroupedQuerySpec, d: int) -> Iterator[DenseRole]:
         yield DenseRole("attention.sinks", (attention.num_heads,), False)
     if attention.qk_norm not in ("none", "unit"):
         whole = attention.qk_norm == "projection"
-        yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False)
-        yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False)
+        yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, _offset(norm))
+        yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, _offset(norm))
 
 
 def _latent(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
@@ -458,7 +484,17 @@ def cached_values(spec: ModelSpec) -> int:
     """
     if spec.encoder is not None:
         return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
-    return spec.num_hidden_layers * _layer_values(spec)
+    return (spec.num_hidden_layers - num_mixers(spec)) * _layer_values(spec)
+
+
+def num_mixers(spec: ModelSpec) -> int:
+    """Returns the number of layers with a mixer in place of attention."""
+    return 0 if spec.mixer is None else len(spec.mixer.layers)
+
+
+def state_values(spec: ModelSpec) -> int:
+    """Returns the values in the states of all layers without attention, float32, whatever the length of the text."""
+    return 0 if spec.mixer is None else len(spec.mixer.layers) * spec.mixer.state.num_values
 
 
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
@@ -470,7 +506,12 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the tokens that a decoder layer caches: all, or with a window the chunk and what its first token sees."""
+    """Returns the tokens that a decoder layer caches: all, or with a window the chunk and what its first token sees.
+
+    A layer without attention caches none.
+    """
+    if spec.mixer_of(layer) is not None:
+        return 0
     window = _window(spec, layer)
     return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
 
@@ -521,6 +562,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _numbers_fault(spec)
         or _attention_fault(spec)
         or _encoder_fault(spec)
+        or _mixer_fault(spec)
         or _rope_fault(spec.rope, spec.attention)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
@@ -659,10 +701,19 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
     return None
 
 
+def _mixer_fault(spec: ModelSpec) -> str | None:
+    if spec.mixer is not None and spec.encoder is not None:
+        return "a model with an encoder cannot have a mixer in place of attention"
+    if spec.norm.zero_centered and (spec.norm.kind != "rms" or not isinstance(spec.attention, GroupedQuerySpec)):
+        return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
+    return None if spec.mixer is None else mixer_fault(spec.mixer, spec.num_hidden_layers)
+
+
 def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
-    if isinstance(attention, RelativeSpec) or rope is None:
-        fits = isinstance(attention, RelativeSpec) and rope is None
-        return None if fits else f"{attention.kind} attention {'needs' if rope is None else 'cannot have'} rope"
+    if rope is None:
+        return None
+    if isinstance(attention, RelativeSpec):
+        return f"{attention.kind} attention cannot have rope"
     width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
     if rope.rotary_dim % 2 or rope.rotary_dim > width:
         return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"

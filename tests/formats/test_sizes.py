@@ -1,9 +1,16 @@
 """Sizes that follow from a spec, against sums made by hand."""
 
 from cases import case
-from specs import GROUPED, LATENT, changed
+from specs import GROUPED, HYBRID, LATENT, changed
 
-from moe_pack.formats.spec import cache_values, cached_tokens, cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.spec import (
+    cache_values,
+    cached_tokens,
+    cached_values,
+    num_active_parameters,
+    num_parameters,
+    state_values,
+)
 
 EXPERT = 3 * 48 * 64  # gate, up and down of each routed expert below
 EMBEDDING = 96 * 64
@@ -40,6 +47,24 @@ def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_ch
     assert cache_values(LATENT, 100, 10) == 100 * cached_values(LATENT)
 
 
+def test_a_layer_without_attention_has_a_state_of_fixed_size_instead() -> None:
+    conv, recurrent = 3 * (2 * 2 * 16 + 4 * 24), 4 * 16 * 24
+    assert state_values(HYBRID) == 2 * (conv + recurrent)
+    assert cached_values(HYBRID) == 2 * 2 * 32
+    assert [cached_tokens(HYBRID, layer, 100, 10) for layer in range(3)] == [0, 100, 0]
+    assert cache_values(HYBRID, 100, 10) == 100 * cached_values(HYBRID)
+    assert state_values(GROUPED) == 0
+
+
+def test_a_mixer_counts_its_projections_kernel_and_decays() -> None:
+    qkvz, ba, conv, o = 64 * (2 * 32 + 2 * 96), 64 * 8, 4 * (2 * 32 + 96), 96 * 64
+    mixer = qkvz + ba + conv + 4 + 4 + 24 + o
+    attention = 64 * (2 * 128 + 2 * 64) + 128 * 64 + 2 * 32
+    others = 6 * 64 + 64 + 2 * 96 * 64 + 2 * (6 * 64 + 3 * 40 * 64 + 64) + 3 * 80 * 64 + 2 * 6 * EXPERT
+    assert num_parameters(HYBRID) == 2 * mixer + attention + others
+    assert num_parameters(changed(HYBRID, "mixer interleaved", False)) == num_parameters(HYBRID)
+
+
 def test_each_part_of_a_model_counts_its_weights() -> None:
     cases = [
         (GROUPED, "tied_head", True, -EMBEDDING),
@@ -59,6 +84,8 @@ def test_each_part_of_a_model_counts_its_weights() -> None:
         (GROUPED, "router logit_bias", True, 2 * 6),
         (GROUPED, "attention sinks", True, 3 * 4),
         (GROUPED, "attention windowed_layers", [1], 0),
+        (GROUPED, "attention gated", True, 3 * (128 * 64 + 128)),
+        (GROUPED, "norm zero_centered", True, 0),
         (GROUPED, "rope rotary_dim", 16, 0),
         (GROUPED, "attention sliding_window", None, 0),
         (LATENT, "attention q_lora_rank", None, 2 * (96 * 64 - 40 * 64 - 40 - 96 * 40)),

@@ -1,10 +1,11 @@
 """Every rule of what a model can be: a spec just beyond it, and the nearest that is allowed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cases import case
-from specs import ANSWERING, GROUPED, LATENT, LONGROPE, YARN, Values, changed
+from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.spec import spec_fault
@@ -35,6 +36,11 @@ SIZES: list[tuple[ModelSpec, str, str]] = [
     (LATENT, "attention qk_nope_head_dim", "qk_nope_head_dim"),
     (LATENT, "attention qk_rope_head_dim", "qk_rope_head_dim"),
     (LATENT, "attention v_head_dim", "v_head_dim"),
+    (HYBRID, "mixer num_key_heads", "mixer num_key_heads"),
+    (HYBRID, "mixer num_value_heads", "mixer num_value_heads"),
+    (HYBRID, "mixer key_head_dim", "mixer key_head_dim"),
+    (HYBRID, "mixer value_head_dim", "mixer value_head_dim"),
+    (HYBRID, "mixer conv_kernel", "mixer conv_kernel"),
 ]
 
 
@@ -43,7 +49,7 @@ def assert_refused_beside_legal(spec: ModelSpec, path: str, wrong: object, right
     assert spec_fault(changed(spec, path, wrong)) == message
 
 
-@pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
+@pytest.mark.parametrize("spec", [GROUPED, LATENT, HYBRID], ids=["grouped", "latent", "hybrid"])
 def test_the_specs_the_faults_start_from_can_be(spec: ModelSpec) -> None:
     assert spec_fault(spec) is None
 
@@ -159,9 +165,9 @@ def test_an_encoder_or_relative_attention_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped_query", "latent"])
-def test_rotary_attention_has_a_rope_and_no_encoder(spec: ModelSpec) -> None:
+def test_rotary_attention_may_have_no_rope_and_has_no_encoder(spec: ModelSpec) -> None:
     kind = spec.attention.kind
-    assert spec_fault(changed(spec, "rope", None)) == f"{kind} attention needs rope"
+    assert spec_fault(changed(spec, "rope", None)) is None
     encoder = {"num_layers": 1, "start_token": 0}
     assert (
         spec_fault(changed(spec, "encoder", encoder))
@@ -408,3 +414,32 @@ def test_a_unit_norm_is_refused_where_rotation_changes_a_head_s_length() -> None
         with case(scaling["kind"]):
             message = f"qk_norm is unit, but {scaling['kind']} multiplies rotated heads, which a unit norm undoes"
             assert_refused_beside_legal(unit, "rope scaling", scaling, LLAMA3, message)
+
+
+def test_a_mixer_that_cannot_be_is_refused() -> None:
+    layers = "mixer layers must list decoder layers, at least one, in rising order"
+    cases = [
+        ("mixer layers", [], [0], layers),
+        ("mixer layers", [1, 0], [0, 1], layers),
+        ("mixer layers", [1, 1], [1], layers),
+        ("mixer layers", [-1, 1], [0, 1, 2], layers),
+        ("mixer layers", [0, 3], [0, 2], layers),
+        ("mixer num_key_heads", 3, 4, "4 value heads cannot share 3 keys"),
+        ("mixer conv_kernel", 65, 64, "mixer conv_kernel is 65, expected at most 64"),
+        ("mixer key_head_dim", 2**25, 2**20, f"a mixer's state has {4 * 24 * 2**25 + 3 * (4 * 2**25 + 96)} values, "
+         "expected at most 2^31"),
+    ]  # fmt: skip
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            assert_refused_beside_legal(HYBRID, path, wrong, right, message)
+
+
+def test_a_zero_centered_norm_that_cannot_be_is_refused() -> None:
+    message = "a zero-centered norm needs kind rms and grouped_query attention, found {}"
+    assert spec_fault(changed(HYBRID, "norm kind", "layer")) == message.format("layer")
+    assert_refused_beside_legal(LATENT, "norm zero_centered", True, False, message.format("rms"))
+
+
+def test_a_mixer_in_a_model_with_an_encoder_is_refused() -> None:
+    message = "a model with an encoder cannot have a mixer in place of attention"
+    assert spec_fault(replace(ANSWERING, mixer=HYBRID.mixer)) == message

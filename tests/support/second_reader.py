@@ -367,7 +367,11 @@ class SecondReader:
             rows = self._layout_of_dense(role)
             return rows.decode(np.frombuffer(raw, np.uint8).reshape(shape), role)["weight"]
         values = np.frombuffer(raw, NUMPY_DTYPES[dtype]).reshape(shape)
-        return bf16(values) if dtype == "BF16" else values.astype(np.float32)
+        stored = bf16(values) if dtype == "BF16" else values.astype(np.float32)
+        is_centered = self.manifest["model"]["norm"].get("zero_centered", False)
+        if is_centered and role.endswith("norm") and not role.endswith(".mixer.out_norm"):
+            return stored + np.float32(1)
+        return stored
 
     @property
     def dense_roles(self) -> list[str]:
@@ -506,7 +510,10 @@ class SecondReader:
         model, d = self.manifest["model"], self._d
         shapes: list[tuple[str, Shape]] = [("embed", (model["vocab_size"], d))]
         for i in range(model["num_hidden_layers"]):
-            layer = [*self._norm_shapes("attention_norm"), *attention_shapes(model["attention"], d)]
+            mixer = model.get("mixer")
+            is_mixer = mixer is not None and i in mixer["layers"]
+            first = mixer_shapes(mixer, d) if is_mixer else attention_shapes(model["attention"], d)
+            layer = [*self._norm_shapes("attention_norm"), *first]
             if model.get("encoder") is not None and i >= model["encoder"]["num_layers"]:
                 layer += self._norm_shapes("cross_norm")
                 layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
@@ -558,7 +565,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
     if attention["kind"] == "grouped_query":
         size = attention["head_dim"]
         q, kv = attention["num_heads"] * size, attention["num_kv_heads"] * size
-        for name, shape in {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}.items():
+        queries = 2 * q if attention.get("gated", False) else q
+        for name, shape in {"q": (queries, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}.items():
             shapes.append((name, shape))
             if name in attention["bias"]:
                 shapes.append((f"{name}_bias", (shape[0],)))
@@ -581,3 +589,73 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
         shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
         shapes.append(("o", (d, h * v)))
     return [(f"attention.{role}", shape) for role, shape in shapes]
+
+
+def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The roles of a layer's mixer (section 9)."""
+    shapes = {"gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2}
+    kind = mixer["kind"]
+    require(kind in (*shapes, "short_conv"), "manifest.json: kind of mixer")
+    return [(f"mixer.{role}", shape) for role, shape in shapes.get(kind, short_conv)(mixer, d)]
+
+
+def gated_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, taps = mixer["num_value_heads"], mixer["conv_kernel"]
+    v = h * mixer["value_head_dim"]
+    c = 2 * mixer["num_key_heads"] * mixer["key_head_dim"] + v
+    if mixer["interleaved"]:
+        shapes: list[tuple[str, Shape]] = [("qkvz", (c + v, d)), ("ba", (2 * h, d))]
+    else:
+        shapes = [("qkv", (c, d)), ("z", (v, d)), ("b", (h, d)), ("a", (h, d))]
+    shapes += [("conv", (c * taps,)), ("a_log", (h,)), ("dt_bias", (h,)), ("out_norm", (mixer["value_head_dim"],))]
+    return [*shapes, ("o", (d, v))]
+
+
+def kimi_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, size, taps = mixer["num_heads"], mixer["head_dim"], mixer["conv_kernel"]
+    w = h * size
+    return [
+        *((name, (w, d)) for name in ("q", "k", "v")),
+        *((f"{name}_conv", (w * taps,)) for name in ("q", "k", "v")),
+        ("b", (h, d)),
+        ("decay_a", (size, d)),
+        ("decay_b", (w, size)),
+        ("a_log", (h,)),
+        ("dt_bias", (w,)),
+        ("gate_a", (size, d)),
+        ("gate_b", (w, size)),
+        ("out_norm", (size,)),
+        ("o", (d, w)),
+    ]
+
+
+def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, w = mixer["num_heads"], mixer["num_heads"] * mixer["head_dim"]
+    c = w + 2 * mixer["num_groups"] * mixer["state_size"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (w + c + h, d)),
+        ("in_bias", (w + c + h,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("a_log", (h,)),
+        ("dt_bias", (h,)),
+        ("skip", (h,)),
+        ("out_norm", (w,)),
+        ("o", (d, w)),
+        ("o_bias", (d,)),
+    ]
+    present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
+    return [(name, shape) for name, shape in shapes if present.get(name, True)]
+
+
+def short_conv(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    c = mixer["channels"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (3 * c, d)),
+        ("in_bias", (3 * c,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("o", (d, c)),
+        ("o_bias", (d,)),
+    ]
+    return [(name, shape) for name, shape in shapes if mixer["bias"] or not name.endswith("bias")]

@@ -17,6 +17,7 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.formats.mixers import GatedDeltaSpec
 from moe_pack.formats.spec import EncoderSpec, LatentSpec, RelativeSpec, RopeSpec
 
 Values = dict[str, Any]
@@ -64,6 +65,14 @@ LATENT = replace(
     rope=RopeSpec(1e4, 8, interleaved=True, scaling=None),
     router=RouterSpec("softmax_topk", 8, 3, normalize=False, n_group=4, topk_group=2, scaling_factor=16.0),
     shared_expert=SharedExpertSpec(96, gated=False),
+)
+# Three layers, the first and the last with Gated DeltaNet; gated attention in the other.
+HYBRID = replace(
+    GROUPED,
+    family="qwen3_next",
+    norm=NormSpec("rms", 1e-6, zero_centered=True),
+    attention=GroupedQuerySpec("grouped_query", 4, 2, 32, None, 32**-0.5, (), "head", gated=True),
+    mixer=GatedDeltaSpec("gated_delta_net", (0, 2), 2, 4, 16, 24, conv_kernel=4, interleaved=True),
 )
 # An encoder of two layers and a decoder of two, each stack's second with experts.
 ANSWERING = replace(

@@ -1,0 +1,342 @@
+"""The kinds of mixers: layers that mix tokens through a state of fixed size, in place of attention.
+
+    state = decay * state + what the token writes;  output = what the token reads from the state
+
+`MixerSpec` is part of a `ModelSpec`. It names the layers that have the mixer; all others have attention. Each kind has
+its sizes, and says what follows from them: its roles (`layers.{i}.mixer.{name}` in a pack), the shape of its state, and
+whether it can run. docs/format.md, section 11, says what each kind computes.
+
+A state has up to two parts, both float32: the last inputs of a short convolution, and a recurrent state of each head.
+Neither grows with the text, and neither can be cut back to an earlier position.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Shape = tuple[int, ...]
+CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
+KEYED_CHUNK_TOKENS = 16  # where decays differ by key: tables are [heads, chunk, chunk, keys]
+
+
+class MixerRole(NamedTuple):
+    """A tensor of a mixer: its name, its shape (matrices `[out, in]`), and whether it may be quantized.
+
+    The kernel of a convolution is a vector here: the taps of its first channel, then those of the second, and so on.
+    The last tap multiplies the newest input.
+    """
+
+    name: str
+    shape: Shape
+    quantizable: bool
+
+
+class StateShape(NamedTuple):
+    """The state of a layer: `conv` [earlier inputs, channels] and `recurrent` [heads, keys, values]; () for none."""
+
+    conv: Shape
+    recurrent: Shape
+
+    @property
+    def num_values(self) -> int:
+        """The number of float32 values in both parts."""
+        return sum(math.prod(shape) for shape in (self.conv, self.recurrent) if shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet: a state `[key_head_dim, value_head_dim]` for each value head, corrected towards the newest value.
+
+    `num_key_heads` queries and keys serve `num_value_heads` values. Queries, keys and values go through a causal
+    convolution of `conv_kernel` taps and silu first. `interleaved`: the projections lie together, in two matrices, key
+    head after key head; else each has its own matrix, but for queries, keys and values, which share one.
+    Source: Gated Delta Networks (2412.06464); transformers, models/qwen3_next, Qwen3NextGatedDeltaNet.
+    """
+
+    kind: Literal["gated_delta_net"]
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    interleaved: bool
+
+    @property
+    def key_width(self) -> int:
+        """The values of all key heads."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """The values of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    def roles(self, d: int) -> Iterator[MixerRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        if self.interleaved:
+            yield MixerRole("qkvz", (self.conv_channels + self.value_width, d), True)
+            yield MixerRole("ba", (2 * self.num_value_heads, d), False)
+        else:
+            yield MixerRole("qkv", (self.conv_channels, d), True)
+            yield MixerRole("z", (self.value_width, d), True)
+            yield MixerRole("b", (self.num_value_heads, d), False)
+            yield MixerRole("a", (self.num_value_heads, d), False)
+        yield MixerRole("conv", (self.conv_channels * self.conv_kernel,), False)
+        yield MixerRole("a_log", (self.num_value_heads,), False)
+        yield MixerRole("dt_bias", (self.num_value_heads,), False)
+        yield MixerRole("out_norm", (self.value_head_dim,), False)
+        yield MixerRole("o", (d, self.value_width), True)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        recurrent = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
+        return StateShape((self.conv_kernel - 1, self.conv_channels), recurrent)
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        # Projections, also in order; the convolution's inputs and outputs; queries and keys of each value head, scaled;
+        # values; what is read, normed, and gated.
+        return 5 * (self.conv_channels + self.value_width) + 4 * self.num_value_heads * self.key_head_dim
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together."""
+        rows = self.key_head_dim + self.value_head_dim
+        return self.num_value_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 4 * rows)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def fault(self) -> str | None:
+        """Why heads of these sizes cannot run; None if they can."""
+        if self.num_value_heads % self.num_key_heads:
+            return f"{self.num_value_heads} value heads cannot share {self.num_key_heads} keys"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi delta attention: Gated DeltaNet in which each of a head's `head_dim` keys has a decay of its own.
+
+    Decays, and gates of the output, come from the hidden state through `head_dim` values between two matrices.
+    Source: Kimi Linear (2510.26692), section 3; transformers, models/kimi_linear, KimiLinearDeltaAttention.
+    """
+
+    kind: Literal["kimi_delta_attention"]
+    layers: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+
+    @property
+    def head_width(self) -> int:
+        """The values of all heads."""
+        return self.num_heads * self.head_dim
+
+    def roles(self, d: int) -> Iterator[MixerRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        width, size = self.head_width, self.head_dim
+        for name in ("q", "k", "v"):
+            yield MixerRole(name, (width, d), True)
+        for name in ("q", "k", "v"):
+            yield MixerRole(f"{name}_conv", (width * self.conv_kernel,), False)
+        yield MixerRole("b", (self.num_heads, d), False)
+        yield MixerRole("decay_a", (size, d), False)
+        yield MixerRole("decay_b", (width, size), False)
+        yield MixerRole("a_log", (self.num_heads,), False)
+        yield MixerRole("dt_bias", (width,), False)
+        yield MixerRole("gate_a", (size, d), False)
+        yield MixerRole("gate_b", (width, size), False)
+        yield MixerRole("out_norm", (size,), False)
+        yield MixerRole("o", (d, width), True)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        recurrent = (self.num_heads, self.head_dim, self.head_dim)
+        return StateShape((self.conv_kernel - 1, 3 * self.head_width), recurrent)
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        return 16 * self.head_width
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together."""
+        return self.num_heads * KEYED_CHUNK_TOKENS * self.head_dim * (4 * KEYED_CHUNK_TOKENS + 12)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        return {name: getattr(self, name) for name in ("num_heads", "head_dim", "conv_kernel")}
+
+    @property
+    def fault(self) -> str | None:
+        """None: any heads can run."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Mamba-2: a state `[state_size, head_dim]` for each head, with one decay a head.
+
+    `num_groups` pairs of B and C (keys and queries) serve the heads. The convolution has a bias if `conv_bias`, both
+    projections if `proj_bias`. A step is at least `time_step_min`. The output's gate comes before its norm, which each
+    group has for itself.
+    Source: Mamba-2 (2405.21060), section 7; transformers, models/granitemoehybrid and models/nemotron_h.
+    """
+
+    kind: Literal["mamba2"]
+    layers: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int
+    conv_bias: bool
+    proj_bias: bool
+    time_step_min: float
+
+    @property
+    def head_width(self) -> int:
+        """The values of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """The channels of the convolution: values of all heads, then B and C of all groups."""
+        return self.head_width + 2 * self.num_groups * self.state_size
+
+    def roles(self, d: int) -> Iterator[MixerRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        projected = self.head_width + self.conv_channels + self.num_heads
+        yield MixerRole("in", (projected, d), True)
+        if self.proj_bias:
+            yield MixerRole("in_bias", (projected,), False)
+        yield MixerRole("conv", (self.conv_channels * self.conv_kernel,), False)
+        if self.conv_bias:
+            yield MixerRole("conv_bias", (self.conv_channels,), False)
+        for name in ("a_log", "dt_bias", "skip"):
+            yield MixerRole(name, (self.num_heads,), False)
+        yield MixerRole("out_norm", (self.head_width,), False)
+        yield MixerRole("o", (d, self.head_width), True)
+        if self.proj_bias:
+            yield MixerRole("o_bias", (d,), False)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        recurrent = (self.num_heads, self.state_size, self.head_dim)
+        return StateShape((self.conv_kernel - 1, self.conv_channels), recurrent)
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        return 5 * (self.head_width + self.conv_channels) + 4 * self.num_heads * self.state_size
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together."""
+        return self.num_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 4 * (self.state_size + self.head_dim))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        names = ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def fault(self) -> str | None:
+        """Why heads and steps like these cannot run; None if they can."""
+        if self.num_heads % self.num_groups:
+            return f"{self.num_heads} heads cannot share {self.num_groups} groups"
+        if not 0 <= self.time_step_min < 1e6:
+            return f"mixer time_step_min is {self.time_step_min}, expected from 0 to less than 1e6"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A short convolution of `channels`, between two gates: the only state is its last inputs.
+
+    The convolution and both projections have a bias if `bias`.
+    Source: transformers, models/lfm2_moe, Lfm2MoeShortConv.
+    """
+
+    kind: Literal["short_conv"]
+    layers: tuple[int, ...]
+    channels: int
+    conv_kernel: int
+    bias: bool
+
+    def roles(self, d: int) -> Iterator[MixerRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        yield MixerRole("in", (3 * self.channels, d), True)
+        if self.bias:
+            yield MixerRole("in_bias", (3 * self.channels,), False)
+        yield MixerRole("conv", (self.channels * self.conv_kernel,), False)
+        if self.bias:
+            yield MixerRole("conv_bias", (self.channels,), False)
+        yield MixerRole("o", (d, self.channels), True)
+        if self.bias:
+            yield MixerRole("o_bias", (d,), False)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        return StateShape((self.conv_kernel - 1, self.channels), ())
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        return 10 * self.channels
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together: none are."""
+        return 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        return {name: getattr(self, name) for name in ("channels", "conv_kernel")}
+
+    @property
+    def fault(self) -> str | None:
+        """None: any sizes can run."""
+        return None
+
+
+MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvSpec
+
+MAX_CONV_KERNEL = 64
+MAX_STATE_VALUES = 2**31  # of a layer
+
+
+def mixer_fault(mixer: MixerSpec, num_layers: int) -> str | None:
+    """Returns why a mixer cannot be that of a model of so many layers, or None."""
+    for name, size in mixer.sizes.items():
+        if not 0 < size < 2**31:
+            return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
+    if not mixer.layers or not all(low < high for low, high in pairwise((-1, *mixer.layers, num_layers))):
+        return "mixer layers must list decoder layers, at least one, in rising order"
+    if mixer.sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
+        return f"mixer conv_kernel is {mixer.sizes['conv_kernel']}, expected at most {MAX_CONV_KERNEL}"
+    if mixer.state.num_values > MAX_STATE_VALUES:
+        return f"a mixer's state has {mixer.state.num_values} values, expected at most 2^31"
+    return mixer.fault
