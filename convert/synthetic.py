@@ -121,7 +121,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
 
 
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
-    """Returns the values of a norm, a bias or attention sinks: float32 [role.shape[0]]."""
+    """Returns the values of a norm, a bias, attention sinks or a mixer's vector: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
     shifts = spec.norm.kind == "layer"
     if role.name == "norm":
@@ -130,7 +130,20 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, OWN, np.float32)
     if name == "mlp_norm_bias":
         return np.full(num_values, CONSTANT, np.float32)
-    return np.full(num_values, 0.0 if name.endswith(("bias", "sinks")) else 1.0, np.float32)
+    if role.name.rpartition(".")[0].endswith(".mixer") and name != "out_norm":
+        return _mixer_vector(name, num_values, stream)
+    usual = 0.0 if name.endswith(("bias", "sinks")) else 1.0 - role.offset
+    return np.full(num_values, usual, np.float32)
+
+
+def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
+    """Returns the values of a convolution's kernel, or of what decays follow from: states remember some time."""
+    generator = np.random.Generator(stream)
+    if name == "conv":
+        return generator.normal(0.0, 0.5, num_values).astype(np.float32)
+    if name == "a_log":
+        return generator.uniform(-4.0, -1.0, num_values).astype(np.float32)
+    return np.zeros(num_values, np.float32)
 
 
 def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
@@ -140,7 +153,7 @@ def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator)
     if spec.tied_head:
         embedding = dense_spread(spec, DenseRole("embed", (spec.vocab_size, num_values), True))
         size = spec.logits_scaling / (embedding.deviation * math.sqrt(num_values))
-    return (signs * size).astype(np.float32)
+    return (signs * size - (1.0 if spec.norm.zero_centered else 0.0)).astype(np.float32)
 
 
 def _branch(spec: ModelSpec) -> float:

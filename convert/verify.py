@@ -47,7 +47,7 @@ from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.safetensors import DTYPE_BYTES
 from moe_pack.formats.sidecar import read_sidecar
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, state_values
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
@@ -159,7 +159,7 @@ def _compare_dense(
     role, source = dense.role.name, checkpoint.dense_source(dense.role.name)
     place = f"dense.safetensors: {role}"
     if len(dense.role.shape) == 1:
-        if not torch.equal(read_vector(checkpoint, source), weights.vector(role)):
+        if not torch.equal(read_vector(checkpoint, source) + dense.role.offset, weights.vector(role)):
             raise PackError(f"{place}: does not match the checkpoint's {source.tensor!r}")
         return
     part = None if dense.rows is None else dense.rows.parts[0].format
@@ -339,6 +339,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "parameters": num_parameters(pack.spec),
         "active_parameters": num_active_parameters(pack.spec),
         "kv_values_per_token": cached_values(pack.spec),
+        "state_values": state_values(pack.spec),
         "selector": manifest.selector,
         "quantizer": manifest.quantizer,
         "made_with": {package.name: package.version for package in manifest.made_with},

@@ -30,6 +30,9 @@ def cpu_only(spec: ModelSpec) -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
     attention = spec.attention
     parts = {"an encoder": spec.encoder is not None}
+    if spec.mixer is not None:
+        parts[f"layers of {spec.mixer.kind}"] = True
+    parts["no rotary positions"] = spec.rope is None
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
     if isinstance(attention, GroupedQuerySpec):
@@ -37,6 +40,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "layers that do not rotate": attention.rotated_layers is not None,
             "attention in chunks": attention.chunked,
             "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
+            "gates of attention": attention.gated,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

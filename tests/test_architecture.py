@@ -21,9 +21,11 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
 # Every folder, from the ground up: a folder imports from folders that stand before it, and never from one after it.
 FLOORS = (
+    "formats.mixers",
     "formats",
     "formats.families",
     "runtime.cpu",
+    "runtime.model.mixers",
     "runtime.model",
     "runtime.offload",
     "runtime.gpu.kernels",

@@ -52,6 +52,7 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
 from moe_pack.runtime.model.layer import run_unrouted
+from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
@@ -251,7 +252,7 @@ class SequenceAttention:
         self._device = device
         if weights.spec.encoder is None:
             positions = torch.arange(sequence_length, device=device)
-            self._angles = Rope(weights.spec.rotation, device)(positions, sequence_length)
+            self._angles = Rope(weights.spec.rope, device)(positions, sequence_length)
         else:
             self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
 
@@ -260,6 +261,9 @@ class SequenceAttention:
 
         Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.
         """
+        mixer = self._spec.mixer_of(layer)
+        if mixer is not None:
+            return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles)
         cache = self._cache().layer(0)
         if self._spec.encoder is None:
             return add_attention(x, weights, layer, cache, self._angles)

@@ -82,11 +82,14 @@ def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> i
     """Returns the multiplications a token of everything but the routed experts in a layer.
 
     On average a token attends to half of a sequence; in an encoder to all of it, and in the decoder after one to all of
-    the encoder's tokens as well.
+    the encoder's tokens as well. A mixer corrects, writes and reads its whole state.
     """
     matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
+    matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
+    if (mixer := spec.mixer_of(layer)) is not None:
+        return matrix_multiplications + 3 * mixer.state.num_values
     attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
-    return sum(role.shape[0] * role.shape[1] for role in matrices) + attended * sequence_length * spec.hidden_size
+    return matrix_multiplications + attended * sequence_length * spec.hidden_size
 
 
 def expert_multiplications(spec: ModelSpec) -> int:
@@ -113,10 +116,10 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 
 
 def kind_of(spec: ModelSpec, layer: int) -> int:
-    """Returns the first layer of the same cost as this one: with or without experts, of the same stack."""
+    """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, and stack."""
 
-    def kind(layer: int) -> tuple[bool, int]:
-        return layer in spec.moe_layers, stack_of(spec, layer)
+    def kind(layer: int) -> tuple[bool, bool, int]:
+        return layer in spec.moe_layers, spec.mixer_of(layer) is None, stack_of(spec, layer)
 
     return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 

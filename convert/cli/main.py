@@ -46,7 +46,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, state_values
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.offload import Routing
@@ -126,12 +126,13 @@ def _print_model(pack: Pack) -> None:
         num_dense = spec.num_hidden_layers - len(spec.moe_layers)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
     repeats = f" and {spec.expert.repeats} stored twice" if spec.expert.repeats else ""
+    state = f" and {4 * state_values(spec):,} bytes of states" if spec.mixer is not None else ""
     rows = [
         ("model", f"{spec.family}, {len(spec.moe_layers)} layers of {experts}"),
         ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.source_size}{repeats}, "
                   f"vocabulary {spec.vocab_size}, context {spec.max_position_embeddings}"),
         ("", f"{_millions(num_parameters(spec))} parameters, {_millions(num_active_parameters(spec))} active a token, "
-             f"{4 * cached_values(spec):,} bytes of KV cache a token (float32)"),
+             f"{4 * cached_values(spec):,} bytes of KV cache a token{state} (float32)"),
         ("pack", f"format {manifest.version}, selector {manifest.selector}, quantizer {manifest.quantizer}, "
                  f"{bits_per_weight(pack):.2f} bits an expert weight"),
         ("root", manifest.root),

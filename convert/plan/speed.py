@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import cache_values, first_moe_layers
+from moe_pack.formats.spec import cache_values, first_moe_layers, state_values
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.gpu.fit import BF16_BYTES
 from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
@@ -464,7 +464,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
     """Returns the seconds of the dense part for one token, and the bytes that it reads.
 
     The embedding does not count, unless it is the head too: a token reads one row of it. The key-value cache is float32
-    on the CPU and bfloat16 on a GPU.
+    on the CPU and bfloat16 on a GPU; states are float32.
     """
     seconds = num_bytes = 0.0
     for dense in layout.dense:
@@ -475,6 +475,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
     cached = (4 if machine.kind == "cpu" else BF16_BYTES) * cache_values(layout.spec, seen_tokens, 1)
+    cached += 2 * 4 * state_values(layout.spec)  # read and written
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 

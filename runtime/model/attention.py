@@ -52,6 +52,9 @@ def _attend_grouped(
         return linear(inputs, weights.matrix(f"{role}.{name}"), bias)
 
     q, k, v = (project(name, x) for name in "qkv")
+    gate = None
+    if spec.gated:
+        q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
     norms = None
     if spec.qk_norm == "unit":
         ones = torch.ones(spec.head_dim, device=x.device)  # a head's rms does not change as it is rotated
@@ -67,9 +70,9 @@ def _attend_grouped(
     if not is_rotated:
         angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    interleaved = weights.spec.rotation.interleaved
+    interleaved = weights.spec.rope is not None and weights.spec.rope.interleaved
     mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
-    return project("o", mixed)
+    return project("o", mixed if gate is None else mixed * gate.sigmoid())
 
 
 def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
@@ -87,7 +90,7 @@ def attend_latent(
     Returns: float32 [T, d].
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
-    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rotation.interleaved
+    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rope is not None and weights.spec.rope.interleaved
     q = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)

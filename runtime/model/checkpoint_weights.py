@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, Selector
+from moe_pack.formats import ModelSpec, Selector, dense_roles
 from moe_pack.formats.codecs import e2m1_values, powers_of_two
 from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
@@ -110,11 +110,13 @@ class CheckpointWeights:
         self.selector: Selector = "none"
         self.operations = TORCH
         self._checkpoint = checkpoint
+        self._offsets = {role.name: role.offset for role in dense_roles(checkpoint.spec) if role.offset}
         self._device = device or torch.device("cpu")
 
     def vector(self, role: str) -> Tensor:
         """Reads a norm's weight or a bias, float32 [n]."""
-        return read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
+        vector = read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
+        return vector + self._offsets[role] if role in self._offsets else vector
 
     def matrix(self, role: str) -> Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""

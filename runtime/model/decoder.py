@@ -58,7 +58,7 @@ class Decoder:
         self._weights, self._chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
         self._ids: list[int] = []  # the sequence, of which the cache has keys and values
-        self._rope = Rope(spec.rotation, self.device)
+        self._rope = Rope(spec.rope, self.device)
         self._angle_run: Angles = (torch.empty(0), torch.empty(0))  # of consecutive positions
         self._first_angle, self._angles_are_long = 0, False
 
@@ -103,8 +103,9 @@ class Decoder:
                 piece = self._chunk(torch.tensor(new[start : start + self._chunk_tokens]), num_tokens)
                 hidden = [piece] if last_only else [*hidden, piece]
         except BaseException:
-            # The earlier tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens.
-            is_whole = self.cache.num_tokens == kept or not self.cache.is_ring
+            # The earlier tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens,
+            # or states moved on with some layers.
+            is_whole = not self.cache.states and (self.cache.num_tokens == kept or not self.cache.is_ring)
             self.cache.num_tokens = kept if is_whole else 0
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
@@ -123,7 +124,7 @@ class Decoder:
         angles = self._angles_at(start, start + len(ids), num_tokens)
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
-            x = add_attention(x, weights, layer, self.cache.layer(layer), angles)
+            x = add_attention(x, weights, layer, self.cache.of(layer), angles)
             y = self._mlp(mlp_input(x, weights, layer), layer, self._partial_state(x, layer, angles))
             x = x + scaled(y, self.spec.residual_multiplier)
         self.cache.num_tokens += len(ids)
@@ -148,7 +149,7 @@ class Decoder:
         def partial_state(y: Tensor) -> Tensor:
             unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
             partial = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
-            return add_attention(partial, weights, after, self.cache.layer(after), angles)
+            return add_attention(partial, weights, after, self.cache.trial(after), angles)
 
         return partial_state
 

@@ -1,7 +1,7 @@
 """The key-value cache, and the rotary positions of the keys in it.
 
 `Rope` gives the angles of positions under each scaling, and `rotate` turns queries and keys by them. `KVCache` keeps
-the keys and values of earlier tokens; it is allocated once.
+the keys and values of earlier tokens, and the states of layers without attention; it is allocated once.
 """
 
 import math
@@ -12,20 +12,23 @@ from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec, ModelSpec
 from moe_pack.formats.spec import LatentSpec, Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec, cached_tokens
+from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
 
 
 class Rope:
-    """Rotary angles of positions.
+    """Rotary angles of positions; without rotary positions, none.
 
     Source: transformers, modeling_rope_utils.py; for longrope Phi-3.5-MoE's own code, which takes the long factors for
     the whole sequence once it is longer than the original context (transformers 5.23 then takes the long mscale, but
     keeps the short factors).
     """
 
-    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
-        exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / spec.rotary_dim
+    def __init__(self, spec: RopeSpec | None, device: torch.device) -> None:
+        if spec is None:
+            spec = RopeSpec(theta=1.0, rotary_dim=0, interleaved=False, scaling=None)
+        exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / max(spec.rotary_dim, 1)
         powers = spec.theta**exponents
         self._factor = self._long_factor = 1.0
         self._limit: int | None = None
@@ -132,7 +135,11 @@ class KVCache:
 
     A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). With latent
     attention the key of a token is its latent and then its rotated key, for one head, and the latent is its value too:
-    `values` are views of `keys`. `is_ring`: whether some layer has fewer places than positions.
+    `values` are views of `keys`. `is_ring`: whether some layer has fewer places than positions. `num_bytes`: of keys,
+    values and states.
+
+    A layer without attention has a state instead (`states`), float32 whatever the dtype. `num_tokens` may rise, and may
+    return to 0, which resets the states. It may be set back to another position only without states.
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -148,6 +155,7 @@ class KVCache:
         chunk_tokens: int | None = None,
     ) -> None:
         chunk = context_tokens if chunk_tokens is None else chunk_tokens
+        self.states = States(spec.mixer if num_layers is None else None, device)
         if num_layers is None:
             places = [cached_tokens(spec, layer, context_tokens, chunk) for layer in range(spec.num_hidden_layers)]
         else:
@@ -158,17 +166,41 @@ class KVCache:
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
             self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
             self.values = tuple(keys[..., : attention.kv_lora_rank] for keys in self.keys)
-            self.num_bytes = sum(keys.nbytes for keys in self.keys)
+            key_bytes = sum(keys.nbytes for keys in self.keys)
         else:
             heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
             shapes = [(heads, number, attention.head_dim) for number in places]
             self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            self.num_bytes = sum(layer.nbytes for layer in (*self.keys, *self.values))
-        self.is_ring = min(places) < context_tokens
+            key_bytes = sum(layer.nbytes for layer in (*self.keys, *self.values))
+        self.num_bytes = key_bytes + self.states.num_bytes
+        self.is_ring = any(0 < number < context_tokens for number in places)
         self.context_tokens = context_tokens
-        self.num_tokens = 0
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the sequence so far."""
+        return self._num_tokens
+
+    @num_tokens.setter
+    def num_tokens(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            self.states.reset()
+        else:
+            assert num_tokens >= self._num_tokens or not self.states, "states cannot be cut back"
+        self._num_tokens = num_tokens
 
     def layer(self, idx: int) -> LayerCache:
-        """Returns the cache of a layer, in which its attention reads and writes."""
+        """Returns the keys and values of a layer with attention, in which it reads and writes."""
         return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)
+
+    def of(self, idx: int) -> LayerCache | LayerState:
+        """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
+        state = self.states.of(idx)
+        return self.layer(idx) if state is None else state
+
+    def trial(self, idx: int) -> LayerCache | LayerState:
+        """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""
+        state = self.states.of(idx)
+        return self.layer(idx) if state is None else state.copied()

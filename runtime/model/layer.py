@@ -17,6 +17,8 @@ from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import NEURONS, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
+from moe_pack.runtime.model.mixer import mix
+from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
@@ -50,10 +52,17 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
     return scaled(gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
 
 
-def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
-    """Returns hidden states with a layer's attention added; the keys and values of new tokens enter the cache."""
+def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | LayerState, angles: Angles) -> Tensor:
+    """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache."""
     normed = norm(x, weights, f"layers.{layer}.attention_norm")
-    return x + scaled(attend(normed, weights, layer, cache, angles), weights.spec.residual_multiplier)
+    mixer = weights.spec.mixer_of(layer)
+    if mixer is None:
+        assert isinstance(cache, LayerCache), "of a layer with attention"
+        y = attend(normed, weights, layer, cache, angles)
+    else:
+        assert isinstance(cache, LayerState), "of a layer with a mixer"
+        y = mix(normed, weights, layer, mixer, cache)
+    return x + scaled(y, weights.spec.residual_multiplier)
 
 
 # ---- the second half of a layer: routing ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
@@ -108,6 +109,16 @@ class Operations:
             )
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, head_dim]
         return whole.transpose(0, 1).flatten(1)
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+        """Returns a causal convolution of each channel of x float32 [T, channels], as `mixers.convolve` says."""
+        return convolve(x, kernel, bias, state)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState
+    ) -> Tensor:
+        """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `mixers.recur` says."""
+        return recur(q, k, v, log_decay, rate, state)
 
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, [rows, columns]."""

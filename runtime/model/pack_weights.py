@@ -354,7 +354,8 @@ class _StreamedMatrix:
 
 def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     """Returns a vector, given as its stored bytes, u8: float32 [n]."""
-    return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
+    vector = raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
+    return vector + dense.role.offset if dense.role.offset else vector
 
 
 def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> Matrix:

@@ -27,7 +27,7 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import RelativeSpec, cache_values
+from moe_pack.formats.spec import RelativeSpec, cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE
@@ -386,8 +386,8 @@ def page_sizes(layout: PackLayout) -> PageSizes:
 
 
 def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the bytes of the key-value cache, in float32, for passes of at most `chunk_tokens` tokens."""
-    return 4 * cache_values(spec, context_tokens, chunk_tokens)
+    """Returns the bytes of the key-value cache and of states, in float32, for passes of at most `chunk_tokens`."""
+    return 4 * (cache_values(spec, context_tokens, chunk_tokens) + state_values(spec))
 
 
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
@@ -403,10 +403,23 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
-    floats = 6 * d + width + 3 * widest + 2 * E + k * d
+    mixing = 0 if spec.mixer is None else spec.mixer.width
+    floats = 6 * d + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
-    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size) + few + many + _THREADS_BYTES
+    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)) + few + many + _THREADS_BYTES
+
+
+def _mixer_floats(spec: ModelSpec) -> int:
+    """Returns the floats that mixers need, however many tokens there are.
+
+    They are the tables of a chunk; three copies of a layer's state, one of them for predictions; and the vectors of all
+    layers, which the dense part has in 16 bit.
+    """
+    if spec.mixer is None:
+        return 0
+    vectors = sum(role.shape[0] for role in spec.mixer.roles(spec.hidden_size) if len(role.shape) == 1)
+    return spec.mixer.chunk_floats + 3 * spec.mixer.state.num_values + len(spec.mixer.layers) * vectors
 
 
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:

@@ -103,10 +103,10 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
     with Pack(folder) as pack, operations_for(CPU) as operations:
         weights, spec = open_weights(pack, CPU, operations), pack.spec
         ids = torch.randint(spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-        cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rotation, CPU)(torch.arange(num_tokens), num_tokens)
+        cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rope, CPU)(torch.arange(num_tokens), num_tokens)
         x, routes, rms = embed(ids, weights), [], []
         for layer in range(spec.num_hidden_layers):
-            x = add_attention(x, weights, layer, cache.layer(layer), angles)
+            x = add_attention(x, weights, layer, cache.of(layer), angles)
             inputs = mlp_input(x, weights, layer)
             unrouted = run_unrouted(inputs, weights, layer)
             added = torch.zeros_like(x) if unrouted is None else unrouted

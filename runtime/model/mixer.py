@@ -1,0 +1,123 @@
+"""Mixers: what some layers have in place of attention, one function for each kind.
+
+Projections come from the weights. Short convolutions and recurrences are operations, because kernels compute them;
+their torch twins are in `mixers`. docs/format.md, section 11, says what each kind computes.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats.mixers import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
+from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model.weights import Weights
+
+_L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
+
+
+def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerState) -> Tensor:
+    """Returns a layer's mixer for new tokens, which update the layer's state.
+
+    Args:    x: float32 [T, d], normed.
+    Returns: float32 [T, d].
+    """
+    role = f"layers.{layer}.mixer"
+    if isinstance(mixer, GatedDeltaSpec):
+        return _gated_delta(x, weights, role, mixer, state)
+    if isinstance(mixer, KimiDeltaSpec):
+        return _kimi_delta(x, weights, role, mixer, state)
+    if isinstance(mixer, Mamba2Spec):
+        return _mamba2(x, weights, role, mixer, state)
+    return _short_conv(x, weights, role, mixer, state)
+
+
+def _gated_delta(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, state: LayerState) -> Tensor:
+    """Returns Gated DeltaNet of tokens x."""
+    operations, num_tokens = weights.operations, len(x)
+    qkv, z, b, a = (_interleaved if spec.interleaved else _separate)(x, weights, role, spec)
+    qkv = torch.nn.functional.silu(operations.convolve(qkv, weights.vector(f"{role}.conv"), None, state))
+    q, k, v = torch.split(qkv, [spec.key_width, spec.key_width, spec.value_width], dim=1)
+    q, k = (_unit(each.view(num_tokens, spec.num_key_heads, spec.key_head_dim)) for each in (q, k))
+    log_decay = -weights.vector(f"{role}.a_log").exp() * torch.nn.functional.softplus(
+        a + weights.vector(f"{role}.dt_bias")
+    )
+    v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
+    y = operations.recur(q * spec.key_head_dim**-0.5, k, v, log_decay, b.sigmoid(), state)
+    y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
+    return linear(y.flatten(1) * torch.nn.functional.silu(z), weights.matrix(f"{role}.o"))
+
+
+def _interleaved(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values together, gates of outputs, logits of rates, and what decays follow from.
+
+    For each key head there are its query and key, the values it serves and their gates; and two numbers a value head.
+    """
+    shared, dk, dv = spec.num_value_heads // spec.num_key_heads, spec.key_head_dim, spec.value_head_dim
+    qkvz = linear(x, weights.matrix(f"{role}.qkvz")).view(len(x), spec.num_key_heads, -1)
+    q, k, v, z = torch.split(qkvz, [dk, dk, shared * dv, shared * dv], dim=2)
+    ba = linear(x, weights.matrix(f"{role}.ba")).view(len(x), spec.num_key_heads, -1)
+    b, a = torch.split(ba, [shared, shared], dim=2)
+    return torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+def _separate(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the same from a matrix each."""
+    qkv, z, b, a = (linear(x, weights.matrix(f"{role}.{name}")) for name in ("qkv", "z", "b", "a"))
+    return qkv, z, b, a
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Returns vectors of length 1, over the last dimension."""
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
+
+
+def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, state: LayerState) -> Tensor:
+    """Returns Kimi delta attention of tokens x."""
+    operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
+    qkv = torch.cat([linear(x, weights.matrix(f"{role}.{name}")) for name in "qkv"], dim=1)
+    kernel = torch.cat([weights.vector(f"{role}.{name}_conv") for name in "qkv"])
+    qkv = torch.nn.functional.silu(operations.convolve(qkv, kernel, None, state))
+    q, k, v = (each.view(shape) for each in qkv.chunk(3, dim=1))
+    step = _through(x, weights, f"{role}.decay") + weights.vector(f"{role}.dt_bias")
+    rates = weights.vector(f"{role}.a_log").exp()[:, None]
+    log_decay = -rates * torch.nn.functional.softplus(step.view(shape))
+    rate = linear(x, weights.matrix(f"{role}.b")).sigmoid()
+    y = operations.recur(_unit(q) * spec.head_dim**-0.5, _unit(k), v, log_decay, rate, state)
+    y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
+    return linear(y.flatten(1) * _through(x, weights, f"{role}.gate").sigmoid(), weights.matrix(f"{role}.o"))
+
+
+def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
+    """Returns tokens x through the two matrices of a role."""
+    return linear(linear(x, weights.matrix(f"{role}_a")), weights.matrix(f"{role}_b"))
+
+
+def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, state: LayerState) -> Tensor:
+    """Returns Mamba-2 of tokens x."""
+    operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
+    bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
+    projected = linear(x, weights.matrix(f"{role}.in"), bias)
+    z, mixed, step = torch.split(projected, [spec.head_width, spec.conv_channels, spec.num_heads], dim=1)
+    conv_bias = weights.vector(f"{role}.conv_bias") if spec.conv_bias else None
+    mixed = silu(operations.convolve(mixed, weights.vector(f"{role}.conv"), conv_bias, state))
+    keys = spec.num_groups * spec.state_size
+    v, k, q = torch.split(mixed, [spec.head_width, keys, keys], dim=1)
+    v = v.view(num_tokens, spec.num_heads, spec.head_dim)
+    k, q = (each.view(num_tokens, spec.num_groups, spec.state_size) for each in (k, q))
+    step = torch.nn.functional.softplus(step + weights.vector(f"{role}.dt_bias")).clamp(min=spec.time_step_min)
+    log_decay = -weights.vector(f"{role}.a_log").exp() * step
+    y = operations.recur(q, k, v * step[:, :, None], log_decay, None, state)
+    y = (y + v * weights.vector(f"{role}.skip")[:, None]).flatten(1) * silu(z)
+    grouped = y.view(num_tokens, spec.num_groups, -1)
+    ones = torch.ones(grouped.shape[2], device=y.device)
+    y = operations.rms_norm(grouped, ones, weights.spec.norm.eps).flatten(1) * weights.vector(f"{role}.out_norm")
+    bias = weights.vector(f"{role}.o_bias") if spec.proj_bias else None
+    return linear(y, weights.matrix(f"{role}.o"), bias)
+
+
+def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, state: LayerState) -> Tensor:
+    """Returns a short convolution of tokens x, between a gate before it and one after it."""
+    bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
+    before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
+    y = weights.operations.convolve(before * value, weights.vector(f"{role}.conv"), bias["conv"], state)
+    return linear(after * y, weights.matrix(f"{role}.o"), bias["o"])
