@@ -30,7 +30,7 @@ from moe_pack.formats import (
     part_format,
     uniform_plan,
 )
-from moe_pack.formats.spec import RopeSpec
+from moe_pack.formats.parts import RopeSpec
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
 from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes

@@ -8,7 +8,15 @@ from typing import Literal
 
 from moe_pack.formats.errors import PlanError
 from moe_pack.formats.json_files import added
-from moe_pack.formats.spec import MATRICES, Matrix, ModelSpec, Selector, dense_roles, record_matrices, selector_matrices
+from moe_pack.formats.spec import (
+    MATRICES,
+    Matrix,
+    ModelSpec,
+    Selector,
+    dense_roles,
+    record_matrices,
+    selector_matrices,
+)
 
 Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
 Quantizer = Literal["hqq", "absmax", "nearest", "calibrated"]

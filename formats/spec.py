@@ -19,8 +19,9 @@ from itertools import pairwise
 from typing import Literal
 
 from moe_pack.formats.json_files import added
-from moe_pack.formats.mixers import MixerSpec
-from moe_pack.formats.mixers.kinds import mixer_fault
+from moe_pack.formats.parts import LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts.mixers import mixer_fault
+from moe_pack.formats.parts.rope import scaling_fault
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -139,67 +140,6 @@ class RelativeSpec:
 
 
 AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec
-
-
-@dataclass(frozen=True, slots=True)
-class YarnSpec:
-    """Frequencies below `beta_slow` turns in the original context are divided by `factor`, above `beta_fast` kept.
-
-    `attention_factor` multiplies cosine and sine; `truncate` rounds the two bounds outwards to whole dimensions.
-    Source: YaRN (2309.00071), section 3.2.
-    """
-
-    kind: Literal["yarn"]
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LongRopeSpec:
-    """Frequency `j` is divided by `short_factor[j]`, cosine and sine multiplied by `short_mscale`.
-
-    In sequences longer than `original_max_position_embeddings`, the long values are used at every position.
-    Source: LongRoPE (2402.13753).
-    """
-
-    kind: Literal["longrope"]
-    original_max_position_embeddings: int
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    short_mscale: float
-    long_mscale: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Spec:
-    """Frequencies of less than `low_freq_factor` turns in the original context are divided by `factor`.
-
-    Those of more than `high_freq_factor` turns stay; between the two bounds they are mixed.
-    Source: transformers, modeling_rope_utils.py, _compute_llama3_parameters.
-    """
-
-    kind: Literal["llama3"]
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
-
-    Value `j` is rotated with value `j + rotary_dim / 2`; if `interleaved`, `2 j` with `2 j + 1`.
-    """
-
-    theta: float
-    rotary_dim: int
-    interleaved: bool
-    scaling: YarnSpec | LongRopeSpec | Llama3Spec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -721,45 +661,7 @@ def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
         return f"rotary_dim is {rope.rotary_dim}, expected qk_rope_head_dim, {width}"
     if not 1 < rope.theta < 1e12:
         return f"rope theta is {rope.theta}, expected between 1 and 1e12"
-    if isinstance(rope.scaling, YarnSpec):
-        return _yarn_fault(rope.scaling)
-    if isinstance(rope.scaling, LongRopeSpec):
-        return _longrope_fault(rope.scaling, rope.rotary_dim)
-    if isinstance(rope.scaling, Llama3Spec):
-        return _llama3_fault(rope.scaling)
-    return None
-
-
-def _llama3_fault(llama3: Llama3Spec) -> str | None:
-    if not 0 < llama3.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {llama3.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-    low, high = llama3.low_freq_factor, llama3.high_freq_factor
-    if not 1 <= llama3.factor < 1e6 or not 0 < low <= high < 1e6:
-        return f"llama3 factor {llama3.factor}, low_freq_factor {low} or high_freq_factor {high} is out of range"
-    return None
-
-
-def _yarn_fault(yarn: YarnSpec) -> str | None:
-    if not 0 < yarn.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {yarn.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-    if not 1 <= yarn.factor < 1e6 or not 0 < yarn.attention_factor < 1e6:
-        return f"yarn factor {yarn.factor} or attention_factor {yarn.attention_factor} is out of range"
-    if not 0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
-        return f"yarn beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast} must satisfy 0 < beta_slow <= beta_fast"
-    return None
-
-
-def _longrope_fault(longrope: LongRopeSpec, rotary_dim: int) -> str | None:
-    if not 0 < longrope.original_max_position_embeddings < 2**31:
-        return (
-            f"original_max_position_embeddings is {longrope.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-        )
-    for name, factors in (("short_factor", longrope.short_factor), ("long_factor", longrope.long_factor)):
-        if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
-            return f"longrope {name} must be {rotary_dim // 2} numbers between 0 and 1e6"
-    if not 0 < longrope.short_mscale < 1e6 or not 0 < longrope.long_mscale < 1e6:
-        return f"longrope short_mscale {longrope.short_mscale} or long_mscale {longrope.long_mscale} is out of range"
-    return None
+    return scaling_fault(rope)
 
 
 def _router_fault(router: RouterSpec) -> str | None:

@@ -157,6 +157,21 @@ class Config:
         """Reads a list of numbers; empty if the key is missing or null."""
         return tuple(self._float(key, number) for number in self._items(key, (int, float), "numbers"))
 
+    def unbounded(self, key: str) -> tuple[float, ...]:
+        """Reads a list of numbers that may be infinite, which transformers 5 writes as an object; empty if missing."""
+        values = self._typed(key, (list,), "a list of numbers", [])
+        numbers = [float("inf") if value == {"__float__": "Infinity"} else value for value in values]
+        if any(type(number) not in (int, float) for number in numbers):
+            raise CheckpointError(f"{self.place}: {key} is {_shown(values)}, expected a list of numbers")
+        return tuple(float(number) for number in numbers)
+
+    def is_text(self, key: str, text: str) -> bool:
+        """Returns whether the key's value is this string, which stands for a number that follows from others."""
+        if self._values.get(key) != text:
+            return False
+        self._read.add(key)
+        return True
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Reads a list of strings; empty if the key is missing or null."""
         return tuple(self._items(key, (str,), "strings"))

@@ -4,6 +4,7 @@
 tensors of one checkpoint: it finds the place of every matrix, and refuses tensors that have no role.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import Literal
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, dense_roles
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.spec import DenseRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +184,16 @@ def _claim_dense(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sourc
         if role.quantizable and not stacked:
             source = _with_scales(source, tensors, codec)
         shape = (sum(sizes), *role.shape[1:])
-        if len(shape) == 1 and name in tensors and tensors[name][1] == (1, *shape):
-            shape = (1, *shape)  # a vector as a matrix of one row
+        shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
         _check_tensor(name, shape, tensors, source.codec)
         dense[role.name] = source
     return dense
+
+
+def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a tensor: a vector may be one row; a mixer's may have any shape of as many values."""
+    is_vector = len(shape) == 1 and math.prod(found) == shape[0]
+    return found if is_vector and (found == (1, *shape) or ".mixer." in role.name) else shape
 
 
 def _stacked(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from moe_pack.formats import (
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_kinds, read_rope
-from moe_pack.formats.spec import PROJECTIONS, RopeSpec, YarnSpec
+from moe_pack.formats.parts import RopeSpec, YarnSpec
+from moe_pack.formats.spec import PROJECTIONS
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

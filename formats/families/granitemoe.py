@@ -3,6 +3,7 @@
 Source: transformers, models/granitemoe and models/granitemoeshared; Granite 3.0 (IBM, 2024).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
@@ -72,6 +73,10 @@ GRANITEMOE = Family(
     ),
 )
 _SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
+SHARED_NAMES: Mapping[str, str | Stacked] = {
+    **{role: Stacked("model.layers.{i}.shared_mlp.input_linear.weight", _SHARED) for role in _SHARED},
+    "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
+}
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
@@ -79,7 +84,6 @@ GRANITEMOESHARED = replace(
     read_config=_read_shared,
     dense_names={
         **GRANITEMOE.dense_names,
-        **{role: Stacked("model.layers.{i}.shared_mlp.input_linear.weight", _SHARED) for role in _SHARED},
-        "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
+        **SHARED_NAMES,
     },
 )

@@ -20,7 +20,8 @@ from moe_pack.formats.families.readers import (
     read_rope,
     rope_group,
 )
-from moe_pack.formats.spec import TemperatureSpec, YarnSpec
+from moe_pack.formats.parts import YarnSpec
+from moe_pack.formats.spec import TemperatureSpec
 
 _KEY = "llama_4_scaling_beta"
 

@@ -24,16 +24,8 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, SourceCodec
-from moe_pack.formats.spec import (
-    PROJECTIONS,
-    AttentionSpec,
-    LatentSpec,
-    Llama3Spec,
-    LongRopeSpec,
-    Projection,
-    RopeSpec,
-    YarnSpec,
-)
+from moe_pack.formats.parts import Llama3Spec, LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
+from moe_pack.formats.spec import PROJECTIONS, AttentionSpec, LatentSpec, Projection
 
 Scaling = Literal["yarn", "longrope", "llama3", "ntk_alpha"]
 # How a head's values are divided among the three numbers of a position, which are the same for text.
@@ -53,7 +45,8 @@ def read_rope(
 
     Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
              factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
-             scalings: those that the family has, in addition to none.   ignored: keys that change nothing in it.
+             scalings: those that the family has, in addition to none.
+             ignored: keys of `rope_parameters` that change nothing in this family.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
     group = rope_group(config)
@@ -217,7 +210,7 @@ def read_decoder(
     config: Config,
     family: str,
     attention: AttentionSpec,
-    rope: RopeSpec,
+    rope: RopeSpec | None,
     router: RouterSpec,
     intermediate_size: int,
     *,
@@ -230,6 +223,8 @@ def read_decoder(
     embedding_multiplier: float = 1.0,
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
+    mixer: MixerSpec | None = None,
+    positions_key: str = "max_position_embeddings",
 ) -> ModelSpec:
     """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
@@ -237,6 +232,7 @@ def read_decoder(
              dense_size_key: the key of the size of layers without experts; ignored if there are none.
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
              tied_head: None for `tie_word_embeddings` (false if the config has none).
+             mixer: what some layers have in place of attention.   positions_key: of the number of positions.
     """
     config.only("hidden_act", "silu")
     num_layers = config.num_layers()
@@ -253,7 +249,7 @@ def read_decoder(
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
         dense_intermediate_size=dense_size,
-        max_position_embeddings=config.whole("max_position_embeddings"),
+        max_position_embeddings=config.whole(positions_key),
         norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
         head_bias=head_bias,
@@ -265,6 +261,7 @@ def read_decoder(
         router=router,
         expert=ExpertSpec("silu", intermediate_size, MATRICES, bias=(), extra_floats=0),
         shared_expert=shared_expert,
+        mixer=mixer,
     )
 
 
@@ -276,6 +273,7 @@ def read_grouped_query(
     scale: float | None = None,
     sliding_window: int | None = None,
     own_keys: bool = False,
+    gated: bool = False,
 ) -> GroupedQuerySpec:
     """Reads grouped-query attention with heads and their size under the usual keys.
 
@@ -293,6 +291,7 @@ def read_grouped_query(
         scale=head_dim**-0.5 if scale is None else scale,
         bias=bias,
         qk_norm=qk_norm,
+        gated=gated,
     )
 
 
@@ -347,6 +346,21 @@ def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normali
 def attention_bias(config: Config, names: tuple[Projection, ...] = PROJECTIONS) -> tuple[Projection, ...]:
     """Reads which projections have a bias: `names` if `attention_bias` is true, else none."""
     return names if config.flag("attention_bias", False) else ()
+
+
+def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[int, ...]:
+    """Reads the layers that `layer_types` gives a mixer in place of attention; the config must have the key.
+
+    Args:    kinds: whether a layer of each known kind has a mixer.
+    Raises:  CheckpointError for another number of layers, or another kind.
+    """
+    num_layers, found = config.num_layers(), config.texts("layer_types")
+    if len(found) != num_layers:
+        raise CheckpointError(f"{config.place}: layer_types lists {len(found)} layers, but the model has {num_layers}")
+    if unknown := set(found) - kinds.keys():
+        known = ", ".join(sorted(kinds))
+        raise CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
+    return tuple(i for i, kind in enumerate(found) if kinds[kind])
 
 
 def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
@@ -406,10 +420,11 @@ LATENT_NAMES: Mapping[str, str] = {
 }
 
 
-def read_latent(config: Config, head_dim: int | None = None) -> LatentSpec:
+def read_latent(config: Config, head_dim: int | None = None, *, reads_head_dim: bool = True) -> LatentSpec:
     """Reads latent attention; its scale includes `yarn_scale`.
 
-    Args:    head_dim: the value of the key of this name; None for that of the rotated part.
+    Args:    head_dim: the value of the key of this name; None for that of the rotated part.   reads_head_dim: whether
+             it must be that; if not, the key means nothing.
     """
     config.only("attention_bias", False)
     nope, rope, num_heads = (
@@ -417,7 +432,10 @@ def read_latent(config: Config, head_dim: int | None = None) -> LatentSpec:
     )
     config.only("num_key_value_heads", num_heads)
     config.only("qk_head_dim", nope + rope)
-    config.only("head_dim", rope if head_dim is None else head_dim)
+    if reads_head_dim:
+        config.only("head_dim", rope if head_dim is None else head_dim)
+    else:
+        config.ignore("head_dim")
     config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
     return LatentSpec(
         kind="latent",

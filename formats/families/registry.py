@@ -17,8 +17,11 @@ from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
 from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from moe_pack.formats.families.granitemoehybrid import GRANITEMOEHYBRID
 from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
+from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
+from moe_pack.formats.families.lfm2_moe import LFM2_MOE
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
@@ -26,7 +29,9 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
+from moe_pack.formats.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.qwen3_next import QWEN3_NEXT
 from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
 from moe_pack.formats.families.readers import dense_model, read_quantization
 from moe_pack.formats.families.solar_open import SOLAR_OPEN
@@ -41,13 +46,19 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         QWEN3_VL_MOE,
+        QWEN3_NEXT,
+        QWEN3_5_MOE,
+        QWEN3_5_MOE_TEXT,
         DEEPSEEK,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
+        KIMI_LINEAR,
         PHIMOE,
         OLMOE,
         GRANITEMOE,
+        GRANITEMOEHYBRID,
+        LFM2_MOE,
         GLM4_MOE,
         DOTS1,
         GPT_OSS,

@@ -7,7 +7,7 @@ their torch twins are in `mixers`. docs/format.md, section 11, says what each ki
 import torch
 from torch import Tensor
 
-from moe_pack.formats.mixers import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.weights import Weights

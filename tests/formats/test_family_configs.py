@@ -18,7 +18,7 @@ from moe_pack.formats.families.readers import (
     window_if_used,
     yarn_scale,
 )
-from moe_pack.formats.spec import LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import LongRopeSpec, RopeSpec, YarnSpec
 
 Values = dict[str, Any]
 Read = Callable[[Config], object]

@@ -13,7 +13,8 @@ from references import REFERENCES
 
 from moe_pack.formats import MATRICES, GroupedQuerySpec
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.formats.spec import LongRopeSpec, YarnSpec, cached_values, num_parameters
+from moe_pack.formats.parts import LongRopeSpec, YarnSpec
+from moe_pack.formats.spec import LatentSpec, cached_values, num_mixers, num_parameters
 
 
 def by_name(name: str) -> Published:
@@ -42,7 +43,8 @@ def parameters_of_the_class(published: Published) -> int:
     # Of a multimodal model the language model and the head, which are one model without the others.
     others = tuple(f"{part}." for part in OTHER_PARTS) if model_type in MULTIMODAL else ()
     parameters = [held for name, held in model.named_parameters() if not name.startswith(others)]
-    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = ("e_score_correction_bias", "expert_bias")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(biases)]
     return sum(held.numel() for held in [*parameters, *buffers])
 
 
@@ -65,20 +67,19 @@ def test_parameters_are_those_published() -> None:
 def cached_as_published(published: Published) -> bool:
     """Whether a token caches what is printed; where nobody printed it, what Table 1 of the DeepSeek-V2 paper says.
 
-    `2 n_kv d_h l`, from the config's own numbers.
+    `2 n_kv d_h l`, from the config's own numbers, for the layers with attention.
     """
     spec, values = spec_of(published), text_values(json.loads(published.path.read_text()))
     if published.cached is not None:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer
         return cached_values(spec) == 2 * 2 * values["num_heads"] * values["d_kv"] * values["num_decoder_layers"]
-    if "kv_lora_rank" in values:
-        return (
-            cached_values(spec) == (values["kv_lora_rank"] + values["qk_rope_head_dim"]) * values["num_hidden_layers"]
-        )
+    num_layers = values["num_hidden_layers"] - num_mixers(spec)
+    if isinstance(spec.attention, LatentSpec):
+        return cached_values(spec) == num_layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     num_kv_heads = values.get("num_key_value_heads") or values["num_attention_heads"]
-    return cached_values(spec) == 2 * num_kv_heads * head_dim * values["num_hidden_layers"]
+    return cached_values(spec) == 2 * num_kv_heads * head_dim * num_layers
 
 
 def test_values_cached_a_token_are_those_published() -> None:

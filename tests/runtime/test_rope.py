@@ -11,7 +11,7 @@ from families import Tiny, original, token_ids, write
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.spec import LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import LongRopeSpec, RopeSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, Rope
 from moe_pack.runtime.model.kv_cache import rotate
 

@@ -233,6 +233,9 @@ MULTIMODAL: dict[str, Multimodal] = {
             },
         },
     ),
+    "qwen3_5_moe": Multimodal(
+        {"vision_config": {key: _QWEN_VISION[key] for key in _QWEN_VISION if key != "deepstack_visual_indexes"}}
+    ),
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.

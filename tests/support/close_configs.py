@@ -104,6 +104,80 @@ CLOSE: tuple[Close, ...] = (
         {"shared_expert_intermediate_size": 0},
         "shared_expert_intermediate_size is 0, expected 1 to 2^31 - 1",
     ),
+    *(
+        Close(
+            family,
+            {"layer_types": ["linear_attention", "full_attention", "full_attention", "odd"]},
+            "layer_types has ['odd']; supported: full_attention, linear_attention",
+        )
+        for family in ("qwen3_next", "qwen3_5_moe_text")
+    ),
+    *(
+        Close(family, {"head_dim": None}, "key 'head_dim' is missing, expected a value or null")
+        for family in ("qwen3_next", "qwen3_5_moe_text")
+    ),
+    *(
+        Close(family, {"linear_num_value_heads": 3}, "3 value heads cannot share 2 keys")
+        for family in ("qwen3_next", "qwen3_5_moe_text")
+    ),
+    Close("qwen3_next", {"use_sliding_window": True}, "use_sliding_window is True; " + _ONLY("False")),
+    Close("qwen3_next", {"layer_types": ["linear_attention"]}, "layer_types lists 1 layers, but the model has 4"),
+    Close("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate is False; " + _ONLY("True")),
+    Close("qwen3_5_moe_text", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'; " + _ONLY("'float32'")),
+    Close("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False; " + _ONLY("True")),
+    Close(
+        "kimi_linear",
+        {"moe_router_activation_func": "softmax"},
+        "moe_router_activation_func is 'softmax'; " + _ONLY("'sigmoid'"),
+    ),
+    Close("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
+    Close("kimi_linear", {"use_grouped_topk": False}, "use_grouped_topk is False; " + _ONLY("True")),
+    Close("kimi_linear", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")),
+    Close("kimi_linear", {"rope_scaling": {"type": "yarn"}}, "rope_scaling is {'type': 'yarn'}; " + _ONLY("None")),
+    Close(
+        "kimi_linear",
+        {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}},
+        "linear_attn_config: kda_layers and full_attn_layers must list each of the layers 1 to 3 once",
+    ),
+    Close(
+        "kimi_linear",
+        {"linear_attn_config": {"gate_lower_bound": -5.0}},
+        "linear_attn_config: key 'gate_lower_bound' (-5.0) is unknown for this family and may change the arithmetic",
+    ),
+    Close(
+        "kimi_linear",
+        {"mlp_layer_types": ["dense", "sparse"]},
+        "mlp_layer_types must list 3 layers, each dense or sparse",
+    ),
+    Close("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")),
+    Close(
+        "granitemoehybrid",
+        {"time_step_limit": [0.001, 0.1]},
+        "time_step_limit is [0.001, 0.1]; only [0.0, Infinity] is supported",
+    ),
+    Close(
+        "granitemoehybrid",
+        {"position_embedding_type": "alibi"},
+        "position_embedding_type is 'alibi', supported: nope, rope",
+    ),
+    Close(
+        "granitemoehybrid",
+        {"num_local_experts": 0},
+        "'granitemoehybrid' is a dense model without experts; there is nothing to pack",
+    ),
+    Close(
+        "granitemoehybrid",
+        {"mamba_d_head": 8},
+        "8 heads of 8 values are not mamba_expand times hidden_size, 128",
+    ),
+    Close("granitemoehybrid", {"mamba_n_groups": 3}, "8 heads cannot share 3 groups"),
+    Close("granitemoehybrid", {"layer_types": None}, "layer_types lists 0 layers, but the model has 3"),
+    Close(
+        "lfm2_moe",
+        {"layer_types": ["conv", "full_attention", "sliding_attention"]},
+        "layer_types has ['sliding_attention']; supported: conv, full_attention",
+    ),
+    Close("lfm2_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")),
     Close("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; " + _ONLY("False")),
     Close("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; " + _ONLY("'softmax'")),
     Close(

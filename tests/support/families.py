@@ -83,6 +83,70 @@ BASE: dict[str, Values] = {
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "intermediate_size": 48},
     "qwen2_moe": EXPERTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS | {"num_key_value_heads": 2, "head_dim": 32, "norm_topk_prob": True},
+    "qwen3_next": EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+    "qwen3_5_moe_text": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
+    "kimi_linear": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "linear_head_dim": 16,
+        "linear_num_heads": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    },
+    "granitemoehybrid": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.05,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "tie_word_embeddings": True,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "lfm2_moe": {
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
+        "conv_bias": True,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "deepseek_v2": {
         "moe_intermediate_size": 48,
         "intermediate_size": 80,
@@ -181,20 +245,24 @@ BASE: dict[str, Values] = {
     **SHAPES,
     **SMALLEST,
 }
+BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
 # Whose published checkpoints have all experts of a layer in one tensor.
-FUSED_ALWAYS = ("granitemoe", "granitemoeshared", "gpt_oss", "mistral3", "mistral4", "qwen3_vl_moe")
-PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2")  # which read a share of each head that is rotated
+FUSED_ALWAYS = ("granitemoe", "granitemoehybrid", "granitemoeshared", "gpt_oss", "mistral3", "mistral4", "qwen3_vl_moe")
+# Which read a share of each head that is rotated.
+PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+# Families whose layers need not have rotary positions, or which have no key for a neuron's function.
+NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "lfm2_moe")
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
-ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in WITH_ENCODER)
+ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in (*WITH_ENCODER, *NOT_ROTARY))
 FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(Tiny(family, "experts fused", fused=True) for family in ROTARY),
+    *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, "granitemoehybrid", "lfm2_moe")),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
@@ -214,6 +282,77 @@ TINY: tuple[Tiny, ...] = (
         {"use_sliding_window": True, "sliding_window": 7, "mlp_only_layers": [1]},
     ),
     Tiny("qwen3_moe", "bias, not normalized", {"attention_bias": True, "norm_topk_prob": False}),
+    Tiny(
+        "qwen3_next",
+        "three kinds of layers, yarn",
+        {
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    Tiny(
+        "qwen3_next",
+        "a value a key, longer kernel, bias, not normalized",
+        {
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 6,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Tiny(
+        "qwen3_5_moe_text",
+        "sections of positions, tied head",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e5,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 2, 2],
+            },
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    Tiny(
+        "kimi_linear",
+        "query latent, groups, two dense layers, longer kernel",
+        {
+            "q_lora_rank": 40,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "linear_conv_kernel_dim": 5,
+            "moe_renormalize": False,
+        },
+    ),
+    Tiny(
+        "granitemoehybrid",
+        "rotary, one group, biases, own head",
+        {
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "mamba_d_conv": 3,
+        },
+    ),
+    Tiny(
+        "lfm2_moe",
+        "no bias, not normalized, own head",
+        {
+            "conv_bias": False,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+            "use_expert_bias": False,
+            "conv_L_cache": 5,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     Tiny(
         "deepseek_v2",
         "groups, query latent, yarn",
@@ -383,8 +522,13 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.2)
+            elif name.endswith(
+                "A_log"
+            ):  # states remember tens of tokens: what they give is no small rest of large sums
+                weight.uniform_(-4, -1)
             elif weight.ndim == 1 and "norm" in name:
-                weight.uniform_(0.5, 1.5)
+                usual = 0.0 if not weight.any() else 1.0  # zero-centered norms begin with zeros
+                weight.uniform_(usual - 0.5, usual + 0.5)
             elif weight.ndim > 1:
                 weight.normal_(std=0.15)
         if config.is_encoder_decoder:  # transformers 5 takes them apart where the head is not tied
@@ -405,6 +549,8 @@ def class_of(model_type: str) -> Any:
 def as_transformers_4(values: Values) -> Values:
     """The config as version 4 spelled it."""
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}
+    if values["model_type"] in NOT_ROTARY:  # which always had it
+        four["layer_types"] = values["layer_types"]
     rope = dict(values.get("rope_parameters", {}))
     four |= {"torch_dtype": values.get("dtype")}
     if "rope_parameters" not in values:

@@ -56,6 +56,11 @@ PUBLISHED = (
     Published("qwen3-30b-a3b", "30.5", "3.3", "49.152"),
     Published("qwen3-235b-a22b", "235", "22", "96.256"),
     Published("qwen3-vl-30b-a3b-instruct", "30", "3"),
+    Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),
+    Published("qwen3.6-35b-a3b", "35", "3"),
+    Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),
+    Published("granite-4.0-h-tiny", "7", "1"),
+    Published("lfm2-8b-a1b", "8.3", "1.5"),
     Published("deepseek-v2-lite", "15.7", "2.4", "15.6", active_leaves_out=("embed",)),
     Published("deepseek-v2", "236", "21", "34.6"),
     Published("phi-3.5-moe", "41.9", "6.6"),
@@ -91,6 +96,7 @@ PUBLISHED = (
 UNPUBLISHED = {
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
+    "qwen3_5_moe_text": "its models are published inside multimodal checkpoints, qwen3_5_moe",
 }
 
 

@@ -572,7 +572,7 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
                 shapes.append((f"{name}_bias", (shape[0],)))
         if attention.get("sinks", False):
             shapes.append(("sinks", (attention["num_heads"],)))
-        if attention["qk_norm"] == "head":
+        if attention["qk_norm"] in ("head", "rotated_head"):
             shapes += [("q_norm", (size,)), ("k_norm", (size,))]
         elif attention["qk_norm"] == "projection":
             shapes += [("q_norm", (q,)), ("k_norm", (kv,))]

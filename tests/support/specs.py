@@ -17,8 +17,8 @@ from moe_pack.formats import (
     load,
     parse,
 )
-from moe_pack.formats.mixers import GatedDeltaSpec
-from moe_pack.formats.spec import EncoderSpec, LatentSpec, RelativeSpec, RopeSpec
+from moe_pack.formats.parts import GatedDeltaSpec, RopeSpec
+from moe_pack.formats.spec import EncoderSpec, LatentSpec, RelativeSpec
 
 Values = dict[str, Any]
 

@@ -20,7 +20,7 @@ section 3; the recurrences of transformers 5.23, models/qwen3_next and models/ki
 import torch
 from torch import Tensor
 
-from moe_pack.formats.mixers.kinds import CHUNK_TOKENS, KEYED_CHUNK_TOKENS
+from moe_pack.formats.parts.mixers import CHUNK_TOKENS, KEYED_CHUNK_TOKENS
 from moe_pack.runtime.model.mixers.states import LayerState
 
 

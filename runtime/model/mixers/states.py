@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats.mixers import MixerSpec
+from moe_pack.formats.parts import MixerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,147 @@
+"""Kimi-Linear-48B-A3B: Kimi delta attention, and latent attention without positions.
+
+Source: transformers, models/kimi_linear; Kimi Linear (2510.26692).
+"""
+
+from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    LATENT_NAMES,
+    layers_after_dense,
+    layers_without_attention,
+    read_decoder,
+    read_latent,
+)
+from moe_pack.formats.parts import KimiDeltaSpec
+
+
+def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
+    """Reads the layers with Kimi delta attention: of the published config's group, of `layer_types`, or the usual."""
+    num_layers = config.num_layers()
+    if config.has("layer_types"):
+        return layers_without_attention(config, {"linear_attention": True, "full_attention": False})
+    if group is None or not (group.has("kda_layers") and group.has("full_attn_layers")):
+        return tuple(i for i in range(num_layers) if not i or i % 4)
+    linear, full = (group.counts(key) for key in ("kda_layers", "full_attn_layers"))
+    if sorted((*linear, *full)) != list(range(1, num_layers + 1)):
+        raise CheckpointError(
+            f"{group.place}: kda_layers and full_attn_layers must list each of the layers 1 to {num_layers} once"
+        )
+    return tuple(sorted(i - 1 for i in linear))
+
+
+def _read_mixer(config: Config) -> KimiDeltaSpec:
+    group = config.group("linear_attn_config")
+
+    def size(inside: str, key: str, default: int) -> int:
+        outside = config.whole(key, default)
+        return outside if group is None else group.whole(inside, outside)
+
+    mixer = KimiDeltaSpec(
+        kind="kimi_delta_attention",
+        layers=_linear_layers(config, group),
+        num_heads=size("num_heads", "linear_num_heads", 32),
+        head_dim=size("head_dim", "linear_head_dim", 128),
+        conv_kernel=size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+    )
+    if group is not None:
+        group.ignore("kda_layers", "full_attn_layers")
+        group.refuse_unread()
+    return mixer
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
+    if not kinds:
+        return layers_after_dense(config, default=1)
+    config.ignore("first_k_dense_replace")
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise CheckpointError(f"{config.place}: mlp_layer_types must list {num_layers} layers, each dense or sparse")
+    return tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in the published config, read by no code of transformers.
+    config.only("mla_use_nope", True)
+    config.only("moe_router_activation_func", "sigmoid")
+    config.only("moe_layer_freq", 1)
+    config.only("use_grouped_topk", True)
+    config.only("rope_scaling", None)
+    config.require("num_key_value_heads")  # missing, transformers takes 32
+    router = RouterSpec(
+        "sigmoid_topk",
+        config.whole(config.either("num_experts", "num_local_experts")),
+        config.whole(config.either("num_experts_per_token", "num_experts_per_tok"), 8),
+        config.flag(config.either("moe_renormalize", "norm_topk_prob"), True),
+        bias=True,
+        n_group=config.whole(config.either("num_expert_group", "n_group"), 1),
+        topk_group=config.whole("topk_group", 1),
+        scaling_factor=config.number("routed_scaling_factor", 2.446),
+    )
+    expert_size = config.whole("moe_intermediate_size")
+    num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
+    return read_decoder(
+        config,
+        "kimi_linear",
+        read_latent(config, reads_head_dim=False),  # transformers replaces it
+        None,
+        router,
+        expert_size,
+        moe_layers=_moe_layers(config),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        mixer=_read_mixer(config),
+        positions_key=config.either("model_max_length", "max_position_embeddings"),
+    )
+
+
+_MOE = "model.layers.{i}.block_sparse_moe"
+_MLP = "model.layers.{i}.mlp"
+KIMI_LINEAR = Family(
+    model_type="kimi_linear",
+    short_names={
+        "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        "kimi-linear-48b-a3b-base": "moonshotai/Kimi-Linear-48B-A3B-Base",
+        "kimi-linear-48b-a3b-instruct": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+    },
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        **LATENT_NAMES,
+        **{
+            f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.self_attn.{name}_proj.weight" for name in ("q", "k", "v")
+        },
+        **{f"layers.{{i}}.mixer.{name}_conv": f"model.layers.{{i}}.self_attn.{name}_conv1d.weight" for name in "qkv"},
+        "layers.{i}.mixer.b": "model.layers.{i}.self_attn.b_proj.weight",
+        "layers.{i}.mixer.decay_a": "model.layers.{i}.self_attn.f_a_proj.weight",
+        "layers.{i}.mixer.decay_b": "model.layers.{i}.self_attn.f_b_proj.weight",
+        "layers.{i}.mixer.a_log": "model.layers.{i}.self_attn.A_log",
+        "layers.{i}.mixer.dt_bias": "model.layers.{i}.self_attn.dt_bias",
+        "layers.{i}.mixer.gate_a": "model.layers.{i}.self_attn.g_a_proj.weight",
+        "layers.{i}.mixer.gate_b": "model.layers.{i}.self_attn.g_b_proj.weight",
+        "layers.{i}.mixer.out_norm": "model.layers.{i}.self_attn.o_norm.weight",
+        "layers.{i}.mixer.o": "model.layers.{i}.self_attn.o_proj.weight",
+        **{
+            f"layers.{{i}}.mlp.{name}": (f"{_MLP}.{name}_proj.weight", f"{_MOE}.{name}_proj.weight")
+            for name in ("gate", "up", "down")
+        },
+        "layers.{i}.router": f"{_MOE}.gate.weight",
+        "layers.{i}.router_bias": f"{_MOE}.gate.e_score_correction_bias",
+        **{
+            f"layers.{{i}}.shared.{name}": f"{_MOE}.shared_experts.{name}_proj.weight"
+            for name in ("gate", "up", "down")
+        },
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": f"{_MOE}.experts.{{e}}.w1.weight",
+                "up": f"{_MOE}.experts.{{e}}.w3.weight",
+                "down": f"{_MOE}.experts.{{e}}.w2.weight",
+            }
+        ),
+    ),
+    ignored_keys=frozenset({"pretraining_tp", "num_nextn_predict_layers", "rope_theta"}),
+)

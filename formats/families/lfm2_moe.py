@@ -1,0 +1,92 @@
+"""LFM2-8B-A1B: short convolutions between gates, and attention in a quarter of the layers.
+
+Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
+"""
+
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import layers_without_attention, read_decoder, read_grouped_query, read_rope
+from moe_pack.formats.parts import ShortConvSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    attention = read_grouped_query(config, qk_norm="head")
+    layers = layers_without_attention(config, {"conv": True, "full_attention": False})
+    conv = ShortConvSpec(
+        kind="short_conv",
+        layers=layers,
+        channels=config.whole("hidden_size"),
+        conv_kernel=config.whole("conv_L_cache", 3),
+        bias=config.flag("conv_bias", False),
+    )
+    normalize = config.flag("norm_topk_prob", True)
+    router = RouterSpec(
+        "sigmoid_topk",
+        config.whole("num_experts"),
+        config.whole("num_experts_per_tok", 4),
+        normalize,
+        bias=config.flag("use_expert_bias", True),
+        scaling_factor=config.number("routed_scaling_factor", 1),
+        least_sum=1e-6 if normalize else 0.0,
+    )
+    return read_decoder(
+        config,
+        "lfm2_moe",
+        attention,
+        read_rope(config, attention.head_dim, default_theta=1e6),
+        router,
+        config.whole("moe_intermediate_size"),
+        moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
+        norm=NormSpec("rms", config.number("norm_eps", 1e-5)),
+        tied_head=config.flag(config.either("tie_embedding", "tie_word_embeddings"), True),
+        mixer=conv if layers else None,
+    )
+
+
+_LAYER = "model.layers.{i}"
+_MLP = f"{_LAYER}.feed_forward"
+LFM2_MOE = Family(
+    model_type="lfm2_moe",
+    short_names={"lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B"},
+    read_config=_read_config,
+    dense_names={
+        "embed": "model.embed_tokens.weight",
+        "layers.{i}.attention_norm": f"{_LAYER}.operator_norm.weight",
+        **{f"layers.{{i}}.attention.{name}": f"{_LAYER}.self_attn.{name}_proj.weight" for name in ("q", "k", "v")},
+        "layers.{i}.attention.o": f"{_LAYER}.self_attn.out_proj.weight",
+        "layers.{i}.attention.q_norm": f"{_LAYER}.self_attn.q_layernorm.weight",
+        "layers.{i}.attention.k_norm": f"{_LAYER}.self_attn.k_layernorm.weight",
+        "layers.{i}.mixer.in": f"{_LAYER}.conv.in_proj.weight",
+        "layers.{i}.mixer.in_bias": f"{_LAYER}.conv.in_proj.bias",
+        "layers.{i}.mixer.conv": f"{_LAYER}.conv.conv.weight",
+        "layers.{i}.mixer.conv_bias": f"{_LAYER}.conv.conv.bias",
+        "layers.{i}.mixer.o": f"{_LAYER}.conv.out_proj.weight",
+        "layers.{i}.mixer.o_bias": f"{_LAYER}.conv.out_proj.bias",
+        "layers.{i}.mlp_norm": f"{_LAYER}.ffn_norm.weight",
+        "layers.{i}.mlp.gate": f"{_MLP}.w1.weight",
+        "layers.{i}.mlp.up": f"{_MLP}.w3.weight",
+        "layers.{i}.mlp.down": f"{_MLP}.w2.weight",
+        "layers.{i}.router": f"{_MLP}.gate.weight",
+        "layers.{i}.router_bias": f"{_MLP}.expert_bias",
+        "norm": "model.embedding_norm.weight",
+        "head": "lm_head.weight",
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": f"{_MLP}.experts.{{e}}.w1.weight",
+                "up": f"{_MLP}.experts.{{e}}.w3.weight",
+                "down": f"{_MLP}.experts.{{e}}.w2.weight",
+            }
+        ),
+        ExpertNames(
+            {
+                "gate": f"{_MLP}.experts.gate_up_proj",
+                "up": f"{_MLP}.experts.gate_up_proj",
+                "down": f"{_MLP}.experts.down_proj",
+            }
+        ),
+    ),
+    ignored_keys=frozenset({"theta"}),
+)

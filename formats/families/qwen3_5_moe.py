@@ -1,0 +1,71 @@
+"""The text model of Qwen3.5 and Qwen3.6 with experts, such as Qwen3.6-35B-A3B; images and videos are not read.
+
+For text, the three sections of a position are equal, so that positions are those of any rotary embedding.
+Source: transformers, models/qwen3_5_moe.
+"""
+
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.multimodal import within
+from moe_pack.formats.families.qwen3_next import GATED_DELTA_NAMES, MTP_LAYER, read_gated_delta
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    MROPE_KEYS,
+    attention_bias,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+)
+
+_IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+
+
+def _read_text(config: Config) -> ModelSpec:
+    config.only("attn_output_gate", True)
+    config.only("mamba_ssm_dtype", "float32")
+    config.require("head_dim")  # missing, transformers takes 256
+    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
+    return read_decoder(
+        config,
+        "qwen3_5_moe_text",
+        attention,
+        read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=MROPE_KEYS),
+        RouterSpec("softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True),
+        config.whole("moe_intermediate_size"),
+        dense_size_key=None,
+        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+        mixer=read_gated_delta(config, interleaved=False),
+    )
+
+
+_NAMES = {
+    **DENSE_NAMES,
+    **GATED_DELTA_NAMES,
+    **{
+        f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.linear_attn.in_proj_{name}.weight"
+        for name in ("qkv", "z", "b", "a")
+    },
+}
+QWEN3_5_MOE_TEXT = Family(
+    model_type="qwen3_5_moe_text",
+    short_names={},
+    read_config=_read_text,
+    dense_names=_NAMES,
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    unused=(MTP_LAYER,),
+    ignored_keys=_IGNORED,
+)
+QWEN3_5_MOE = within(
+    QWEN3_5_MOE_TEXT,
+    "qwen3_5_moe",
+    short_names={
+        "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
+        "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B",
+        "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
+        "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
+    },
+)

@@ -1,0 +1,16 @@
+"""Parts of what a model computes, as data: rotary positions, and mixers in place of attention."""
+
+from moe_pack.formats.parts.mixers import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
+
+__all__ = [
+    "GatedDeltaSpec",
+    "KimiDeltaSpec",
+    "Llama3Spec",
+    "LongRopeSpec",
+    "Mamba2Spec",
+    "MixerSpec",
+    "RopeSpec",
+    "ShortConvSpec",
+    "YarnSpec",
+]
