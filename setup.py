@@ -24,6 +24,7 @@ SOURCES = (
     "rows",
     "attention",
     "norm",
+    "recurrence",
     "rotation",
     "router",
     "layout",

@@ -2,9 +2,10 @@
 
 This is the only Python face of the C++ in runtime/cpu/native/, and it takes and returns arrays. The kernels have
 threads of their own. Each kernel has a twin in plain torch, which it is tested against: `expert` for experts,
-`operations` for attention, norms and products, `router`, `moe_pack.formats.codecs` for decoding, and
-`calib/quantize/trellis.py` for the search. Products of few tokens take inputs as 24-bit fixed point relative to the
-token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics").
+`operations` for attention, norms and products, `mixers` for recurrences and convolutions, `router`,
+`moe_pack.formats.codecs` for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take
+inputs as 24-bit fixed point relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md,
+"Numerics").
 
 The extension is built with the package if there is a compiler; without it, and on other devices than the CPU, torch
 computes.
@@ -271,6 +272,34 @@ class Kernels:
             spec.jitter,
         )
         return torch.from_numpy(experts), torch.from_numpy(weights)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, recurrent: Tensor
+    ) -> Tensor:
+        """Computes what each token reads from a recurrent state, and updates the state.
+
+        Args:    q, k: float32 [T, key heads, keys].   v: float32 [T, heads, values].   log_decay: float32 [T, heads],
+                 or [T, heads, keys]; none above 0.   rate: float32 [T, heads], of the delta rule.   recurrent: float32
+                 [heads, keys, values].
+        Returns: float32 [T, heads, values].
+        """
+        y, out = _empty(*v.shape)
+        rates = None if rate is None else _array(rate)
+        given = (_array(q), _array(k), _array(v), _array(log_decay), rates, recurrent.numpy(), out)
+        self._call("recur", *given, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+        return y
+
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+        """Computes a causal convolution of each channel, and updates the state, the last inputs.
+
+        Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together.   bias:
+                 float32 [channels].   state: float32 [taps - 1, channels].
+        Returns: float32 [T, channels].
+        """
+        y, out = _empty(*x.shape)
+        biases = None if bias is None else bias.numpy()
+        self._call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""

@@ -317,6 +317,16 @@ class NativeOperations(Operations):
             projected, head_norms, eps, angles, interleaved, cached, cache.num_tokens, spec, window, sinks
         )
 
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+        """Returns a causal convolution of each channel, float32 [T, channels]."""
+        return self.kernels.convolve(x, kernel, bias, state.conv)
+
+    def recur(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState
+    ) -> Tensor:
+        """Returns what tokens read from a recurrent state, float32 [T, heads, values], one token after the other."""
+        return self.kernels.recur(q, k, v, log_decay, rate, state.recurrent)
+
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
         rows = weight.contiguous().view(torch.uint8).numpy()

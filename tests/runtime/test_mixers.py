@@ -1,5 +1,6 @@
 """Mixers against loops over tokens and heads in float64; the states in which they live on; their memory in budgets."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,13 @@ import torch
 from cases import case
 from families import Tiny, token_ids, write
 from models import pack
+from native import INSTRUCTION_SETS, kernels_limited_to
 from specs import GROUPED, HYBRID
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.spec import cache_values, state_values
-from moe_pack.runtime.model import Decoder, KVCache, PackWeights
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.model import Decoder, KVCache, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.offload.budget import cache_bytes
@@ -105,6 +108,54 @@ def test_a_convolution_sees_the_inputs_before_and_keeps_the_last() -> None:
             assert torch.equal(state.conv, x[-3:])
     state = LayerState(torch.zeros(3, 6), torch.zeros(0))
     assert (convolve(x, kernel.flatten(), bias, state) - expected - bias).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_native_kernels_do_what_torch_does(instruction_set: str) -> None:
+    kernels = kernels_limited_to(instruction_set)
+    for seed in range(40):
+        with case(seed):
+            generator = torch.Generator().manual_seed(seed)
+
+            def upto(most: int, generator: torch.Generator = generator) -> int:
+                return int(torch.randint(1, most, (1,), generator=generator))
+
+            key_heads = upto(4)
+            given = Given(upto(80), (key_heads, key_heads * upto(4), upto(70), upto(150)), seed % 2 == 1, seed % 3 > 0)
+            read, after = given.expected()
+            state = given.before.clone()
+            found = kernels.recur(given.q, given.k, given.v, given.log_decay, given.rate, state)
+            assert (found - read).abs().max() < 1e-4 and (state - after).abs().max() < 2e-5
+            channels, taps = upto(900), upto(9)
+            x, kernel, bias, conv = (
+                torch.randn(shape, generator=generator)
+                for shape in ((upto(20), channels), (channels * taps,), (channels,), (taps - 1, channels))
+            )
+            ours, theirs = conv.clone(), LayerState(conv.clone(), torch.zeros(0))
+            for some in [bias, None]:
+                expected = convolve(x, kernel, some, theirs)
+                assert (kernels.convolve(x, kernel, some, ours) - expected).abs().max() < 1e-5
+                assert torch.equal(ours, theirs.conv)
+
+
+def test_native_results_do_not_depend_on_threads() -> None:
+    given, results = Given(5, (16, 32, 64, 64), by_key=False, has_rate=True), []
+    for threads in [1, 2, 3]:
+        with closing(Kernels(threads)) as kernels:
+            state = given.before.clone()
+            results.append((kernels.recur(given.q, given.k, given.v, given.log_decay, given.rate, state), state))
+    assert all(torch.equal(a, b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
+
+
+def test_a_pack_runs_by_native_kernels_as_by_torch(packed: Path) -> None:
+    ids = token_ids()
+    with Pack(packed) as opened, operations_for(CPU) as operations:
+        expected = Decoder(PackWeights(opened, CPU), len(ids)).logits(ids)
+        decoder = Decoder(open_weights(opened, CPU, operations), len(ids))
+        assert (decoder.logits(ids) - expected).abs().max() < 1e-4
+        decoder.reset()
+        one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
+        assert (one_by_one - expected).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")

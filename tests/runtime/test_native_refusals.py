@@ -117,6 +117,27 @@ def legal(name: str) -> Arguments:
             "out": np.zeros((3, dense.shape[1]), np.uint8),
         },
         "attend": legal_attention(),
+        "recur": {
+            "q": floats(T, 2, 5),
+            "k": floats(T, 2, 5),
+            "v": floats(T, 4, 7),
+            "log_decay": floats(T, 4),
+            "rate": floats(T, 4),
+            "recurrent": floats(4, 5, 7),
+            "out": floats(T, 4, 7),
+            "num_key_heads": 2,
+            "num_heads": 4,
+            "num_keys": 5,
+            "num_values": 7,
+        },
+        "convolve": {
+            "x": floats(T, 6),
+            "kernel": floats(6, 4),
+            "bias": floats(6),
+            "state": floats(3, 6),
+            "out": floats(T, 6),
+            "taps": 4,
+        },
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
         "rotate": {
             "x": floats(T, 192),
@@ -151,7 +172,7 @@ def call(name: str, arguments: Arguments) -> object:
 
 
 OPERATIONS = ("experts", "select", "dense", "decode", "gather", "attend")
-OPERATIONS += ("rms_norm", "rotate", "route")
+OPERATIONS += ("rms_norm", "rotate", "route", "recur", "convolve")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
@@ -159,6 +180,8 @@ OUTPUTS = {
     "decode": ["out"],
     "gather": ["out"],
     "attend": ["keys", "values", "out"],
+    "recur": ["recurrent", "out"],
+    "convolve": ["state", "out"],
     "rms_norm": ["out"],
     "rotate": ["out"],
     "route": ["experts", "weights"],
@@ -199,6 +222,7 @@ FAULTS += ("no buffer", "not aligned")
 # Where some rows are picked out of many, there may be any number of whole ones.
 ANY_ROWS = {("gather", "rows")}
 NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing"), ("experts", "outputs", "missing")}
+NOT_NEEDED |= {("recur", "rate", "missing"), ("convolve", "bias", "missing")}
 # Any of the neurons may have been selected, or none; without them the selector is asked.
 NOT_NEEDED |= {("select", "x", fault) for fault in ("twice as many", "twice as wide")}  # more tokens than are used
 NOT_NEEDED |= {("experts", "neurons", fault) for fault in ("one too few", "one too many", "none", "missing")}
@@ -267,6 +291,18 @@ SIZES = [
     ("route", "bias", "bias: 5 values, expected 6"),
     ("route", "experts", "experts: 5 values, expected 6"),
     ("route", "weights", "weights: 5 values, expected 6"),
+    ("recur", "q", "q: 29 values, expected 30"),
+    ("recur", "k", "k: 29 values, expected 30"),
+    ("recur", "v", "v: 83 values, expected 56"),
+    ("recur", "log_decay", "log_decay: 11 values, expected 60"),
+    ("recur", "rate", "rate: 11 values, expected 12"),
+    ("recur", "recurrent", "recurrent: 139 values, expected 140"),
+    ("recur", "out", "out: 83 values, expected 84"),
+    ("convolve", "x", "x: 17 values, expected 12"),
+    ("convolve", "kernel", "kernel: 23 values, expected 20"),
+    ("convolve", "bias", "bias: 5 values, expected 6"),
+    ("convolve", "state", "state: 17 values, expected 18"),
+    ("convolve", "out", "out: 17 values, expected 18"),
     ("rms_norm", "x", "x: 383 values, expected 256"),
     ("rms_norm", "weight", "x: 384 values, expected 381"),
     ("rms_norm", "out", "out: 383 values, expected 384"),
@@ -326,6 +362,14 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "window too large for the ring": ("attend", lambda a: a.update(start=30, window=CONTEXT - T + 2), UNSEEN),
     "sinks of other heads": ("attend", put("sinks", floats(HEADS + 1)), f"sinks: {HEADS + 1} values, expected {HEADS}"),
     "extra where there is none": ("experts", put("extra", floats(1, D)), "extra: the layout has none"),
+    "no heads with states": ("recur", put("num_heads", 0), "heads: sizes out of range"),
+    "keys of nothing": ("recur", put("num_keys", 0), "heads: sizes out of range"),
+    "values below 0": ("recur", put("num_values", -7), "heads: sizes out of range"),
+    "too many keys": ("recur", put("num_keys", 65538), "heads: sizes out of range"),
+    "keys of other heads": ("recur", put("num_key_heads", 3), "heads: keys are not shared by as many values each"),
+    "no taps": ("convolve", put("taps", 0), "taps: expected 1 to 64"),
+    "too many taps": ("convolve", put("taps", 65), "taps: expected 1 to 64"),
+    "no channels": ("convolve", put("kernel", floats(0)), "kernel: expected 1 to 2^24 channels"),
     "window below 0": ("attend", put("window", -1), "window: expected 0 to 2^30"),
     "window far beyond": ("attend", put("window", 2**62), "window: expected 0 to 2^30"),
     "more angles than pairs": (

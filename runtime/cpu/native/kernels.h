@@ -41,6 +41,27 @@ struct Ahead {
     int32_t num_bytes;
 };
 
+// One token of one head of a recurrence: q and k [num_keys], v and out [num_values]; `decay` of key i is at
+// i * decay_step. `corrects`: the delta rule, with this rate.
+struct HeadToken {
+    int32_t num_keys, num_values;
+    const float *q, *k, *v, *decay;
+    int32_t decay_step;
+    bool corrects;
+    float rate;
+    float* out;
+    const float* ahead;  // a state of the same size, wanted soon, or null
+};
+
+// Some channels of a convolution of tokens; rows of x, state and out are `stride` floats apart. kernel: [channels,
+// taps], at most 64 taps; state: the last taps - 1 inputs, oldest first, replaced by those after the tokens.
+struct Channels {
+    int32_t num_tokens, num_channels, num_taps;
+    size_t stride;
+    const float *x, *kernel, *bias;
+    float *state, *out;
+};
+
 struct Kernels {
     const char* name;
 
@@ -91,6 +112,13 @@ struct Kernels {
     // `hartley`: [m, m], not read if m is 1.
     void (*rotate)(const float* x, const float* scale, bool is_scaled_first, int32_t d, int32_t m, const float* hartley,
                    float* out);
+
+    // state [num_keys, num_values] = decay * state + k * written, with `written` v, or rate * (v - k (decay * state));
+    // then out = q state.
+    void (*recur)(const HeadToken& token, float* state);
+
+    // out[t] = bias + sum over taps of kernel[tap] * input[t + tap], where the state's inputs come before x.
+    void (*convolve)(const Channels& channels);
 };
 
 extern const Kernels portable_kernels;

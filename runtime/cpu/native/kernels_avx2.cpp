@@ -11,6 +11,7 @@
 #include "affine_avx2.h"
 #include "codes_avx2.h"
 #include "floats_avx2.h"
+#include "recurrence_vector.h"
 
 namespace moe_pack {
 namespace {
@@ -63,7 +64,7 @@ namespace moe_pack {
 
 const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate,
+    exponentials, rotate, recur, convolve,
 };
 
 }  // namespace moe_pack

@@ -11,6 +11,7 @@
 #include "affine_avx512.h"
 #include "codes_avx512.h"
 #include "floats_avx512.h"
+#include "recurrence_vector.h"
 
 namespace moe_pack {
 namespace {
@@ -62,7 +63,7 @@ namespace moe_pack {
 
 const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate,
+    exponentials, rotate, recur, convolve,
 };
 
 }  // namespace moe_pack

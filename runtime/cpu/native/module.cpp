@@ -421,6 +421,9 @@ PyMethodDef methods[] = {
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
      "jitter)"},
     {"rotate", caught<rotate_all>, METH_VARARGS, "rotate(pool, x, scale, is_scaled_first, hartley, out)"},
+    {"recur", caught<recur_heads>, METH_VARARGS,
+     "recur(pool, q, k, v, log_decay, rate, recurrent, out, num_key_heads, num_heads, keys, values)"},
+    {"convolve", caught<convolve_channels>, METH_VARARGS, "convolve(pool, x, kernel, bias, state, out, taps)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,
      "search_trellis(limit, steps, kept, weights, targets, scales, importance, factor, hash, first levels, second levels, "

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "norm.h"
+#include "recurrence.h"
 #include "rotation.h"
 #include "router.h"
 
@@ -11,6 +12,7 @@ namespace {
 constexpr int kMaxHeads = 1 << 16;    // and values of one: their product is of 32 bits
 constexpr int kMaxRouted = 1 << 20;    // experts of a layer
 constexpr size_t kMaxValues = 1 << 20;  // of a row that is normed
+constexpr int kMaxTaps = 64;            // of a convolution
 constexpr size_t kMaxRotated = 1 << 24;  // of a row that is rotated
 
 // The buffers of a call of `attend`.
@@ -96,6 +98,69 @@ PyObject* attend_heads(PyObject*, PyObject* arguments) {
     work.keys = given.keys.values();
     work.values = given.values.values();
     return unlocked([&] { return attend(*pool, work, given.out.values()); });
+}
+
+PyObject* recur_heads(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *from[7];
+    RecurrenceWork work = {};
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOiiii:recur", &capsule, &from[0], &from[1], &from[2], &from[3], &from[4],
+                          &from[5], &from[6], &work.num_key_heads, &work.num_heads, &work.num_keys, &work.num_values))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    if (pool == nullptr) return nullptr;
+    for (int size : {work.num_key_heads, work.num_heads, work.num_keys, work.num_values})
+        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
+    if (work.num_heads % work.num_key_heads) return refuse("heads", "keys are not shared by as many values each");
+    Buffer<const float> q, k, v, log_decay, rate;
+    Buffer<float> recurrent, out;
+    if (!q.take(from[0], "q") || !k.take(from[1], "k") || !v.take(from[2], "v") ||
+        !log_decay.take(from[3], "log_decay") || !rate.take(from[4], "rate") ||
+        !recurrent.take(from[5], "recurrent", true) || !out.take(from[6], "out", true))
+        return nullptr;
+    const size_t heads = work.num_heads, keys = work.num_keys, values = work.num_values;
+    if (!count_tokens("v", v.size(), heads * values, &work.num_tokens)) return nullptr;
+    const size_t tokens = work.num_tokens, decays = tokens * heads;
+    work.by_key = log_decay.size() != decays;
+    if (!has_size("q", q.size(), tokens * work.num_key_heads * keys) || !has_size("k", k.size(), q.size()) ||
+        !has_size("log_decay", log_decay.size(), work.by_key ? decays * keys : decays) ||
+        (rate.values() && !has_size("rate", rate.size(), decays)) ||
+        !has_size("recurrent", recurrent.size(), heads * keys * values) || !has_size("out", out.size(), v.size()))
+        return nullptr;
+    work.q = q.values();
+    work.k = k.values();
+    work.v = v.values();
+    work.log_decay = log_decay.values();
+    work.rate = rate.values();
+    work.recurrent = recurrent.values();
+    return unlocked([&] { return recur(*pool, work, out.values()); });
+}
+
+PyObject* convolve_channels(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *inputs, *kernels, *biases, *states, *outputs;
+    ConvolutionWork work = {};
+    if (!PyArg_ParseTuple(arguments, "OOOOOOi:convolve", &capsule, &inputs, &kernels, &biases, &states, &outputs,
+                          &work.num_taps))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x, kernel, bias;
+    Buffer<float> state, out;
+    if (pool == nullptr || !x.take(inputs, "x") || !kernel.take(kernels, "kernel") || !bias.take(biases, "bias") ||
+        !state.take(states, "state", true) || !out.take(outputs, "out", true))
+        return nullptr;
+    if (work.num_taps < 1 || work.num_taps > kMaxTaps) return refuse("taps", "expected 1 to 64");
+    const size_t taps = work.num_taps, channels = kernel.size() / taps;
+    if (channels < 1 || channels > kMaxRotated) return refuse("kernel", "expected 1 to 2^24 channels");
+    if (!has_size("kernel", kernel.size(), channels * taps) ||
+        (bias.values() && !has_size("bias", bias.size(), channels)) ||
+        !has_size("state", state.size(), (taps - 1) * channels) ||
+        !count_tokens("x", x.size(), channels, &work.num_tokens) || !has_size("out", out.size(), x.size()))
+        return nullptr;
+    work.num_channels = (int32_t)channels;
+    work.x = x.values();
+    work.kernel = kernel.values();
+    work.bias = bias.values();
+    work.state = state.values();
+    return unlocked([&] { return convolve(*pool, work, out.values()); });
 }
 
 PyObject* norm_rows(PyObject*, PyObject* arguments) {
