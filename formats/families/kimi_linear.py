@@ -24,7 +24,8 @@ def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
         return layers_without_attention(config, {"linear_attention": True, "full_attention": False})
     if group is None or not (group.has("kda_layers") and group.has("full_attn_layers")):
         return tuple(i for i in range(num_layers) if not i or i % 4)
-    linear, full = (group.counts(key) for key in ("kda_layers", "full_attn_layers"))
+    # Layers beyond the last are left out, so that the first layers alone can be read.
+    linear, full = ([i for i in group.counts(key) if i <= num_layers] for key in ("kda_layers", "full_attn_layers"))
     if sorted((*linear, *full)) != list(range(1, num_layers + 1)):
         raise CheckpointError(
             f"{group.place}: kda_layers and full_attn_layers must list each of the layers 1 to {num_layers} once"

@@ -45,6 +45,11 @@ NAMES = (
     "glm-4.5-air",
     "dots.llm1.base",
     "gpt-oss-20b",
+    "qwen3-next-80b-a3b-instruct",
+    "qwen3.6-35b-a3b",
+    "kimi-linear-48b-a3b-instruct",
+    "granite-4.0-h-tiny",
+    "lfm2-8b-a1b",
 )
 
 

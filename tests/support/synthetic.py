@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
+from moe_pack.formats.mixers import GatedDeltaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
     KVCache,
     Rope,
@@ -30,6 +31,7 @@ CPU = torch.device("cpu")
 def shrunk(name: str, num_layers: int = 3, hidden_size: int = 128, **changes: object) -> ModelSpec:
     """A published model with few layers, heads and experts, small matrices and a vocabulary of 512."""
     spec = model_spec(name, num_layers, 512)
+    mixer = None if spec.mixer is None else shrunk_mixer(spec.mixer, hidden_size)
     attention = replace(spec.attention, num_heads=8)
     if isinstance(attention, GroupedQuerySpec):
         attention = replace(attention, num_kv_heads=min(8, attention.num_kv_heads))
@@ -44,8 +46,18 @@ def shrunk(name: str, num_layers: int = 3, hidden_size: int = 128, **changes: ob
             spec.expert, intermediate_size=64, extra_floats=hidden_size if "down" in spec.expert.bias else 0
         ),
         shared_expert=shared,
+        mixer=mixer,
     )
     return replace(spec, **changes)  # type: ignore[arg-type]  # fields of ModelSpec
+
+
+def shrunk_mixer(mixer: MixerSpec, hidden_size: int) -> MixerSpec:
+    """A mixer with few and narrow heads."""
+    if isinstance(mixer, GatedDeltaSpec):
+        return replace(mixer, num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16)
+    if isinstance(mixer, ShortConvSpec):
+        return replace(mixer, channels=hidden_size)
+    return replace(mixer, num_heads=4, head_dim=16)
 
 
 def small(num_layers: int = 3, num_experts: int = 16, hidden_size: int = 256, intermediate_size: int = 64) -> ModelSpec:
