@@ -16,6 +16,7 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import Sampler, context_for, generate
+from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.options import EngineOptions
 from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.text import Text
@@ -84,7 +85,7 @@ class Model:
         """Yields the text that follows a prompt, in pieces of whole characters.
 
         It ends at the model's end of text, after `max_tokens`, or when the context is full. A new call ends the text of
-        an earlier one.
+        an earlier one; if both have a beginning in common, it is not read again, as far as the cache leads back.
         Args:    temperature: 0 always takes the likeliest token.   top_p: draws come from the smallest set of tokens
                  with this probability.   seed: repeats a draw; None: every call differs.
         Raises:  RunError if the prompt is empty, too long, or the model is closed; PackError if a file is damaged.
@@ -104,9 +105,13 @@ class Model:
         return report(self._engine)
 
     def _pieces(self, ids: list[int], sampler: Sampler, max_tokens: int) -> Iterator[str]:
-        self._engine.decoder.reset()
-        stream = self._text.stream(ids if self._engine.decoder.spec.encoder is None else [])
-        for token in generate(self._engine.decoder, ids, sampler, max_tokens, self._text.end_ids):
+        decoder = self._engine.decoder
+        stream = self._text.stream(ids if isinstance(decoder, Decoder) else [])
+        if isinstance(decoder, Decoder):
+            ids = decoder.keep_beginning(ids)
+        else:
+            decoder.reset()
+        for token in generate(decoder, ids, sampler, max_tokens, self._text.end_ids):
             if piece := stream.push(token):
                 yield piece
         if piece := stream.finish():

@@ -11,6 +11,8 @@ are in `layer`, attention in `attention`, routing in `router`, the arithmetic of
 router logits and all sums are float32.
 """
 
+from itertools import takewhile
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ from moe_pack.runtime.model.layer import (
 )
 from moe_pack.runtime.model.weights import Weights
 
+_LEAST_KEPT = 16  # tokens of a beginning
 _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute
 
 
@@ -67,9 +70,31 @@ class Decoder:
         self.cache.num_tokens = 0
         self._ids = []
 
+    def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
+        """Begins a text with this prompt; returns the tokens that are left to append, at least one.
+
+        The others are the beginning of the sequence so far, whose keys, values and states stay. A cache does not lead
+        back to every position (`KVCache.reachable`), and a beginning of a few tokens is not worth the other rounding.
+        """
+        before = self.cache.num_tokens
+        pairs = zip(self._ids[:before], prompt_ids[:-1], strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = self.cache.reachable(same)
+        if kept < _LEAST_KEPT or self._rope.is_long(before) != self._rope.is_long(kept):
+            self.reset()
+            return prompt_ids
+        self.cache.return_to(kept)
+        del self._ids[kept:]
+        return prompt_ids[kept:]
+
     def begin(self, prompt_ids: list[int]) -> Tensor:
-        """Appends a prompt; returns the logits of the token after it, float32 [vocabulary]."""
-        return self.next_logits(prompt_ids)
+        """Appends a prompt; returns the logits of the token after it, float32 [vocabulary].
+
+        The cache leads back to its end.
+        """
+        logits = self.next_logits(prompt_ids)
+        self.cache.save()
+        return logits
 
     def next_logits(self, ids: list[int]) -> Tensor:
         """Appends tokens to the sequence; returns the logits of the token after the last, float32 [vocabulary].

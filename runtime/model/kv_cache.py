@@ -140,7 +140,8 @@ class KVCache:
     values and states.
 
     A layer without attention has a state instead (`states`), float32 whatever the dtype. `num_tokens` may rise, and may
-    return to 0, which resets the states. It may be set back to another position only without states.
+    return to 0, which resets the states. Other earlier positions are
+    those of `reachable`: with states, only where they were copied (`save`).
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -178,6 +179,7 @@ class KVCache:
         self.is_ring = any(0 < number < context_tokens for number in places)
         self.context_tokens = context_tokens
         self._num_tokens = 0
+        self._saved_tokens: int | None = None  # where states were copied
 
     @property
     def num_tokens(self) -> int:
@@ -188,9 +190,37 @@ class KVCache:
     def num_tokens(self, num_tokens: int) -> None:
         if num_tokens == 0:
             self.states.reset()
+            self._saved_tokens = None
         else:
             assert num_tokens >= self._num_tokens or not self.states, "states cannot be cut back"
         self._num_tokens = num_tokens
+
+    def save(self) -> None:
+        """Makes the present position one to which the cache leads back; keys and values need nothing for that."""
+        if self.states:
+            self.states.save()
+            self._saved_tokens = self._num_tokens
+
+    def reachable(self, num_tokens: int) -> int:
+        """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one.
+
+        A ring has lost what earlier positions saw. States lead to where they are, and to where they were copied.
+        """
+        if num_tokens >= self._num_tokens:
+            return self._num_tokens
+        if self.states:
+            return self._saved_tokens if self._saved_tokens is not None and self._saved_tokens <= num_tokens else 0
+        return 0 if self.is_ring else num_tokens
+
+    def return_to(self, num_tokens: int) -> None:
+        """Goes back to a position that is `reachable`."""
+        assert self.reachable(num_tokens) == num_tokens, "the cache does not lead back there"
+        if num_tokens and num_tokens < self._num_tokens:
+            if self.states:
+                self.states.restore()
+            self._num_tokens = num_tokens
+        else:
+            self.num_tokens = num_tokens
 
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""

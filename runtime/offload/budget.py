@@ -386,8 +386,11 @@ def page_sizes(layout: PackLayout) -> PageSizes:
 
 
 def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the bytes of the key-value cache and of states, in float32, for passes of at most `chunk_tokens`."""
-    return 4 * (cache_values(spec, context_tokens, chunk_tokens) + state_values(spec))
+    """Returns the bytes of the key-value cache, and of states with their copy, for passes of at most `chunk_tokens`.
+
+    All are float32.
+    """
+    return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
 
 
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:

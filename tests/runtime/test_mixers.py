@@ -169,7 +169,7 @@ def test_states_are_counted_in_the_cache_and_are_float32_whatever_the_keys_are()
     for spec in [HYBRID, replace(HYBRID, mixer=replace(HYBRID.mixer, layers=(1,)))]:
         for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2)]:
             cache = KVCache(spec, 100, CPU, dtype=dtype, chunk_tokens=10)
-            assert cache.num_bytes == size * cache_values(spec, 100, 10) + 4 * state_values(spec)
+            assert cache.num_bytes == size * cache_values(spec, 100, 10) + 2 * 4 * state_values(spec)
             states = [cache.of(layer) for layer in spec.mixer.layers]
             assert {each.dtype for state in states for each in (state.conv, state.recurrent)} == {torch.float32}
         assert cache_bytes(spec, 100, 10) == KVCache(spec, 100, CPU, chunk_tokens=10).num_bytes
@@ -202,6 +202,42 @@ def test_a_text_may_come_in_any_pieces(packed: Path) -> None:
                 decoder.reset()
                 pieces = [decoder.logits(ids[start : start + 10]) for start in range(0, len(ids), 10)]
                 assert (torch.cat(pieces) - whole).abs().max() < 1e-4
+
+
+def test_a_text_that_begins_as_one_before_goes_on_from_there(packed: Path) -> None:
+    ids = token_ids()
+    with Pack(packed) as opened:
+        weights = PackWeights(opened, CPU)
+        decoder, whole = Decoder(weights, 128), Decoder(weights, 128)
+        cases: list[tuple[list[int], int]] = [
+            (ids[:40], 40),  # nothing was read before
+            (ids[:60], 20),  # goes on where the sequence is
+            ([*ids[:70], 1], 11),
+            ([*ids[:70], 1, 5, 6], 2),
+            ([*ids[:70], 1, 5, 9], 73),  # nothing leads back to the middle of a prompt
+            ([*ids[:70], 1, 5, 9], 73),  # nor to the place before its last token, which must be read for its logits
+            ([ids[0], *ids[2:50]], 49),
+        ]
+        for prompt, num_left in cases:
+            with case(len(prompt), num_left):
+                left = decoder.keep_beginning(prompt)
+                whole.reset()
+                assert len(left) == num_left and prompt[len(prompt) - num_left :] == left
+                assert (decoder.begin(left) - whole.begin(prompt)).abs().max() < 1e-4
+                assert decoder.cache.num_tokens == len(prompt)
+                decoder.next_logits([3])  # what was generated is no part of the next prompt
+
+
+def test_keys_and_values_lead_back_to_any_position_and_rings_to_none() -> None:
+    plain = KVCache(replace(GROUPED, attention=replace(GROUPED.attention, sliding_window=None)), 100, CPU)
+    ring = KVCache(GROUPED, 100, CPU, chunk_tokens=10)
+    for cache, expected in [(plain, 20), (ring, 0)]:
+        cache.num_tokens = 30
+        cache.save()
+        cache.num_tokens = 50
+        assert [cache.reachable(number) for number in (20, 50, 60)] == [expected, 50, 50]
+        cache.return_to(expected)
+        assert cache.num_tokens == expected
 
 
 class Failing(PackWeights):

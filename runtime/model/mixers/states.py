@@ -2,7 +2,9 @@
 
 A state has the last inputs of a short convolution and a recurrent state, both float32 (`StateShape` in
 formats/mixers/kinds.py). Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
-be cut back to an earlier position as keys and values can.
+be cut back to an earlier position as keys and values can. It leads back to one position alone: where it was copied. The
+decoder has it copied after each prompt, so that several continuations, or a dialogue that leaves out what was thought
+before an answer, need not read the prompt again (`Decoder.keep_beginning`).
 """
 
 from dataclasses import dataclass
@@ -34,9 +36,14 @@ class LayerState:
         """Returns a copy, for a pass whose outcome does not count."""
         return LayerState(self.conv.clone(), self.recurrent.clone())
 
+    def take(self, other: "LayerState") -> None:
+        """Becomes a copy of another state of the same shape."""
+        self.conv.copy_(other.conv)
+        self.recurrent.copy_(other.recurrent)
+
 
 class States:
-    """The states of all layers with a mixer, float32; allocated once.
+    """The states of all layers with a mixer, and room for a copy of them, float32; allocated once.
 
     Args:    mixer: None for a model of attention alone, which has no states.
     """
@@ -44,7 +51,8 @@ class States:
     def __init__(self, mixer: MixerSpec | None, device: torch.device) -> None:
         layers = () if mixer is None else mixer.layers
         self._states = {layer: LayerState.empty(mixer, device) for layer in layers if mixer is not None}
-        self.num_bytes = sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states.values())
+        self._copies = {layer: state.copied() for layer, state in self._states.items()}
+        self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states.values())
 
     def __bool__(self) -> bool:
         """Whether there is any state."""
@@ -59,3 +67,13 @@ class States:
         for state in self._states.values():
             state.conv.zero_()
             state.recurrent.zero_()
+
+    def save(self) -> None:
+        """Copies the states, in place of an earlier copy."""
+        for layer, state in self._states.items():
+            self._copies[layer].take(state)
+
+    def restore(self) -> None:
+        """Returns to the copy."""
+        for layer, state in self._states.items():
+            state.take(self._copies[layer])
