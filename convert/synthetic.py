@@ -130,7 +130,7 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, OWN, np.float32)
     if name == "mlp_norm_bias":
         return np.full(num_values, CONSTANT, np.float32)
-    if role.name.rpartition(".")[0].endswith(".mixer") and name != "out_norm":
+    if role.name.rpartition(".")[0].endswith(".mixer") and not name.endswith("norm"):
         return _mixer_vector(name, num_values, stream)
     usual = 0.0 if name.endswith(("bias", "sinks")) else 1.0 - role.offset
     return np.full(num_values, usual, np.float32)

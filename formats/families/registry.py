@@ -20,6 +20,7 @@ from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from moe_pack.formats.families.granitemoehybrid import GRANITEMOEHYBRID
 from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
+from moe_pack.formats.families.jamba import JAMBA
 from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
 from moe_pack.formats.families.lfm2_moe import LFM2_MOE
 from moe_pack.formats.families.minicpm import MINICPM
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOE,
         GRANITEMOEHYBRID,
         LFM2_MOE,
+        JAMBA,
         GLM4_MOE,
         DOTS1,
         GPT_OSS,

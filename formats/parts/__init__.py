@@ -1,6 +1,6 @@
 """Parts of what a model computes, as data: rotary positions, and mixers in place of attention."""
 
-from moe_pack.formats.parts.mixers import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts.mixers import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Llama3Spec",
     "LongRopeSpec",
     "Mamba2Spec",
+    "MambaSpec",
     "MixerSpec",
     "RopeSpec",
     "ShortConvSpec",

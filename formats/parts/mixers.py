@@ -271,6 +271,69 @@ class Mamba2Spec:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """Mamba: a state `[state_size]` for each of `channels`, in which each value has a decay of its own.
+
+    A step of each channel comes from the hidden state through `step_rank` values; these, B and C are normed (rms, the
+    model's eps). The convolution has a bias if `conv_bias`, both outer projections if `proj_bias`.
+    Source: Mamba (2312.00752), section 3; Jamba (2403.19887), section 6.4, for the norms; transformers, models/jamba.
+    """
+
+    kind: Literal["mamba"]
+    layers: tuple[int, ...]
+    channels: int
+    state_size: int
+    step_rank: int
+    conv_kernel: int
+    conv_bias: bool
+    proj_bias: bool
+
+    def roles(self, d: int) -> Iterator[MixerRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        yield MixerRole("in", (2 * self.channels, d), True)
+        if self.proj_bias:
+            yield MixerRole("in_bias", (2 * self.channels,), False)
+        yield MixerRole("conv", (self.channels * self.conv_kernel,), False)
+        if self.conv_bias:
+            yield MixerRole("conv_bias", (self.channels,), False)
+        yield MixerRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
+        for name, size in (("dt_norm", self.step_rank), ("b_norm", self.state_size), ("c_norm", self.state_size)):
+            yield MixerRole(name, (size,), False)
+        yield MixerRole("dt", (self.channels, self.step_rank), False)
+        yield MixerRole("dt_bias", (self.channels,), False)
+        yield MixerRole("a_log", (self.channels * self.state_size,), False)
+        yield MixerRole("skip", (self.channels,), False)
+        yield MixerRole("o", (d, self.channels), True)
+        if self.proj_bias:
+            yield MixerRole("o_bias", (d,), False)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        return StateShape((self.conv_kernel - 1, self.channels), (self.channels, self.state_size, 1))
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        return self.channels * (12 + 4 * self.state_size)
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together: they run one by one."""
+        return 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        return {name: getattr(self, name) for name in ("channels", "state_size", "step_rank", "conv_kernel")}
+
+    @property
+    def fault(self) -> str | None:
+        """None: any sizes can run."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvSpec:
     """A short convolution of `channels`, between two gates: the only state is its last inputs.
 
@@ -322,7 +385,7 @@ class ShortConvSpec:
         return None
 
 
-MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | ShortConvSpec
+MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec
 
 MAX_CONV_KERNEL = 64
 MAX_STATE_VALUES = 2**31  # of a layer

@@ -7,7 +7,7 @@ their torch twins are in `mixers`. docs/format.md, section 11, says what each ki
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.weights import Weights
@@ -28,6 +28,8 @@ def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerS
         return _kimi_delta(x, weights, role, mixer, state)
     if isinstance(mixer, Mamba2Spec):
         return _mamba2(x, weights, role, mixer, state)
+    if isinstance(mixer, MambaSpec):
+        return _mamba(x, weights, role, mixer, state)
     return _short_conv(x, weights, role, mixer, state)
 
 
@@ -113,6 +115,24 @@ def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, state: Lay
     y = operations.rms_norm(grouped, ones, weights.spec.norm.eps).flatten(1) * weights.vector(f"{role}.out_norm")
     bias = weights.vector(f"{role}.o_bias") if spec.proj_bias else None
     return linear(y, weights.matrix(f"{role}.o"), bias)
+
+
+def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, state: LayerState) -> Tensor:
+    """Returns Mamba of tokens x."""
+    operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
+    bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
+    mixed, z = linear(x, weights.matrix(f"{role}.in"), bias).chunk(2, dim=1)
+    conv_bias = weights.vector(f"{role}.conv_bias") if spec.conv_bias else None
+    v = silu(operations.convolve(mixed, weights.vector(f"{role}.conv"), conv_bias, state))
+    parts = torch.split(linear(v, weights.matrix(f"{role}.x")), [spec.step_rank, spec.state_size, spec.state_size], 1)
+    named = zip(parts, ("dt", "b", "c"), strict=True)
+    step, k, q = (operations.rms_norm(part, weights.vector(f"{role}.{name}_norm"), eps) for part, name in named)
+    step = linear(step, weights.matrix(f"{role}.dt"), weights.vector(f"{role}.dt_bias"))
+    step = torch.nn.functional.softplus(step)[:, :, None]  # [T, channels, 1]
+    log_decay = -weights.vector(f"{role}.a_log").view(spec.channels, -1).exp() * step
+    y = operations.recur(q[:, None], k[:, None], v[:, :, None] * step, log_decay, None, state)[:, :, 0]
+    y = (y + v * weights.vector(f"{role}.skip")) * silu(z)
+    return linear(y, weights.matrix(f"{role}.o"), weights.vector(f"{role}.o_bias") if spec.proj_bias else None)
 
 
 def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, state: LayerState) -> Tensor:

@@ -50,6 +50,7 @@ NAMES = (
     "kimi-linear-48b-a3b-instruct",
     "granite-4.0-h-tiny",
     "lfm2-8b-a1b",
+    "jamba-v0.1",
 )
 
 

@@ -172,6 +172,10 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("granitemoehybrid", {"mamba_n_groups": 3}, "8 heads cannot share 3 groups"),
     Close("granitemoehybrid", {"layer_types": None}, "layer_types lists 0 layers, but the model has 3"),
+    Close("jamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")),
+    Close("jamba", {"attn_layer_offset": 2}, "attn_layer_offset is 2, expected less than the period, 2"),
+    Close("jamba", {"sliding_window": 64}, "sliding_window is 64; " + _ONLY("None")),
+    Close("jamba", {"num_experts": 1}, "'jamba' is a dense model without experts; there is nothing to pack"),
     Close(
         "lfm2_moe",
         {"layer_types": ["conv", "full_attention", "sliding_attention"]},

@@ -137,6 +137,19 @@ BASE: dict[str, Values] = {
         "mamba_d_state": 16,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "intermediate_size": 48,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 6,
+        "mamba_proj_bias": True,
+    },
     "lfm2_moe": {
         "num_key_value_heads": 2,
         "num_experts": 6,
@@ -254,7 +267,7 @@ FUSED_ALWAYS = ("granitemoe", "granitemoehybrid", "granitemoeshared", "gpt_oss",
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
-NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "lfm2_moe")
+NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in (*WITH_ENCODER, *NOT_ROTARY))
@@ -262,7 +275,7 @@ FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "gro
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, "granitemoehybrid", "lfm2_moe")),
+    *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, "granitemoehybrid", "jamba", "lfm2_moe")),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
@@ -326,6 +339,20 @@ TINY: tuple[Tiny, ...] = (
             "first_k_dense_replace": 2,
             "linear_conv_kernel_dim": 5,
             "moe_renormalize": False,
+        },
+    ),
+    Tiny(
+        "jamba",
+        "no bias, three Mamba layers of four, experts in front, tied head",
+        {
+            "mamba_proj_bias": False,
+            "mamba_conv_bias": False,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "expert_layer_offset": 0,
+            "mamba_dt_rank": "auto",
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
         },
     ),
     Tiny(
@@ -549,7 +576,7 @@ def class_of(model_type: str) -> Any:
 def as_transformers_4(values: Values) -> Values:
     """The config as version 4 spelled it."""
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}
-    if values["model_type"] in NOT_ROTARY:  # which always had it
+    if values["model_type"] in NOT_ROTARY and "layer_types" in values:  # which always had it
         four["layer_types"] = values["layer_types"]
     rope = dict(values.get("rope_parameters", {}))
     four |= {"torch_dtype": values.get("dtype")}

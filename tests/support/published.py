@@ -60,6 +60,7 @@ PUBLISHED = (
     Published("qwen3.6-35b-a3b", "35", "3"),
     Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),
     Published("granite-4.0-h-tiny", "7", "1"),
+    Published("jamba-v0.1", "52", "12"),
     Published("lfm2-8b-a1b", "8.3", "1.5"),
     Published("deepseek-v2-lite", "15.7", "2.4", "15.6", active_leaves_out=("embed",)),
     Published("deepseek-v2", "236", "21", "34.6"),

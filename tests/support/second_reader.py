@@ -593,7 +593,7 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     """The roles of a layer's mixer (section 9)."""
-    shapes = {"gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2}
+    shapes = {"gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2, "mamba": mamba}
     kind = mixer["kind"]
     require(kind in (*shapes, "short_conv"), "manifest.json: kind of mixer")
     return [(f"mixer.{role}", shape) for role, shape in shapes.get(kind, short_conv)(mixer, d)]
@@ -642,6 +642,28 @@ def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
         ("skip", (h,)),
         ("out_norm", (w,)),
         ("o", (d, w)),
+        ("o_bias", (d,)),
+    ]
+    present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
+    return [(name, shape) for name, shape in shapes if present.get(name, True)]
+
+
+def mamba(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    c, n, rank = mixer["channels"], mixer["state_size"], mixer["step_rank"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (2 * c, d)),
+        ("in_bias", (2 * c,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("x", (rank + 2 * n, c)),
+        ("dt_norm", (rank,)),
+        ("b_norm", (n,)),
+        ("c_norm", (n,)),
+        ("dt", (c, rank)),
+        ("dt_bias", (c,)),
+        ("a_log", (c * n,)),
+        ("skip", (c,)),
+        ("o", (d, c)),
         ("o_bias", (d,)),
     ]
     present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}

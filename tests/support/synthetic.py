@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.mixers import GatedDeltaSpec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import GatedDeltaSpec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
     KVCache,
     Rope,
@@ -55,6 +55,8 @@ def shrunk_mixer(mixer: MixerSpec, hidden_size: int) -> MixerSpec:
     """A mixer with few and narrow heads."""
     if isinstance(mixer, GatedDeltaSpec):
         return replace(mixer, num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16)
+    if isinstance(mixer, MambaSpec):
+        return replace(mixer, channels=2 * hidden_size, step_rank=8)
     if isinstance(mixer, ShortConvSpec):
         return replace(mixer, channels=hidden_size)
     return replace(mixer, num_heads=4, head_dim=16)

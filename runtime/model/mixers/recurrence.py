@@ -56,6 +56,8 @@ def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | Non
     q, k, v, log_decay = (each.transpose(0, 1) for each in (q, k, v, log_decay))
     rate = None if rate is None else rate.T
     step = CHUNK_TOKENS if log_decay.dim() == 2 else KEYED_CHUNK_TOKENS
+    if v.shape[2] == 1:
+        step = 1  # a chunk's tables would be larger than the states of all its tokens
     # Gradients need the state as it was.
     recurrent, pieces = state.recurrent.clone() if torch.is_grad_enabled() else state.recurrent, []
     for start in range(0, v.shape[1], step):

@@ -1,7 +1,7 @@
 """The states of layers without attention: a cache of its own next to that of keys and values.
 
 A state has the last inputs of a short convolution and a recurrent state, both float32 (`StateShape` in
-formats/mixers/kinds.py). Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
+formats/parts/mixers.py). Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
 be cut back to an earlier position as keys and values can. It leads back to one position alone: where it was copied. The
 decoder has it copied after each prompt, so that several continuations, or a dialogue that leaves out what was thought
 before an answer, need not read the prompt again (`Decoder.keep_beginning`).

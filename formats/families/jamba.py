@@ -1,0 +1,110 @@
+"""Jamba 1.5 Mini and Large, Jamba v0.1: Mamba, and attention without positions in every eighth layer.
+
+Source: transformers, models/jamba; Jamba (2403.19887).
+"""
+
+import math
+
+from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import DENSE_NAMES, dense_model, read_decoder, read_grouped_query
+from moe_pack.formats.parts import MambaSpec
+
+
+def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ...]:
+    """Reads the layers at a period and an offset, which are keys that begin with `name`."""
+    period = config.whole(f"{name}_layer_period", period)
+    offset = config.count(f"{name}_layer_offset", offset)
+    if offset >= period:
+        raise CheckpointError(
+            f"{config.place}: {name}_layer_offset is {offset}, expected less than the period, {period}"
+        )
+    return tuple(i for i in range(config.num_layers()) if i % period == offset)
+
+
+def _read_mixer(config: Config) -> MambaSpec | None:
+    d, attention = config.whole("hidden_size"), _every(config, "attn", 8, 4)
+    rank = math.ceil(d / 16)
+    layers = tuple(i for i in range(config.num_layers()) if i not in attention)
+    mixer = MambaSpec(
+        kind="mamba",
+        layers=layers,
+        channels=config.whole("mamba_expand", 2) * d,
+        state_size=config.whole("mamba_d_state", 16),
+        step_rank=rank if config.is_text("mamba_dt_rank", "auto") else config.whole("mamba_dt_rank", rank),
+        conv_kernel=config.whole("mamba_d_conv", 4),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        proj_bias=config.flag("mamba_proj_bias", False),
+    )
+    return mixer if layers else None
+
+
+def _read_config(config: Config) -> ModelSpec:
+    config.only("sliding_window", None)  # in published configs; no code of transformers reads it
+    num_experts = config.whole("num_experts", 16)
+    if num_experts == 1:
+        raise dense_model(config)
+    return read_decoder(
+        config,
+        "jamba",
+        read_grouped_query(config),
+        None,
+        RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
+        config.whole("intermediate_size"),
+        moe_layers=_every(config, "expert", 2, 1),
+        mixer=_read_mixer(config),
+    )
+
+
+_MLP, _MAMBA = "model.layers.{i}.feed_forward", "model.layers.{i}.mamba"
+_MAMBA_NAMES = {
+    "in": "in_proj.weight",
+    "in_bias": "in_proj.bias",
+    "conv": "conv1d.weight",
+    "conv_bias": "conv1d.bias",
+    "x": "x_proj.weight",
+    "dt_norm": "dt_layernorm.weight",
+    "b_norm": "b_layernorm.weight",
+    "c_norm": "c_layernorm.weight",
+    "dt": "dt_proj.weight",
+    "dt_bias": "dt_proj.bias",
+    "a_log": "A_log",
+    "skip": "D",
+    "o": "out_proj.weight",
+    "o_bias": "out_proj.bias",
+}
+JAMBA = Family(
+    model_type="jamba",
+    short_names={
+        "jamba-v0.1": "ai21labs/Jamba-v0.1",
+        "jamba-1.5-mini": "ai21labs/AI21-Jamba-1.5-Mini",
+        "jamba-1.5-large": "ai21labs/AI21-Jamba-1.5-Large",
+    },
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in _MAMBA_NAMES.items()},
+        "layers.{i}.mlp_norm": "model.layers.{i}.pre_ff_layernorm.weight",
+        **{f"layers.{{i}}.mlp.{name}": f"{_MLP}.{name}_proj.weight" for name in ("gate", "up", "down")},
+        "layers.{i}.router": f"{_MLP}.router.weight",
+        "norm": "model.final_layernorm.weight",
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": f"{_MLP}.experts.{{e}}.gate_proj.weight",
+                "up": f"{_MLP}.experts.{{e}}.up_proj.weight",
+                "down": f"{_MLP}.experts.{{e}}.down_proj.weight",
+            }
+        ),
+        ExpertNames(
+            {
+                "gate": f"{_MLP}.experts.gate_up_proj",
+                "up": f"{_MLP}.experts.gate_up_proj",
+                "down": f"{_MLP}.experts.down_proj",
+            }
+        ),
+    ),
+    ignored_keys=frozenset({"num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
+)
