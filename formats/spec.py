@@ -100,12 +100,25 @@ class GroupedQuerySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The choice of `top_k` positions that a query attends to, by `num_heads` small heads of `head_dim`.
+
+    Each position has one key for all of them, in the cache after the latent's. docs/format.md, section 11, says how.
+    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Multi-head latent attention: keys and values of all heads come from one latent vector a position.
 
     The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
     Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
-    with `lora_norm_eps`.
+    with `lora_norm_eps`. `indexer`: null if a query attends to all positions before it.
     Source: DeepSeek-V2 (2405.04434), section 2.1.
     """
 
@@ -119,6 +132,13 @@ class LatentSpec:
     scale: float
     lora_norm_eps: float
     temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
+    indexer: IndexerSpec | None = added(None)  # noqa: RUF009  # likewise
+
+    @property
+    def cached_width(self) -> int:
+        """The values of a position in the cache: the latent, the rotated key, and the indexer's key."""
+        indexed = 0 if self.indexer is None else self.indexer.head_dim
+        return self.kv_lora_rank + self.qk_rope_head_dim + indexed
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +418,13 @@ def _latent(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     yield DenseRole("attention.kv_a_norm", (rank,), False)
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
     yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
+    if attention.indexer is not None:
+        heads, width = attention.indexer.num_heads, attention.indexer.head_dim
+        yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
+        yield DenseRole("attention.index_k", (width, d), True)
+        yield DenseRole("attention.index_k_norm", (width,), False)
+        yield DenseRole("attention.index_k_norm_bias", (width,), False)
+        yield DenseRole("attention.index_weights", (heads, d), False)
 
 
 def _relative(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
@@ -465,7 +492,7 @@ def _layer_values(spec: ModelSpec) -> int:
     if isinstance(attention, GroupedQuerySpec):
         return 2 * attention.num_kv_heads * attention.head_dim
     if isinstance(attention, LatentSpec):
-        return attention.kv_lora_rank + attention.qk_rope_head_dim
+        return attention.cached_width
     return 2 * attention.num_heads * attention.head_dim
 
 
@@ -548,7 +575,10 @@ def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
         names = ("num_heads", "head_dim", "num_buckets", "max_distance")
     else:
         names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return {name: getattr(attention, name) for name in names}
+    sizes = {name: getattr(attention, name) for name in names}
+    if isinstance(attention, LatentSpec) and (indexer := attention.indexer) is not None:
+        sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
+    return sizes
 
 
 def _layers_fault(spec: ModelSpec) -> str | None:
@@ -585,6 +615,9 @@ def _numbers_fault(spec: ModelSpec) -> str | None:
 def _attention_fault(spec: ModelSpec) -> str | None:
     attention = spec.attention
     if isinstance(attention, LatentSpec):
+        indexer = attention.indexer
+        if indexer is not None and (attention.q_lora_rank is None or indexer.head_dim < attention.qk_rope_head_dim):
+            return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"
         return _temperature_fault(attention.temperature, attention)
     if isinstance(attention, RelativeSpec):
         return _relative_fault(attention)

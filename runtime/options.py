@@ -35,6 +35,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
     parts["no rotary positions"] = spec.rope is None
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
+    if isinstance(attention, LatentSpec):
+        parts["sparse attention"] = attention.indexer is not None
     if isinstance(attention, GroupedQuerySpec):
         parts |= {
             "layers that do not rotate": attention.rotated_layers is not None,

@@ -8,6 +8,7 @@ from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
 from moe_pack.formats.families.exaone_moe import EXAONE_MOE
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         KIMI_K2,
         KIMI_LINEAR,
+        DEEPSEEK_V32,
         PHIMOE,
         OLMOE,
         GRANITEMOE,

@@ -9,6 +9,8 @@ values of all positions are computed, as the model is written. Absorbed: since `
 move into the latent's space instead, all heads attend to the cached vectors, and `W_v` is applied to the weighted
 latents. Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
 
+With an *indexer* (DeepSeek-V3.2), a query attends to the positions that score highest with keys of the indexer's own.
+
 *Relative positions* add a bias for each head and distance to the scores, in place of a rotation; so does an encoder.
 A decoder also attends to the encoder's output, without a bias.
 """
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.formats.spec import LatentSpec, RelativeSpec, TemperatureSpec
+from moe_pack.formats.spec import IndexerSpec, LatentSpec, RelativeSpec, TemperatureSpec
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
@@ -91,16 +93,22 @@ def attend_latent(
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
     rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rope is not None and weights.spec.rope.interleaved
-    q = _queries(x, weights, spec, role)
+    q, q_latent = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     if spec.temperature is not None:
         q = q * _temperature(spec.temperature, start, len(x), x.device)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
-    cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    width = spec.kv_lora_rank + rope_dim
+    cache.keys[0, start:stop, :width] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    if spec.indexer is not None and q_latent is not None:
+        cache.keys[0, start:stop, width:] = _index_keys(x, weights, spec.indexer, role, angles)
+        if stop > spec.indexer.top_k:
+            index_keys = cache.keys[0, :stop, width:].float()
+            mask = _indexed(x, q_latent, weights, spec.indexer, role, angles, index_keys, mask)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
-    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop].float(), mask)))  # [heads, T, v]
+    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop, :width].float(), mask)))  # [heads, T, v]
     return linear(mixed.transpose(0, 1).flatten(1), weights.matrix(f"{role}.o"))
 
 
@@ -112,15 +120,58 @@ def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
     return absorbed <= expanded
 
 
-def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor:
-    """Returns the queries of tokens x, [heads, T, nope + rope], not yet rotated."""
+def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[Tensor, Tensor | None]:
+    """Returns the queries of tokens x, [heads, T, nope + rope], not rotated, and their latents [T, q_lora_rank]."""
     if spec.q_lora_rank is None:
-        q = linear(x, weights.matrix(f"{role}.q"))
+        latent, q = None, linear(x, weights.matrix(f"{role}.q"))
     else:
         latent = linear(x, weights.matrix(f"{role}.q_a"))
         latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
         q = linear(latent, weights.matrix(f"{role}.q_b"))
-    return q.view(len(x), spec.num_heads, -1).transpose(0, 1)
+    return q.view(len(x), spec.num_heads, -1).transpose(0, 1), latent
+
+
+_INDEX_NORM_EPS = 1e-6
+
+
+def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angles: Angles) -> Tensor:
+    """Returns the indexer's keys of tokens x, float32 [T, head_dim]; it always rotates in halves."""
+    norm = weights.vector(f"{role}.index_k_norm"), weights.vector(f"{role}.index_k_norm_bias")
+    k = linear(x, weights.matrix(f"{role}.index_k"))
+    k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, _INDEX_NORM_EPS)
+    return rotate(k[None], angles, interleaved=False)[0]
+
+
+def _indexed(
+    x: Tensor,
+    q_latent: Tensor,
+    weights: Weights,
+    spec: IndexerSpec,
+    role: str,
+    angles: Angles,
+    keys: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Returns which positions each token attends to: those with the `top_k` largest scores among those it sees.
+
+    Args:    keys: float32 [S, head_dim], the indexer's.   mask: bool [T, S], which positions are seen; None: all.
+    Returns: bool [T, S]; among equal scores, the first positions.
+    """
+    q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
+    q = rotate(q, angles, interleaved=False)
+    head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
+    chosen = torch.empty((len(x), len(keys)), dtype=torch.bool, device=x.device)
+    step = max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * len(keys)))
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        scores = torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ keys.T), head_weights[rows])
+        seen = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[rows]
+        scores = scores.masked_fill(~seen, -torch.inf)
+        least = scores.topk(spec.top_k, dim=-1).values[:, -1:]
+        above, equal = scores > least, scores == least
+        missing = spec.top_k - above.sum(dim=-1, keepdim=True)
+        chosen[rows] = (above | (equal & (equal.cumsum(dim=-1) <= missing))) & seen
+    return chosen
 
 
 def _up_projections(

@@ -135,13 +135,13 @@ class KVCache:
     """The keys and values of all layers, [heads, places, width] each, float32 or bfloat16.
 
     A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). With latent
-    attention the key of a token is its latent and then its rotated key, for one head, and the latent is its value too:
-    `values` are views of `keys`. `is_ring`: whether some layer has fewer places than positions. `num_bytes`: of keys,
-    values and states.
+    attention the key of a token is its latent and then its rotated key, for one head (then the indexer's key, if there
+    is one), and the latent is its value too: `values` are views of `keys`. `is_ring`: whether some layer has fewer
+    places than positions. `num_bytes`: of keys, values and states.
 
     A layer without attention has a state instead (`states`), float32 whatever the dtype. `num_tokens` may rise, and may
-    return to 0, which resets the states. Other earlier positions are
-    those of `reachable`: with states, only where they were copied (`save`).
+    return to 0, which resets the states. Other earlier positions are those of `reachable`: with states, only where they
+    were copied (`save`).
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -165,7 +165,7 @@ class KVCache:
         self.device, self.dtype = device, dtype
         attention = spec.attention
         if isinstance(attention, LatentSpec):
-            width = attention.kv_lora_rank + attention.qk_rope_head_dim
+            width = attention.cached_width
             self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
             self.values = tuple(keys[..., : attention.kv_lora_rank] for keys in self.keys)
             key_bytes = sum(keys.nbytes for keys in self.keys)

@@ -403,6 +403,8 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
         width = 4 * attention.num_heads * attention.head_dim
     else:
         width = 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        if attention.indexer is not None:
+            width += 2 * attention.indexer.num_heads * attention.indexer.head_dim
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.

@@ -443,3 +443,16 @@ def test_a_zero_centered_norm_that_cannot_be_is_refused() -> None:
 def test_a_mixer_in_a_model_with_an_encoder_is_refused() -> None:
     message = "a model with an encoder cannot have a mixer in place of attention"
     assert spec_fault(replace(ANSWERING, mixer=HYBRID.mixer)) == message
+
+
+def test_an_indexer_that_cannot_be_is_refused() -> None:
+    indexer: Values = {"num_heads": 4, "head_dim": 8, "top_k": 5}
+    message = "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"
+    assert_refused_beside_legal(LATENT, "attention indexer", indexer | {"head_dim": 7}, indexer, message)
+    assert_refused_beside_legal(
+        changed(LATENT, "attention indexer", indexer), "attention q_lora_rank", None, 40, message
+    )
+    for name in indexer:
+        with case(name):
+            line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
+            assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)

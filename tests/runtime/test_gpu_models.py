@@ -12,6 +12,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (ANSWERING, "an encoder"),
     (changed(PLAIN, "attention temperature", TEMPERATURE), "attention temperature"),
     (changed(LATENT, "attention temperature", TEMPERATURE), "attention temperature"),
+    (changed(LATENT, "attention indexer", {"num_heads": 4, "head_dim": 8, "top_k": 5}), "sparse attention"),
     (changed(GROUPED, "attention rotated_layers", [0]), "layers that do not rotate"),
     (changed(GROUPED, "attention chunked", True), "attention in chunks"),
     (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),

@@ -118,6 +118,17 @@ SHAPES: dict[str, Values] = {
     },
     "mistral4": _EXPERTS | _LATENT | _MISTRAL,
     "mistral3": _EXPERTS | _LATENT | _MISTRAL | {"model_type": "mistral4", "tie_word_embeddings": False},
+    "deepseek_v32": _EXPERTS
+    | _LATENT
+    | {
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "index_topk": 9,
+        "index_head_dim": 16,
+        "index_n_heads": 8,
+    },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
     "qwen3_vl_moe": {
@@ -183,6 +194,18 @@ SWITCHED: dict[str, dict[str, Values]] = {
         "rotated in halves, not normalized": {"rope_interleave": False, "norm_topk_prob": False},
     },
     "mistral3": {"tied head": {"tie_word_embeddings": True}},
+    "deepseek_v32": {
+        "yarn, heads of the rotated size": {
+            "index_head_dim": 8,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "more than the text, not normalized, one group": {
+            "index_topk": 200,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    },
     "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
     "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
     "solar_open": {

@@ -72,6 +72,7 @@ PUBLISHED = (
     Published("glm-4.5", "355", "32", "188.416", ("embed", "head"), ("embed", "head"), adds_prediction_layer=True),
     Published("dots.llm1.base", "142", "14"),
     Published("deepseek-v3", "671", "37", "35.136"),
+    Published("deepseek-v3.2", "671", "37", "42.944", active_leaves_out=("embed",)),
     Published("moonlight-16b-a3b-instruct", "15.29", "2.24", "15.552", ("embed", "head"), ("embed", "head")),
     Published("kimi-k2-instruct", "1026", "32", "35.136"),
     Published("deepseek-moe-16b", "16.4", "2.8"),

@@ -588,6 +588,10 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", (h * (n + r), q_rank))]
         shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
         shapes.append(("o", (d, h * v)))
+        if "indexer" in attention:
+            heads, width = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
+            shapes += [("index_q", (heads * width, q_rank)), ("index_k", (width, d)), ("index_k_norm", (width,))]
+            shapes += [("index_k_norm_bias", (width,)), ("index_weights", (heads, d))]
     return [(f"attention.{role}", shape) for role, shape in shapes]
 
 

@@ -1,0 +1,66 @@
+"""DeepSeek-V3.2: V3 with sparse attention. Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
+
+The published inference code also rotates the indexer's queries and keys by a Hadamard matrix, which changes no score,
+and rounds them to FP8, which we, like transformers, do not.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3
+from moe_pack.formats.families.readers import (
+    layers_by_kind,
+    read_decoder,
+    read_kinds,
+    read_latent,
+    read_rope,
+    read_sigmoid_router,
+)
+from moe_pack.formats.spec import IndexerSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("moe_layer_freq", 1)
+    config.only("mlp_bias", False)
+    config.only("rope_interleave", True)
+    read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"):
+        config.require(key)  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
+    indexer = IndexerSpec(config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"))
+    expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
+    config.whole("q_lora_rank")  # the indexer's queries come from the latent
+    return read_decoder(
+        config,
+        "deepseek_v32",
+        replace(read_latent(config), indexer=indexer),
+        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        expert_size,
+        moe_layers=layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+    )
+
+
+_INDEXER = "model.layers.{i}.self_attn.indexer."
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    short_names={
+        "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
+        "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
+    },
+    read_config=_read_config,
+    dense_names={
+        **DEEPSEEK_V3.dense_names,
+        "layers.{i}.attention.index_q": _INDEXER + "wq_b.weight",
+        "layers.{i}.attention.index_k": _INDEXER + "wk.weight",
+        "layers.{i}.attention.index_k_norm": _INDEXER + "k_norm.weight",
+        "layers.{i}.attention.index_k_norm_bias": _INDEXER + "k_norm.bias",
+        "layers.{i}.attention.index_weights": _INDEXER + "weights_proj.weight",
+    },
+)
