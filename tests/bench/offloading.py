@@ -6,7 +6,8 @@
     python tests/bench/offloading.py parts
     python tests/bench/offloading.py soak
 
-All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14.
+All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14; the one of
+`LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
 import json
@@ -35,11 +36,12 @@ from benchlib.confined import (
     tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import DEMO, FLOE, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import DEMO, FLOE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
+from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text, generate, measure_disk
 from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.machine import anonymous_bytes
@@ -53,8 +55,10 @@ def main() -> None:
     """Groups the measurements."""
 
 
-def run_options(prompt_tokens: int, rounds: int, packs: tuple[str, ...]) -> Callable[[F], F]:
-    """Adds the options that all runs in a cgroup have: which packs, and what every program does."""
+def run_options(
+    prompt_tokens: int, rounds: int, packs: tuple[str, ...], others: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Adds the options that all runs in a cgroup have: which packs, with `others` on request, and what they do."""
 
     def add(body: F) -> F:
         one = click.IntRange(1)
@@ -64,7 +68,9 @@ def run_options(prompt_tokens: int, rounds: int, packs: tuple[str, ...]) -> Call
             click.option("--decode-tokens", default=32, show_default=True, type=one),
             click.option("--prompt-tokens", default=prompt_tokens, show_default=True, type=one),
             click.option("--rounds", default=rounds, show_default=True, type=one),
-            click.option("--pack", "packs", multiple=True, type=click.Choice(packs), default=packs, show_default=True),
+            click.option(
+                "--pack", "packs", multiple=True, type=click.Choice(packs + others), default=packs, show_default=True
+            ),
             folder_option,
             json_option,
         ):
@@ -187,21 +193,23 @@ def predict(name: str, pack: Path, budget_bytes: int, task: Task, machine: Machi
     """Returns what the planner predicts of the tokens that `moe-run --bench` decodes."""
     context, seen = task.prompt_tokens + task.decode_tokens + 1, task.prompt_tokens + task.decode_tokens // 2
     with Pack(pack) as opened:
-        found = predicted_for(opened, budget_bytes, context, machine, SYNTHETIC[name].sparsity, seen)
+        found = predicted_for(opened, budget_bytes, context, machine, (SYNTHETIC | LARGE)[name].sparsity, seen)
     return Predicted(found.fetched_bytes, found.tokens_per_second)
 
 
 @main.command("speed")
-@run_options(64, 3, tuple(SYNTHETIC))
+@run_options(64, 3, tuple(SYNTHETIC), tuple(LARGE))
 @llama_option
 @click.option(
     "--share", "shares", multiple=True, type=click.FloatRange(0.01, 1), default=(0.25, 0.5), show_default=True
 )
+@click.option("--budget", "budgets", multiple=True, help="Sizes such as 8G, in place of shares.")
 @click.option("--decode-limit", default=60.0, show_default=True, help="Seconds, after which llama.cpp begins no token.")
 @click.option("--seconds", default=0.1, show_default=True, help="Of each measurement of the machine.")
 def speed_command(
     folder: Path, llama_python: Path | None, packs: tuple[str, ...], shares: tuple[float, ...], rounds: int,
     prompt_tokens: int, decode_tokens: int, decode_limit: float, seconds: float, threads: int, seed: int, as_json: bool,
+    budgets: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Measures bytes read for a token and tokens a second, by default, against the plan, mapped files and llama.cpp.
 
@@ -219,8 +227,9 @@ def speed_command(
     for name in packs:
         pack = make_pack(name, folder)
         gguf = make_gguf(pack, llama_python) if llama_python else None
-        for share in shares:
-            budget, place = int(share * pack_bytes(pack)), f"{name}, {share:.0%}"
+        total = pack_bytes(pack)
+        for budget in map(read_size, budgets) if budgets else [int(share * total) for share in shares]:
+            share, place = budget / total, f"{name}, {budget / total:.0%}"
             limit, known = budget + SPARE_BYTES, by_gguf.get((gguf, budget)) if gguf else None
             predicted, runs, theirs = list[Predicted](), list[ConfinedRun](), list[ConfinedRun]()
             for _ in range(rounds):

@@ -72,7 +72,9 @@ def test_commands_count_states_and_refuse_gpus(tmp_path: Path) -> None:
     source = write(Tiny("qwen3_next", "as it comes"), tmp_path / "source")
     refused = run("plan", source, "--target-vram", "64M", "--device", "cuda", "--context", 64)
     assert refused.exit_code == 1
-    assert refused.stderr.endswith("--device cuda: models with layers of gated_delta_net do not run on GPUs; give --device cpu\n")
+    assert refused.stderr.endswith(
+        "--device cuda: models with layers of gated_delta_net do not run on GPUs; give --device cpu\n"
+    )
     made = run("synth", source / "config.json", "-o", tmp_path / "synthetic")
     assert made.exit_code == 0, made.output
     printed = run("inspect", tmp_path / "synthetic").output
