@@ -49,7 +49,7 @@ class StoredInputs:
     def of_layer(self, layer_idx: int) -> Tensor:
         """Returns the inputs of the MoE layer that was entered last, float32 [T, d]."""
         assert self._entered is not None and self._entered[0] == layer_idx, "a layer is entered before it is made"
-        return self._entered[1].inputs
+        return self._entered[1].expert_inputs(slice(None))
 
     @torch.inference_mode()
     def enter_layer(self, layer_idx: int) -> None:
@@ -103,7 +103,7 @@ class StoredInputs:
         def work(expert: int) -> tuple[Tensor, Tensor, Tensor]:
             token_idx, router_weights = tokens.of_expert(expert)
             stored = self._weights.expert(layer_idx, expert)
-            x = to_experts(tokens.inputs[token_idx], self._weights, layer_idx)
+            x = to_experts(tokens.expert_inputs(token_idx), self._weights, layer_idx)
             y = resting_output(x, stored)
             for block in stored.blocks():
                 y.addmm_(activations(x, block, self._spec.expert.function).h, block.down)

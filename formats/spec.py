@@ -167,16 +167,18 @@ class RouterSpec:
     """How a token's experts and their weights follow from the router's logits; ties go to the lowest index.
 
     `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
-    then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `sparsemixer`: the largest
+    then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `topk_sigmoid`: the largest
+    logits, then the sigmoid of each. `sparsemixer`: the largest
     logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
     `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
     size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
     the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`
     multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
     expert runs for so many tokens of a forward pass, the first in order, and not for later ones; null: for all.
+    `on_input`: the weight multiplies the input of the one expert of a token, not its output.
     """
 
-    kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
+    kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sparsemixer"]
     num_experts: int
     num_experts_per_tok: int
     normalize: bool
@@ -188,6 +190,7 @@ class RouterSpec:
     logit_bias: bool = added(False)
     least_sum: float = added(0.0)
     capacity: int | None = added(None)
+    on_input: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -720,6 +723,8 @@ def _router_fault(router: RouterSpec) -> str | None:
         return f"n_group is {router.n_group}, but sigmoid_topk needs at least two experts in each group"
     if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
         return f"router capacity is {router.capacity}; only softmax_topk with one expert a token can have a capacity"
+    if router.on_input and router.num_experts_per_tok > 1:
+        return f"router on_input needs one expert a token, but num_experts_per_tok is {router.num_experts_per_tok}"
     if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
         return f"router jitter is {router.jitter} with {router.kind}, expected 0, or less than 1 with sparsemixer"
     if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):

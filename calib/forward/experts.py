@@ -206,7 +206,7 @@ def input_chunks(
     """
     for start in range(0, len(token_idx), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
-        yield to_experts(tokens.inputs[token_idx[rows]].to(device), weights, layer_idx), rows
+        yield to_experts(tokens.expert_inputs(token_idx[rows]).to(device), weights, layer_idx), rows
 
 
 def run_counted(
@@ -278,7 +278,7 @@ def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kep
     for entry in layout.entries:
         if entry.name == "inputs":
             for rows in torch.split(token_idx, _PIECE_TOKENS):
-                yield tokens.inputs[rows].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+                yield tokens.expert_inputs(rows).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
         elif entry.name == "experts":
             yield tokens.experts[token_idx].numpy().astype("<u2").tobytes()
         elif entry.name == "weights":

@@ -288,12 +288,19 @@ class LayerTokens:
     `x` float32 [T, d]: hidden states after attention, with the outputs of shared and dense experts.   `inputs` float32
     [T, d]: the input of the router and the experts.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; [T, 0]
     in a layer without a router. An expert beyond its capacity has the weight 0 and does not run for that token.
+    `scales` float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then.
     """
 
     x: Tensor
     inputs: Tensor
     experts: Tensor
     weights: Tensor
+    scales: Tensor | None = None
+
+    def expert_inputs(self, token_idx: Tensor | slice) -> Tensor:
+        """Returns what experts get for these tokens, float32 [n, d]."""
+        inputs = self.inputs[token_idx]
+        return inputs if self.scales is None else inputs * self.scales[token_idx, None]
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
         """Returns the tokens that an expert runs for, rising int64 [n], and its weight for each, float32 [n]."""
@@ -378,6 +385,8 @@ class LayerStates:
         workers = num_workers(self.spec) if self._workers is None else self._workers
         for _ in in_order(run_sequence, range(num_sequences), workers):
             pass
+        if k and self.spec.router.on_input:
+            tokens = replace(tokens, scales=tokens.weights[:, 0], weights=torch.ones_like(tokens.weights))
         return tokens
 
     def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:

@@ -239,7 +239,7 @@ class SensitivityPass:
         rotation = LayerRotation(model.rotation(layer_idx))
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
-            x = rotation.inputs(tokens.inputs[token_idx[chunk]].to(self.device))
+            x = rotation.inputs(tokens.expert_inputs(token_idx[chunk]).to(self.device))
             output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert.function, "none", 0.0)
             states.add(tokens, token_idx[chunk], weights[chunk], rotation.outputs(output))
 
@@ -323,7 +323,7 @@ class SensitivityPass:
             found = expert_gradients(
                 self.stored_experts.expert(layer_idx, expert),
                 function,
-                rotation.inputs(tokens.inputs[token_idx].to(self.device)),
+                rotation.inputs(tokens.expert_inputs(token_idx).to(self.device)),
                 tokens.weights[token_idx, rank].to(self.device),
                 rotation.output_gradients((above[token_idx] * scale).to(self.device)),
                 thresholds[expert],
@@ -335,8 +335,12 @@ class SensitivityPass:
         num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
         for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
-            below.index_add_(0, token_idx, rotation.input_gradients(found.inputs).cpu())
-            by_weight[token_idx, rank] = found.weights.cpu()
+            of_inputs, of_weights = rotation.input_gradients(found.inputs).cpu(), found.weights.cpu()
+            if tokens.scales is not None:  # the router's weight multiplies the input, not the output
+                of_weights = (of_inputs * tokens.inputs[token_idx]).sum(dim=1)
+                of_inputs = of_inputs * tokens.scales[token_idx, None]
+            below.index_add_(0, token_idx, of_inputs)
+            by_weight[token_idx, rank] = of_weights
             quantized[expert], repeated[expert] = found.quantized.cpu(), found.repeated.cpu()
             sparse[expert] = found.sparse.cpu()
             if expert == popular:
@@ -395,7 +399,7 @@ class SensitivityPass:
         token_idx, weights = tokens.of_expert(expert)
         judged = (token_idx < num_judged).nonzero()[:_JUDGED_TOKENS, 0]
         rotation = self._rotation(layer_idx)
-        x = rotation.inputs(tokens.inputs[token_idx[judged]].to(self.device))
+        x = rotation.inputs(tokens.expert_inputs(token_idx[judged]).to(self.device))
         with self.kept.open(layer_idx) as inputs:
             calibration = inputs.of_expert(expert, first_kept)
         on_cpu = LayerRotation.of(self._vectors, layer_idx)

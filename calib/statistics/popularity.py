@@ -333,7 +333,7 @@ def measure_layer(
     Raises:  CheckpointError if activations are not finite.
     """
     spec = weights.spec
-    E, f = spec.router.num_experts, spec.expert.intermediate_size
+    E, f, inputs = spec.router.num_experts, spec.expert.intermediate_size, tokens.expert_inputs(slice(None))
     activity = _LayerActivity([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
 
     def add_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
@@ -352,7 +352,7 @@ def measure_layer(
 
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
         on_output, function = keep if workers > 1 else add, spec.expert.function
-        measured = measure_expert(model_expert, function, tokens.inputs, token_idx, f, on_output, chunk_tokens, device)
+        measured = measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
         return expert, token_idx, router_weights, outputs, measured
 
     workers = num_workers(spec)

@@ -210,6 +210,10 @@ class Config:
         """Reads true or false; `default` if the key is missing or null."""
         return bool(self._typed(key, (bool,), "true or false", default))
 
+    def truth(self, key: str, default: bool) -> bool:
+        """Reads true or false, or a number, which is true unless it is 0; `default` if the key is missing or null."""
+        return bool(self._typed(key, (bool, int, float), "true, false or a number", default))
+
     def group(self, key: str) -> "Config | None":
         """Reads the object under `key`, which remembers its own reads; None if it is missing or null."""
         self._read.add(key)

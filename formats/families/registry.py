@@ -24,6 +24,7 @@ from moe_pack.formats.families.hy_v3 import HY_V3
 from moe_pack.formats.families.jamba import JAMBA
 from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
 from moe_pack.formats.families.lfm2_moe import LFM2_MOE
+from moe_pack.formats.families.llama4 import LLAMA4, LLAMA4_TEXT
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
@@ -80,6 +81,8 @@ FAMILIES: dict[str, Family] = {
         EXAONE_MOE,
         MISTRAL3,
         MISTRAL4,
+        LLAMA4,
+        LLAMA4_TEXT,
     )
 }
 SHORT_NAMES: dict[str, str] = {

@@ -149,9 +149,17 @@ def run_experts(
     return run_one_by_one(x, experts, router_weights, weights, layer_idx)
 
 
+def expert_inputs(x: Tensor, router_weights: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Returns what a layer's experts get for x float32 [T, d], and the weights of their outputs, float32 [T, k]."""
+    if not spec.router.on_input:
+        return x, router_weights
+    return x * router_weights, torch.ones_like(router_weights)  # there is one expert a token
+
+
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
     """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
     y, function = torch.zeros_like(x), weights.spec.expert.function
+    x, router_weights = expert_inputs(x, router_weights, weights.spec)
     x = to_experts(x, weights, layer_idx)
     for number in torch.unique(experts).tolist():  # in rising order, so that sums have one order
         token_idx, place = torch.where((experts == number) & (router_weights != 0))  # zero: beyond its capacity

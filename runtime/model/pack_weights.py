@@ -19,7 +19,7 @@ from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.layout import DENSE_FILE, DenseLayout
 from moe_pack.runtime.cpu import MapCutError, extent_rows
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.layer import ExpertRunner, PartialState
+from moe_pack.runtime.model.layer import ExpertRunner, PartialState, expert_inputs
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
@@ -243,6 +243,7 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
         """
         works = []
+        x, router_weights = expert_inputs(x, router_weights, self.spec)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
             expert = self._mapped_expert(layer_idx, number)
             works.append((expert.rows, tokens, weights))

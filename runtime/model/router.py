@@ -58,7 +58,7 @@ def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
 
     It is the sigmoid of the logits if the family has that, else their softmax.
     """
-    return torch.sigmoid(logits) if spec.kind == "sigmoid_topk" else torch.softmax(logits, dim=-1)
+    return torch.sigmoid(logits) if "sigmoid" in spec.kind else torch.softmax(logits, dim=-1)
 
 
 def least_sum(spec: RouterSpec) -> float:
@@ -76,7 +76,10 @@ def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tens
 
 
 def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest logits. Source: transformers, models/granitemoe, GraniteMoeTopKRouter."""
+    """Chooses the largest logits.
+
+    Source: transformers, models/granitemoe, GraniteMoeTopKRouter; models/llama4, Llama4Router.
+    """
     return _largest(logits, spec.num_experts_per_tok)
 
 
@@ -138,11 +141,13 @@ _CHOICES: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], Tensor]] = {
     "softmax_topk": _softmax_topk,
     "topk_softmax": _topk_softmax,
     "sigmoid_topk": _sigmoid_topk,
+    "topk_sigmoid": _topk_softmax,
     "sparsemixer": _sparsemixer,
 }
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, RouterSpec], Tensor]] = {
     "softmax_topk": lambda logits, experts, spec: torch.softmax(logits, dim=-1).gather(1, experts),
     "topk_softmax": lambda logits, experts, spec: torch.softmax(logits.gather(1, experts), dim=-1),
     "sigmoid_topk": lambda logits, experts, spec: torch.sigmoid(logits).gather(1, experts),
+    "topk_sigmoid": lambda logits, experts, spec: torch.sigmoid(logits.gather(1, experts)),
     "sparsemixer": _shares_near,
 }

@@ -18,8 +18,14 @@ from torch import Tensor
 from moe_pack.formats import Pack, option
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.cpu import SelectedNeurons
-from moe_pack.runtime.model import ExpertRunner, Operations, PackWeights, PartialState, tokens_by_expert
-from moe_pack.runtime.model.layer import router_logits
+from moe_pack.runtime.model import (
+    ExpertRunner,
+    Operations,
+    PackWeights,
+    PartialState,
+    tokens_by_expert,
+)
+from moe_pack.runtime.model.layer import expert_inputs, router_logits
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.model.weights import from_experts, to_experts
@@ -174,10 +180,12 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts = self.decode if len(x) == 1 else self.prefill
         self.store.shares.is_decoding = len(x) == 1
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
-        inputs = to_experts(x, self, layer_idx)  # of experts; routers and predictors get x
         scores, predicted = None, self._predicted_for(layer_idx, len(x))
         if self._scores_matter or self.approximations.substitute is not None or predicted is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, predicted, counts)
+        # Experts get these; routers and predictors get x.
+        inputs, router_weights = expert_inputs(x, router_weights, self.spec)
+        inputs = to_experts(inputs, self, layer_idx)
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())

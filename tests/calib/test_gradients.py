@@ -176,6 +176,9 @@ MODELS = [
     Tiny("granitemoe", "multipliers, tied head", {"embedding_multiplier": 2.0, "logits_scaling": 0.5}),
     Tiny("deepseek_v3", "latent attention"),
     Tiny("gpt_oss", "sinks, biases"),
+    Tiny("exaone_moe", "norms of heads, layers that do not rotate"),
+    Tiny("deepseek_v32", "queries attend where an indexer says"),
+    Tiny("llama4_text", "norms of rotated heads, temperature, chunks"),
 ]
 
 

@@ -54,7 +54,7 @@ def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTo
     with torch.inference_mode():
         for expert in range(weights.spec.router.num_experts):
             token_idx, router_weights = tokens.of_expert(expert)
-            x = tokens.inputs[token_idx]
+            x = tokens.expert_inputs(token_idx)
             output = run_expert(x, weights.expert(layer_idx, expert), weights.spec.expert.function, "none", 0.0)
             states.add(tokens, token_idx, router_weights, output)
 

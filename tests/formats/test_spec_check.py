@@ -456,3 +456,10 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
         with case(name):
             line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
             assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)
+
+
+def test_weights_on_the_input_of_more_than_one_expert_are_refused() -> None:
+    message = "router on_input needs one expert a token, but num_experts_per_tok is 2"
+    assert_refused_beside_legal(GROUPED, "router on_input", True, False, message)
+    on_input = changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True)
+    assert_refused_beside_legal(on_input, "router num_experts_per_tok", 2, 1, message)

@@ -13,6 +13,10 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(PLAIN, "attention temperature", TEMPERATURE), "attention temperature"),
     (changed(LATENT, "attention temperature", TEMPERATURE), "attention temperature"),
     (changed(LATENT, "attention indexer", {"num_heads": 4, "head_dim": 8, "top_k": 5}), "sparse attention"),
+    (
+        changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
+        "router weights on the input of experts",
+    ),
     (changed(GROUPED, "attention rotated_layers", [0]), "layers that do not rotate"),
     (changed(GROUPED, "attention chunked", True), "attention in chunks"),
     (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),

@@ -62,7 +62,22 @@ _MISTRAL: Values = {
         "partial_rotary_factor": 1 / 3,
     },
 }
+_LLAMA4: Values = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_local_experts": 6,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "interleave_moe_layer_step": 2,
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "floor_scale": 9,
+    "attn_scale": 0.4,
+}
 SHAPES: dict[str, Values] = {
+    "llama4_text": _LLAMA4,
+    "llama4": _LLAMA4 | {"model_type": "llama4_text"},
     "minimax_m2": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -206,6 +221,30 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "topk_group": 1,
         },
     },
+    "llama4_text": {
+        "llama3's positions, experts everywhere": {
+            "interleave_moe_layer_step": 1,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        "bias, no norms, no temperature, tied head": {
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+        },
+        "all layers rotate, in chunks": {"no_rope_layers": [1, 1, 1, 1], "moe_layers": [0, 3, 9]},
+        "layers by name": {
+            "no_rope_layers": [1, 0, 0, 1],
+            "layer_types": ["full_attention", "chunked_attention", "full_attention", "chunked_attention"],
+        },
+    },
     "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
     "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
     "solar_open": {
@@ -242,6 +281,21 @@ _GLM_VISION: Values = {
 }
 MULTIMODAL: dict[str, Multimodal] = {
     "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
+    "llama4": Multimodal(
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 16,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
+            },
+        },
+    ),
     "mistral3": Multimodal(
         {
             "vision_config": {
@@ -262,4 +316,10 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.
-OTHER_PARTS = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
+OTHER_PARTS = (
+    "model.visual",
+    "model.vision_tower",
+    "model.multi_modal_projector",
+    "vision_model",
+    "multi_modal_projector",
+)

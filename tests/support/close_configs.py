@@ -24,7 +24,12 @@ class Close:
 
 
 # The scalings of positions of families that have others than yarn.
-SCALINGS = {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic with an alpha"}
+SCALINGS = {
+    "phimoe": "longrope",
+    "hunyuan_v1_moe": "dynamic with an alpha",
+    "llama4": "llama3",
+    "llama4_text": "llama3",
+}
 OUTSIDE = ("quantization_config",)  # keys of a multimodal config that are not the text model's
 _ONLY = "only {} is supported".format
 _GROUPS = (
@@ -359,6 +364,24 @@ CLOSE: tuple[Close, ...] = (
         {"layer_types": ["indexed_attention", "full_attention", "indexed_attention"]},
         "layer_types has ['full_attention', 'indexed_attention']; only 'indexed_attention' and "
         "'deepseek_sparse_attention' are supported",
+    ),
+    *(
+        Close(family, changes, message)
+        for family in ("llama4", "llama4_text")
+        for changes, message in (
+            ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + _ONLY("1")),
+            ({"for_llm_compressor": True}, "for_llm_compressor is True; " + _ONLY("False")),
+            ({"attention_chunk_size": None}, "key 'attention_chunk_size' is missing, expected a value or null"),
+            ({"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+            (
+                {"layer_types": ["sliding_attention"] * 4},
+                "layer_types has ['sliding_attention']; only 'full_attention' and 'chunked_attention' are supported",
+            ),
+            (
+                {"no_rope_layers": [0, 0, 0, 0]},
+                "rotated_layers must list some decoder layers, but not all, in rising order",
+            ),
+        )
     ),
     Close("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; " + _ONLY("0")),
     Close("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; " + _ONLY("False")),

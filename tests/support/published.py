@@ -89,6 +89,7 @@ PUBLISHED = (
     Published("hunyuan-a13b-instruct", "80", "13"),
     Published("k-exaone-236b-a23b", "236", "23"),
     Published("mistral-small-4", "119", "6"),
+    Published("llama-4-scout-17b-16e", "108", "17"),
     Published("switch-base-16", "1.1", "0.223"),
     Published("switch-base-128", "7.4", "0.22"),
     Published("switch-large-128", "26", "0.74"),
@@ -97,6 +98,7 @@ PUBLISHED = (
 # Families of which no public copy of a real config.json was found, and why.
 UNPUBLISHED = {
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
+    "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
     "qwen3_5_moe_text": "its models are published inside multimodal checkpoints, qwen3_5_moe",
 }

@@ -1,0 +1,125 @@
+"""Llama 4 Scout and Maverick, alone and in a multimodal checkpoint. Source: transformers, models/llama4; Meta (2025).
+
+The router's weight multiplies the input of a token's one expert. Layers that rotate see a chunk of the text; the others
+see all of it, without positions.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import GroupedQuerySpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.multimodal import within
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    attention_bias,
+    read_decoder,
+    read_grouped_query,
+    read_kinds,
+    read_rope,
+)
+from moe_pack.formats.spec import TemperatureSpec
+
+_MLP = "model.layers.{i}.feed_forward."
+
+
+def _read_config(config: Config) -> ModelSpec:
+    config.only("num_experts_per_tok", 1)  # more of them would each get an input of its own
+    config.only("for_llm_compressor", False)
+    size = config.whole("intermediate_size")
+    attention = _read_attention(config)
+    router = RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
+    return read_decoder(
+        config,
+        "llama4_text",
+        attention,
+        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True, scalings=("llama3",)),
+        router,
+        size,
+        moe_layers=_moe_layers(config),
+        dense_size_key="intermediate_size_mlp",
+        shared_expert=SharedExpertSpec(size, gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+    )
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    """The MoE layers: as `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
+    num_layers, step = config.num_layers(), config.whole("interleave_moe_layer_step", 1)
+    if config.has("moe_layers"):
+        listed = frozenset(config.counts("moe_layers"))
+        return tuple(layer for layer in range(num_layers) if layer in listed)
+    return tuple(range(step - 1, num_layers, step))
+
+
+def _read_attention(config: Config) -> GroupedQuerySpec:
+    num_layers = config.num_layers()
+    config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 8
+    config.require("head_dim")  # null says that heads divide the hidden size; missing, transformers takes 128
+    is_normed = config.flag("use_qk_norm", True)
+    attention = read_grouped_query(
+        config, bias=attention_bias(config), qk_norm="unit" if is_normed else "none", own_keys=True
+    )
+    rotated = _rotated_layers(config)
+    kinds = read_kinds(config, "layer_types", ("full_attention", "chunked_attention"))
+    chunked = tuple(layer for layer, kind in enumerate(kinds) if kind == "chunked_attention") if kinds else rotated
+    if chunked:
+        config.require("attention_chunk_size")  # missing, transformers takes 8192; with null it fails
+        some = chunked if len(chunked) < num_layers else None
+        size = config.whole("attention_chunk_size")
+        attention = replace(attention, sliding_window=size, windowed_layers=some, chunked=True)
+    config.ignore("attention_chunk_size")
+    if len(rotated) == num_layers:
+        config.ignore("attn_temperature_tuning", "floor_scale", "attn_scale")
+        return attention
+    tuned = config.truth("attn_temperature_tuning", True)
+    temperature = TemperatureSpec(
+        config.number("attn_scale", 0.1), config.whole("floor_scale", 8192), is_from_one=True, is_unrotated=True
+    )
+    return replace(attention, rotated_layers=rotated, temperature=temperature if tuned else None)
+
+
+def _rotated_layers(config: Config) -> tuple[int, ...]:
+    """The layers that rotate: those with a 1 in `no_rope_layers`, else all but every `no_rope_layer_interval`-th."""
+    num_layers, listed = config.num_layers(), config.counts("no_rope_layers")
+    step = config.whole("no_rope_layer_interval", 4)
+    if listed:
+        return tuple(layer for layer in range(num_layers) if layer < len(listed) and listed[layer])
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % step)
+
+
+LLAMA4_TEXT = Family(
+    model_type="llama4_text",
+    short_names={},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.mlp.gate": _MLP + "gate_proj.weight",
+        "layers.{i}.mlp.up": _MLP + "up_proj.weight",
+        "layers.{i}.mlp.down": _MLP + "down_proj.weight",
+        "layers.{i}.router": _MLP + "router.weight",
+        "layers.{i}.shared.gate": _MLP + "shared_expert.gate_proj.weight",
+        "layers.{i}.shared.up": _MLP + "shared_expert.up_proj.weight",
+        "layers.{i}.shared.down": _MLP + "shared_expert.down_proj.weight",
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": _MLP + "experts.gate_up_proj",
+                "up": _MLP + "experts.gate_up_proj",
+                "down": _MLP + "experts.down_proj",
+            },
+            transposed=True,
+        ),
+    ),
+)
+LLAMA4 = within(
+    LLAMA4_TEXT,
+    "llama4",
+    short_names={
+        "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        "llama-4-scout-17b-16e": "meta-llama/Llama-4-Scout-17B-16E",
+        "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+        "llama-4-maverick-17b-128e": "meta-llama/Llama-4-Maverick-17B-128E",
+    },
+)
