@@ -46,6 +46,8 @@ MORE: dict[str, list[Any]] = {
 }
 # Sizes with which nothing runs, here or there, and keys that are the family itself.
 LEFT_OUT = {"model_type", "architectures", "transformers_version", "vocab_size", "max_position_embeddings", "dtype"}
+# With so few heads many positions score 0 in all of them, and nobody says which of equal ones an indexer takes.
+TIES = ("index_n_heads", 2)
 
 
 def written(family: str, folder: Path) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def candidates(folder: Path) -> list[tuple[str, Any]]:
         for key, values in found.items()
         if key not in LEFT_OUT
         for value in sorted({json.dumps(value) for value in values})
+        if (key, json.loads(value)) != TIES
     ]
 
 
@@ -104,7 +107,12 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
             model = original(folder / "source")
             expected = their_answer(model, ids, [start_token(model), *ids[: len(ids) // 2]])
         else:
-            expected = oracle(folder / "source")(ids)
+            try:
+                expected = oracle(folder / "source")(ids)
+            except RuntimeError as error:  # heads that images' positions, which texts do not have, cannot share
+                if "split_sizes" in str(error):
+                    return None
+                raise
     with Pack(folder / "packed") as opened:
         logits = our_logits(PackWeights(opened, torch.device("cpu")), ids)
     return float((logits - expected).abs().max())
