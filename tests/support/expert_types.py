@@ -1,0 +1,521 @@
+"""Model types with experts in the installed transformers: how many there are, and why some of them do not run.
+
+`found` reads the files of transformers' configs without importing them. Each type counts once, under the name that a
+checkpoint's config.json has: of a multimodal model that is the outer one, and the types in it are its parts. `REASONS`
+has a line for each type that is not a family yet. When it becomes a family, `faults` says to remove it.
+
+    python tests/bench/family_table.py --docs
+
+writes the count and the table of reasons into docs/families.md.
+"""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from models import TESTS
+
+from moe_pack.formats.families.registry import FAMILIES
+
+PAGE = TESTS.parent / "docs" / "families.md"
+WRITER = "python tests/bench/family_table.py --docs"
+WIDTH = 120
+
+# The keys of all configs for the number of experts, or of experts that a token uses.
+EXPERT_KEYS = frozenset(
+    (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "num_moe_experts",
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_top_k",
+        "moe_k",
+        "top_k_experts",
+    )
+)
+# Parts whose checkpoints are also published alone, so that they count on their own.
+PUBLISHED_ALONE = ("step3p5",)
+# Types that can have a part with experts, but refuse experts in it.
+WITHOUT_EXPERTS = ("gemma4_assistant",)
+
+Group = Literal["not a text decoder", "text decoder, not yet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a type is not a family: its published models, and what it has that this runtime lacks."""
+
+    model_type: str
+    models: str
+    lacks: str
+    group: Group = "text decoder, not yet"
+
+
+# In the order of how many people are likely to run them.
+REASONS: tuple[Reason, ...] = (
+    Reason(
+        "gemma4",
+        "Gemma 4 26B-A4B",
+        "a dense block in parallel to the experts, seven norms a layer, GELU neurons, heads whose size and number "
+        "differ by layer, keys that are the values too, a softcap of logits",
+    ),
+    Reason(
+        "deepseek_v32",
+        "DeepSeek-V3.2",
+        "sparse latent attention: an indexer with keys of its own selects the positions that a token sees",
+    ),
+    Reason(
+        "deepseek_v4",
+        "DeepSeek-V4, V4-Flash",
+        "hyper-connections (four residual streams), attention to compressed windows that an indexer selects, a table "
+        "from token to experts in the first layers, scores of the square root of softplus, clamped SiLU",
+    ),
+    Reason(
+        "qwen4_exp",
+        "Qwen4-Exp, Qwen3.8-Flash-Next",
+        "a table of n-grams whose rows are added in some layers, four residual streams, attention to blocks of "
+        "positions that an indexer selects",
+    ),
+    Reason(
+        "glm_moe_dsa",
+        "GLM-5",
+        "sparse latent attention as in `deepseek_v32`; several layers share one selection of positions",
+    ),
+    Reason(
+        "nemotron_h",
+        "Nemotron 3 Nano, Super",
+        "layers that are only a mixer, only attention or only experts; experts without gates, with squared ReLU, of "
+        "some models in a smaller space between two projections",
+    ),
+    Reason(
+        "llama4",
+        "Llama 4 Scout, Maverick",
+        "the router's weight multiplies an expert's input, not its output",
+    ),
+    Reason(
+        "kimi_k25",
+        "Kimi K2.5, K2.6",
+        "no new arithmetic: `deepseek_v3` in a multimodal config; its file is missing, and a reader of the published "
+        "4-bit experts (compressed-tensors)",
+    ),
+    Reason(
+        "minimax_m3_vl",
+        "MiniMax-M3",
+        "attention to blocks of positions that an indexer with keys of its own selects",
+    ),
+    Reason(
+        "glm5_next",
+        "GLM-5.3-Flash",
+        "hyper-connections (four residual streams), Kimi delta attention with bounded decays, latent attention to "
+        "pooled positions that an indexer selects, clamped SiLU",
+    ),
+    Reason(
+        "qwen3_omni_moe",
+        "Qwen3-Omni-30B-A3B",
+        "no new arithmetic: `qwen3_moe` as the text model of the thinker, two objects deep in the config; only its "
+        "file is missing",
+    ),
+    Reason(
+        "mimo_v2_flash",
+        "MiMo-V2-Flash",
+        "values smaller than keys and scaled; layers with a window have more key heads, sinks and a rotary base of "
+        "their own",
+    ),
+    Reason(
+        "step3p5",
+        "Step-3.5-Flash",
+        "numbers of heads, rotary bases and rotated shares that differ by layer, a gate for each head from a matrix "
+        "of its own, SiLU clamped in some layers",
+    ),
+    Reason("step3p7", "Step-3.7-Flash", "the text model of `step3p5` in a multimodal config"),
+    Reason(
+        "longcat_flash",
+        "LongCat-Flash",
+        "two attentions and two dense blocks a layer with the experts in parallel to them, experts that return their "
+        "input",
+    ),
+    Reason(
+        "bailing_hybrid",
+        "Ling-3.0-Flash",
+        "Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for each head",
+    ),
+    Reason(
+        "mistral_large4",
+        "Mistral Large 4",
+        "sparse latent attention that an indexer selects for, layers that may share keys and values, a learned scale "
+        "of queries by position for each head, learned rotary frequencies, a softcap of logits",
+    ),
+    Reason(
+        "hy_v4",
+        "Hy4",
+        "hyper-connections (four residual streams), sparse latent attention with sinks and gates, clamped SiLU",
+    ),
+    Reason(
+        "nemotron_h_omni",
+        "Nemotron 3 Nano Omni",
+        "the text model of `nemotron_h` in a multimodal config",
+    ),
+    Reason(
+        "ernie4_5_vl_moe",
+        "ERNIE 4.5 VL 28B-A3B, 424B-A47B",
+        "two sets of experts a layer, for tokens of text and for those of images; nothing takes out the text's alone",
+    ),
+    Reason(
+        "afmoe",
+        "Trinity Mini, Nano, Large",
+        "norms also after attention and after experts, a gate for each value of the heads from a matrix of its own",
+    ),
+    Reason(
+        "laguna",
+        "Laguna XS.2",
+        "a number of heads that differs by layer, gates of softplus, a rotary base and share for each kind of layer",
+    ),
+    Reason(
+        "cohere2_moe",
+        "Command A+",
+        "attention and experts in parallel from one norm, layer norms without bias, the average of shared and routed "
+        "experts",
+    ),
+    Reason(
+        "minimax", "MiniMax-Text-01, M1", "lightning attention (linear, with a fixed decay a head), scaled residuals"
+    ),
+    Reason(
+        "jamba",
+        "Jamba Mini, Large",
+        "Mamba-1 layers: a selective scan with a decay for each channel and state, and norms inside",
+    ),
+    Reason(
+        "dbrx",
+        "DBRX",
+        "layer norms without bias, queries, keys and values clamped to a bound, experts stacked in one matrix",
+    ),
+    Reason(
+        "muse_spark",
+        "Muse Spark Open",
+        "experts in a smaller space between two projections, with a norm of their input and of each output, learned "
+        "gates of residuals, norms after each half of a layer, a normed embedding",
+    ),
+    Reason(
+        "inkling_mm_model",
+        "Inkling",
+        "positions as learned biases that depend on the token, short convolutions of keys, values and both halves of "
+        "a layer, shared experts weighted by the router",
+    ),
+    Reason(
+        "inkling2",
+        "Inkling 2",
+        "as `inkling_mm_model`; also attention to earlier layers' outputs in place of residuals, convolutions with "
+        "weights from the token, softcaps in neurons",
+    ),
+    Reason(
+        "deepseek_ocr2",
+        "DeepSeek-OCR 2",
+        "no new arithmetic: `deepseek` as the text model of a model that reads pages; only its file is missing",
+    ),
+    Reason(
+        "unlimited_ocr",
+        "Unlimited-OCR",
+        "a window over the answer, while the prompt is always seen; else `deepseek` as the text model",
+    ),
+    Reason("flex_olmo", "FlexOlmo-7x7B", "norms after attention and after experts, and none before them"),
+    Reason("mellum", "Mellum 2", "a rotary base for each kind of layer; else `qwen3_moe` with a window"),
+    Reason(
+        "granitemoe_swa", "Granite Swash 3B-A600M", "a rotary base for each layer; else `granitemoeshared` with sinks"
+    ),
+    Reason(
+        "dots3_note",
+        "dots3-note",
+        "latent attention that an indexer selects for in some layers and with a window and other sizes in the rest, "
+        "a gate for each head, a norm of the rotated key",
+    ),
+    Reason("axk1", "A.X K1", "a norm after the sum of shared and routed experts; else `deepseek_v3`"),
+    Reason(
+        "axk2",
+        "A.X K2",
+        "sparse latent attention that an indexer selects for, norms with gates, gates of the heads from the query "
+        "latent",
+    ),
+    Reason(
+        "nllb-moe",
+        "NLLB-MoE-54B",
+        "encoder and decoder with sinusoidal positions, attention with biases, and in every fourth layer ReLU "
+        "experts with biases; both experts of a token have a capacity",
+    ),
+    Reason(
+        "aria",
+        "Aria",
+        "no new arithmetic: softmax over the chosen experts and shared experts in a multimodal config; only its file "
+        "is missing",
+    ),
+    Reason("jetmoe", "JetMoE-8B", "experts in attention: the projections of queries and outputs are routed too"),
+    Reason(
+        "zaya",
+        "ZAYA1-8B",
+        "convolutions of queries and keys, half of each value from the token before, a router with hidden layers "
+        "that continues the state of the layer before, a choice without an expert, scaled residuals",
+    ),
+    Reason(
+        "beam",
+        "Beam 1.0",
+        "residuals scaled by depth, norms after each half of a layer, gates with biases, queries sharpened by a "
+        "power of the position, a softcap of logits",
+    ),
+    Reason(
+        "flint",
+        "Flint",
+        "no new arithmetic: sinks, q and k norms, a window in layers that rotate, sigmoid routing; only its file is "
+        "missing",
+    ),
+    Reason(
+        "kolibri1",
+        "Kolibri-1",
+        "norms also after attention and after experts, experts chosen by logits with a bias in place of scores",
+    ),
+    Reason(
+        "doge",
+        "Doge 20M to 320M",
+        "thousands of experts of one neuron each, found by two halves of a key; scores of attention with a bias from "
+        "the values",
+    ),
+    Reason(
+        "nemo_speechlm",
+        "Nemotron 3.5 Transcribe",
+        "the text model of `nemotron_h`, trained to write down speech: without sound there is nothing to write",
+    ),
+    Reason(
+        "diffusion_gemma",
+        "DiffusionGemma 26B-A4B",
+        "diffusion: a block of 256 tokens is refined in several passes, tokens are not generated one by one",
+        "not a text decoder",
+    ),
+    Reason(
+        "openai_privacy_filter",
+        "OpenAI Privacy Filter",
+        "gives a label to each token of a text, and each token sees those after it; it generates nothing",
+        "not a text decoder",
+    ),
+    Reason(
+        "vitpose",
+        "ViTPose++",
+        "finds poses in images: a vision transformer whose expert is chosen by the name of a data set",
+        "not a text decoder",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigClass:
+    """A config's class in transformers: its folder, model type, own keys, base classes and parts.
+
+    A part is the name of a class, or `=` and a model type.
+    """
+
+    folder: str
+    model_type: str | None
+    keys: frozenset[str]
+    bases: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+def models_folder() -> Path:
+    """The folder of all models in the installed transformers."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None, "the dev extra installs transformers"
+    return Path(spec.origin).parent / "models"
+
+
+@cache
+def config_classes() -> dict[str, ConfigClass]:
+    """Every config class of transformers, by its name."""
+    classes = {}
+    for path in sorted(models_folder().glob("*/configuration_*.py")):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = _read_class(path.parent.name, node)
+    return classes
+
+
+def _read_class(folder: str, node: ast.ClassDef) -> ConfigClass:
+    model_type = None
+    keys: set[str] = set()
+    parts: list[str] = []
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            keys.add(statement.target.id)
+        elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            keys |= {argument.arg for argument in (*statement.args.args, *statement.args.kwonlyargs)}
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name, value = statement.targets[0].id, statement.value
+            if name == "model_type":
+                model_type = ast.literal_eval(value)
+            elif name == "attribute_map" and isinstance(value, ast.Dict):
+                keys |= {str(word) for pair in ast.literal_eval(value).items() for word in pair}
+            elif name in ("sub_configs", "sub_configs_defaults"):
+                parts += _parts(value)
+    bases = tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+    return ConfigClass(folder, model_type, frozenset(keys), bases, tuple(parts))
+
+
+def _parts(value: ast.expr) -> Iterator[str]:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.keyword) and node.arg == "model_type":
+            yield f"={ast.literal_eval(node.value)}"
+
+
+def _part_names(name: str) -> Iterator[str]:
+    """The classes that a class has as its parts."""
+    classes = config_classes()
+    by_type = {each.model_type: other for other, each in classes.items() if each.model_type is not None}
+    for part in classes[name].parts:
+        other = by_type.get(part[1:]) if part.startswith("=") else part
+        if other in classes:
+            yield other
+
+
+@cache
+def _has_experts(name: str) -> bool:
+    """Whether a class, one of its bases, or one of its parts has a key of experts."""
+    each = config_classes()[name]
+    related = (*(base for base in each.bases if base in config_classes()), *_part_names(name))
+    return bool(each.keys & EXPERT_KEYS) or any(_has_experts(other) for other in related)
+
+
+@cache
+def parts() -> dict[str, str]:
+    """The type that each part with experts belongs to.
+
+    A part is defined in the same folder as its whole, or begins with the same name.
+    """
+    classes = config_classes()
+    inside = {}
+    for name, whole in classes.items():
+        for part in _part_names(name):
+            each = classes[part]
+            named_alike = each.model_type is not None and each.model_type.startswith(f"{whole.model_type}_")
+            if _has_experts(part) and (each.folder == whole.folder or named_alike):
+                inside[part] = name
+    for part in inside:
+        while inside[part] in inside:
+            inside[part] = inside[inside[part]]
+    return {classes[part].model_type or part: classes[name].model_type or name for part, name in inside.items()}
+
+
+@cache
+def found() -> dict[str, str]:
+    """The folder of each model type with experts, by the type that a checkpoint's config.json names."""
+    return {
+        each.model_type: each.folder
+        for name, each in sorted(config_classes().items())
+        if each.model_type is not None
+        and _has_experts(name)
+        and each.model_type not in WITHOUT_EXPERTS
+        and (each.model_type not in parts() or each.model_type in PUBLISHED_ALONE)
+    }
+
+
+def unfound_folders() -> set[str]:
+    """The folders of models with a class of experts, a second way to find them, of which no type was found."""
+    experts = re.compile(r"^class \w*(Experts|MoE|Moe|SparseMLP)\w*\(", re.MULTILINE)
+    paths = models_folder().glob("*/modeling_*.py")
+    folders = {path.parent.name for path in paths if experts.search(path.read_text("utf-8"))}
+    of_parts = {each.folder for each in config_classes().values() if each.model_type in parts()}
+    return folders - set(found().values()) - of_parts
+
+
+def supported() -> list[str]:
+    """The types with experts that are families."""
+    return [model_type for model_type in found() if model_type in FAMILIES]
+
+
+def in_group(group: Group) -> list[Reason]:
+    """The reasons of one group."""
+    return [reason for reason in REASONS if reason.group == group]
+
+
+def faults() -> list[str]:
+    """What contradicts in families, reasons and transformers; each line says what to do."""
+    reasons = [reason.model_type for reason in REASONS]
+    here = "REASONS in tests/support/expert_types.py"
+    return [
+        *(f"{name}: is supported now; remove its reason from {here}" for name in reasons if name in FAMILIES),
+        *(f"{name}: has two reasons in {here}" for name in sorted(set(reasons)) if reasons.count(name) > 1),
+        *(
+            f"{name}: has a reason, but no experts in transformers {library()}; remove it from {here}"
+            for name in reasons
+            if name not in found()
+        ),
+        *(
+            f"{name}: has experts, but is no family and has no reason; add one to {here}"
+            for name in found()
+            if name not in FAMILIES and name not in reasons
+        ),
+    ]
+
+
+def library() -> str:
+    """The installed version of transformers, without its last number."""
+    return ".".join(version("transformers").split(".")[:2])
+
+
+def count_line() -> str:
+    """How many types run, with the numbers of those that do not."""
+    return (
+        f"**{len(supported())} of {len(found())} model types with experts in transformers {library()} convert and "
+        f"run**, {len(in_group('not a text decoder'))} more are not text decoders, and "
+        f"{len(in_group('text decoder, not yet'))} are not done yet"
+    )
+
+
+def _beyond() -> str:
+    """The families that are not in the count, and why."""
+    known = {each.model_type for each in config_classes().values()}
+    others = [name for name in FAMILIES if name not in found()]
+    absent = [f"`{name}`" for name in others if name not in known]
+    wholes = [f"`{name}`" for name in others if name in known and name not in parts()]
+    inner = [f"`{name}` (a part of `{parts()[name]}`)" for name in others if name in parts()]
+    told = [
+        f"{', '.join(absent)} (transformers has none of these names)" if absent else "",
+        f"{', '.join(wholes)} (its config may have any text model)" if wholes else "",
+        *inner,
+    ]
+    return f"These families run too and are not in the count: {'; '.join(line for line in told if line)}."
+
+
+def generated() -> dict[str, str]:
+    """The parts of docs/families.md that are written from the data, by their names."""
+    paragraph = f"{count_line()} ([why](#not-supported-and-why)). {_beyond()}"
+    filled = textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return {"count": filled, "reasons": "\n\n".join((_table("text decoder, not yet"), _table("not a text decoder")))}
+
+
+def _table(group: Group) -> str:
+    titles: dict[Group, str] = {
+        "text decoder, not yet": "Text decoders that do not run yet, those first that most people are likely to run:",
+        "not a text decoder": "Not text decoders, and not planned:",
+    }
+    rows = [f"| `{reason.model_type}` | {reason.models} | {reason.lacks} |" for reason in in_group(group)]
+    header = {"text decoder, not yet": "what this runtime lacks", "not a text decoder": "what it is"}[group]
+    return "\n".join((titles[group], "", f"| type | models | {header} |", "| --- | --- | --- |", *rows))
+
+
+def with_generated(page: str) -> str:
+    """The page with its generated parts written again."""
+    for name, text in generated().items():
+        begin, end = f"<!-- {name}: {WRITER} -->\n", f"\n<!-- end of {name} -->"
+        before, found_begin, rest = page.partition(begin)
+        _, found_end, after = rest.partition(end)
+        assert found_begin and found_end, f"docs/families.md has the two lines {begin.strip()} and {end.strip()}"
+        page = f"{before}{begin}{text}{end}{after}"
+    return page
