@@ -2,7 +2,7 @@
 # make test   linter, type checker, every test but the slow ones
 # make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets
 # make messages  every message of the product into tests/data/messages.txt, to read what a change says
-# make families  every model family against transformers: the table of docs/families.md
+# make families  every model family against transformers, and the count of all model types with experts
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
 # make ablate the papers' parts one after the other and every cache policy, by replay
 # make papers what the papers found about quality, routing and caching, measured again; SMALL_MODEL=folder for that too

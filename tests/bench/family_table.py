@@ -1,7 +1,10 @@
 """Prints the family table: what was checked against transformers and with what result, sizes, what is refused.
 
     python tests/bench/family_table.py
+    python tests/bench/family_table.py --docs
 
+The first line counts the model types with experts in the installed transformers. After the families come the types that
+are refused, each with its reason. `--docs` measures nothing: it writes the count and the reasons into docs/families.md.
 Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run against transformers (prefill,
 token by token, 32 greedy tokens); every published config is read and counted; every config near a known one is tried.
 Exit code 1 if anything fails.
@@ -19,6 +22,7 @@ from pathlib import Path
 import benchlib  # noqa: F401  # first: it puts tests/support on the path
 import torch
 from close_configs import CLOSE, Close, refusal
+from expert_types import PAGE, REASONS, count_line, faults, with_generated
 from families import BASE, TINY, Comparison, compare, is_bounded
 from published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from tqdm import tqdm
@@ -147,15 +151,36 @@ def print_models(rows: list[Row]) -> None:
                 print(f"{'':22} published: {model['published_counts']}")
 
 
+def print_reasons() -> None:
+    """Prints the model types with experts that are not families, and what contradicts in families and reasons."""
+    print("\nrefused: model types with experts in transformers that are not families")
+    for reason in REASONS:
+        print(f"{reason.model_type:22} {reason.group}: {reason.lacks}")
+    for fault in faults():
+        print(f"{'':12} FAIL  {fault}")
+
+
+def write_docs() -> None:
+    """Writes the count and the reasons into docs/families.md; stops if families and reasons contradict."""
+    if faults():
+        raise SystemExit("\n".join(faults()))
+    PAGE.write_text(with_generated(PAGE.read_text("utf-8")), encoding="utf-8")
+
+
 def main() -> None:
     """Measures and prints; exit code 1 if anything fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=sorted(FAMILIES), help="this one alone")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    parser.add_argument("--docs", action="store_true", help="write the count and the reasons into docs/families.md")
     options = parser.parse_args()
+    if options.docs:
+        write_docs()
+        return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if not options.json:
+        print(f"{count_line()}\n".replace("**", ""))
         print(f"{'family':12} {'':5} {'shapes':>6} {'prefill':>9} {'by token':>9} {'greedy':>9} {'refused':>8}")
     rows = []
     for family in [options.family] if options.family else FAMILIES:
@@ -163,10 +188,14 @@ def main() -> None:
         if not options.json:
             print_row(rows[-1])
     if options.json:
-        print(json.dumps([asdict(row) | {"passes": row.passes} for row in rows], indent=2))
+        refused = [asdict(reason) for reason in REASONS]
+        measured = [asdict(row) | {"passes": row.passes} for row in rows]
+        print(json.dumps({"families": measured, "refused": refused}, indent=2))
     else:
         print_models(rows)
-    raise SystemExit(0 if all(row.passes for row in rows) else 1)
+        if not options.family:
+            print_reasons()
+    raise SystemExit(0 if all(row.passes for row in rows) and (options.family or not faults()) else 1)
 
 
 if __name__ == "__main__":
