@@ -1,10 +1,13 @@
-"""Every model type with experts in the installed transformers is a family or has a reason."""
+"""Every model type with experts in the installed transformers is a family or has a reason, and the page counts them."""
 
 import expert_types
 import pytest
 from expert_types import (
+    PAGE,
     REASONS,
+    WRITER,
     Reason,
+    count_line,
     faults,
     found,
     in_group,
@@ -12,6 +15,7 @@ from expert_types import (
     parts,
     supported,
     unfound_folders,
+    with_generated,
 )
 
 from moe_pack.formats import CheckpointError
@@ -63,3 +67,9 @@ def test_contradictions_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatc
         f"no_model: has a reason, but no experts in transformers {library()}; remove it from {here}",
         f"{first.model_type}: has experts, but is no family and has no reason; add one to {here}",
     ]
+
+
+def test_the_page_has_the_count_and_the_reasons() -> None:
+    page = PAGE.read_text("utf-8")
+    assert count_line() in " ".join(page.split())
+    assert page == with_generated(page), f"run {WRITER}"
