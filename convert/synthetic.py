@@ -72,7 +72,7 @@ _HIDDEN_RMS = 32.0
 # token, which shifts the popularity of experts: at 0.05 by less than a tenth.
 _TURN = 0.05
 # Of h(g, u) for normal g and u of deviation 1.
-_ACTIVE_RMS: dict[NeuronFunction, float] = {"silu": 0.5965, "relu": 0.7071, "clamped_swiglu": 0.9187}
+_ACTIVE_RMS: dict[NeuronFunction, float] = {"silu": 0.5965, "relu": 0.7071, "relu2": 1.2247, "clamped_swiglu": 0.9187}
 _ROWS_AT_ONCE = 512
 
 

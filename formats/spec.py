@@ -19,8 +19,8 @@ from itertools import pairwise
 from typing import Literal
 
 from moe_pack.formats.json_files import added
-from moe_pack.formats.parts import LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
-from moe_pack.formats.parts.mixers import mixer_fault
+from moe_pack.formats.parts import HalvesSpec, LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts.mixers import halves_fault, mixer_fault
 from moe_pack.formats.parts.rope import scaling_fault
 
 Matrix = Literal["gate", "up", "down"]
@@ -29,7 +29,7 @@ Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 Selector = Literal["up", "gate", "both", "none"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
-NeuronFunction = Literal["silu", "relu", "clamped_swiglu"]
+NeuronFunction = Literal["silu", "relu", "relu2", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,8 @@ class ExpertSpec:
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
     A neuron's `h(g, u)` is `act(g) * factor(u)`; `g` and `u` are the products of its gate and up rows with the input.
-    Without a gate, `h` is `act(u)`. `silu` and `relu` are `act`, and `factor(u) = u`. `clamped_swiglu` needs a gate:
+    Without a gate, `h` is `act(u)`. `silu`, `relu` and its square `relu2` are `act`, and `factor(u) = u`.
+    `clamped_swiglu` needs a gate:
     `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
     `bias` lists the matrices with a bias. The bias of gate or up is one value a neuron, in the neuron's row. The bias
     of down is `d` float32 values, which a chosen expert adds to its output whichever neurons run. `extra_floats` is
@@ -258,7 +259,7 @@ class ModelSpec:
     `encoder`: null if all layers are a decoder's. `rope`: null if attention is not rotary.
     The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
     and logits are divided by `logits_scaling`. `mixer`: what some layers have in place of attention; null if all have
-    attention.
+    attention. `halves`: the layers with attention, or experts, alone; null if all have both.
     """
 
     family: str
@@ -281,6 +282,15 @@ class ModelSpec:
     shared_expert: SharedExpertSpec | None
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
     mixer: MixerSpec | None = added(None)  # noqa: RUF009
+    halves: HalvesSpec | None = added(None)  # noqa: RUF009
+
+    def has_first(self, layer: int) -> bool:
+        """Returns whether a layer has its first half, attention or a mixer."""
+        return self.halves is None or layer not in self.halves.second
+
+    def has_second(self, layer: int) -> bool:
+        """Returns whether a layer has its second half, experts or a dense expert."""
+        return self.halves is None or layer not in self.halves.first
 
     def mixer_of(self, layer: int) -> MixerSpec | None:
         """Returns the mixer of a layer; None if the layer has attention."""
@@ -332,7 +342,7 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     moe_layers = frozenset(spec.moe_layers)
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
-        layer = _layer(spec, i in moe_layers, spec.mixer_of(i), spec.encoder is not None and i >= num_encoding)
+        layer = _layer(spec, i, i in moe_layers, spec.encoder is not None and i >= num_encoding)
         roles += [replace(role, name=f"layers.{i}.{role.name}") for role in layer]
     if isinstance(spec.attention, RelativeSpec):
         table = (spec.attention.num_buckets, spec.attention.num_heads)
@@ -348,20 +358,11 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     return tuple(roles)
 
 
-def _layer(spec: ModelSpec, has_experts: bool, mixer: MixerSpec | None, is_crossing: bool) -> Iterator[DenseRole]:
-    yield from _norm(spec, "attention_norm")
-    if mixer is not None:
-        for role in mixer.roles(spec.hidden_size):
-            yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
-    elif isinstance(spec.attention, GroupedQuerySpec):
-        yield from _grouped_query(spec.attention, spec.hidden_size, spec.norm)
-    elif isinstance(spec.attention, LatentSpec):
-        yield from _latent(spec.attention, spec.hidden_size)
-    else:
-        yield from _relative(spec.attention, spec.hidden_size, "attention")
-        if is_crossing:
-            yield from _norm(spec, "cross_norm")
-            yield from _relative(spec.attention, spec.hidden_size, "cross")
+def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
+    if spec.has_first(layer):
+        yield from _first_half(spec, spec.mixer_of(layer), is_crossing)
+    if not spec.has_second(layer):
+        return
     yield from _norm(spec, "mlp_norm")
     if not has_experts:
         assert spec.dense_intermediate_size is not None, "a checked spec"
@@ -376,6 +377,22 @@ def _layer(spec: ModelSpec, has_experts: bool, mixer: MixerSpec | None, is_cross
         yield from _mlp(spec, "shared", spec.shared_expert.intermediate_size)
         if spec.shared_expert.gated:
             yield DenseRole("shared_router", (1, spec.hidden_size), False)
+
+
+def _first_half(spec: ModelSpec, mixer: MixerSpec | None, is_crossing: bool) -> Iterator[DenseRole]:
+    yield from _norm(spec, "attention_norm")
+    if mixer is not None:
+        for role in mixer.roles(spec.hidden_size):
+            yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
+    elif isinstance(spec.attention, GroupedQuerySpec):
+        yield from _grouped_query(spec.attention, spec.hidden_size, spec.norm)
+    elif isinstance(spec.attention, LatentSpec):
+        yield from _latent(spec.attention, spec.hidden_size)
+    else:
+        yield from _relative(spec.attention, spec.hidden_size, "attention")
+        if is_crossing:
+            yield from _norm(spec, "cross_norm")
+            yield from _relative(spec.attention, spec.hidden_size, "cross")
 
 
 def _offset(norm: NormSpec) -> float:
@@ -454,12 +471,17 @@ def cached_values(spec: ModelSpec) -> int:
     """
     if spec.encoder is not None:
         return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
-    return (spec.num_hidden_layers - num_mixers(spec)) * _layer_values(spec)
+    return num_attending(spec) * _layer_values(spec)
 
 
-def num_mixers(spec: ModelSpec) -> int:
-    """Returns the number of layers with a mixer in place of attention."""
-    return 0 if spec.mixer is None else len(spec.mixer.layers)
+def num_attending(spec: ModelSpec) -> int:
+    """Returns the number of layers with attention."""
+    return sum(spec.has_first(i) and spec.mixer_of(i) is None for i in range(spec.num_hidden_layers))
+
+
+def num_dense_layers(spec: ModelSpec) -> int:
+    """Returns the number of layers with a dense expert instead of routed ones."""
+    return sum(map(spec.has_second, range(spec.num_hidden_layers))) - len(spec.moe_layers)
 
 
 def state_values(spec: ModelSpec) -> int:
@@ -480,7 +502,7 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
 
     A layer without attention caches none.
     """
-    if spec.mixer_of(layer) is not None:
+    if spec.mixer_of(layer) is not None or not spec.has_first(layer):
         return 0
     window = _window(spec, layer)
     return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
@@ -587,7 +609,9 @@ def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
 def _layers_fault(spec: ModelSpec) -> str | None:
     if not spec.moe_layers or not _are_layers(spec.moe_layers, spec.num_hidden_layers):
         return "moe_layers must list decoder layers, at least one, in rising order"
-    dense = spec.num_hidden_layers - len(spec.moe_layers)
+    if not all(map(spec.has_second, spec.moe_layers)):
+        return "moe_layers lists a layer without a second half"
+    dense = num_dense_layers(spec)
     if (dense > 0) != (spec.dense_intermediate_size is not None):
         return f"dense_intermediate_size is {spec.dense_intermediate_size}, but {dense} layers have no experts"
     return None
@@ -682,6 +706,10 @@ def _mixer_fault(spec: ModelSpec) -> str | None:
         return "a model with an encoder cannot have a mixer in place of attention"
     if spec.norm.zero_centered and (spec.norm.kind != "rms" or not isinstance(spec.attention, GroupedQuerySpec)):
         return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
+    if spec.halves is not None and (fault := halves_fault(spec.halves, spec.num_hidden_layers)) is not None:
+        return fault
+    if spec.mixer is not None and not all(map(spec.has_first, spec.mixer.layers)):
+        return "mixer layers list a layer without a first half"
     return None if spec.mixer is None else mixer_fault(spec.mixer, spec.num_hidden_layers)
 
 

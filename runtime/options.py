@@ -32,7 +32,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
     parts = {"an encoder": spec.encoder is not None, "router weights on the input of experts": spec.router.on_input}
     if spec.mixer is not None:
         parts[f"layers of {spec.mixer.kind}"] = True
-    parts["no rotary positions"] = spec.rope is None
+    parts |= {"experts of relu2": spec.expert.function == "relu2", "no rotary positions": spec.rope is None}
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
     if isinstance(attention, LatentSpec):

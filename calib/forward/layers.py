@@ -399,6 +399,8 @@ class LayerStates:
         Args:    text: as `text` returns it.
         """
         x = self.attended(layer, x, text, weights)
+        if not self.spec.has_second(layer):
+            return x, torch.zeros_like(x)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs

@@ -88,6 +88,8 @@ def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> i
     matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
     if (mixer := spec.mixer_of(layer)) is not None:
         return matrix_multiplications + 3 * mixer.state.num_values
+    if not spec.has_first(layer):
+        return matrix_multiplications
     attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
     return matrix_multiplications + attended * sequence_length * spec.hidden_size
 
@@ -118,8 +120,9 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 def kind_of(spec: ModelSpec, layer: int) -> int:
     """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, and stack."""
 
-    def kind(layer: int) -> tuple[bool, bool, int]:
-        return layer in spec.moe_layers, spec.mixer_of(layer) is None, stack_of(spec, layer)
+    def kind(layer: int) -> tuple[bool, ...]:
+        halves = spec.has_first(layer), spec.has_second(layer)
+        return (*halves, layer in spec.moe_layers, spec.mixer_of(layer) is None, bool(stack_of(spec, layer)))
 
     return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 

@@ -46,7 +46,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, state_values
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.offload import Routing
@@ -123,7 +123,7 @@ def _print_model(pack: Pack) -> None:
     if spec.shared_expert is not None:
         experts += f", and a shared one of {spec.shared_expert.intermediate_size}"
     if spec.dense_intermediate_size is not None:
-        num_dense = spec.num_hidden_layers - len(spec.moe_layers)
+        num_dense = num_dense_layers(spec)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
     repeats = f" and {spec.expert.repeats} stored twice" if spec.expert.repeats else ""
     state = f" and {4 * state_values(spec):,} bytes of states" if spec.mixer is not None else ""

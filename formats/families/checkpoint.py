@@ -280,6 +280,9 @@ def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:
         for key, value in values.items():
             if isinstance(value, list) and len(value) == size:
                 values[key] = value[:wanted]
+        pattern = values.get("hybrid_override_pattern")  # a letter a layer
+        if isinstance(pattern, str):
+            values["hybrid_override_pattern"] = pattern[:wanted]
 
 
 def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> None:

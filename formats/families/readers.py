@@ -225,6 +225,7 @@ def read_decoder(
     logits_scaling: float = 1.0,
     mixer: MixerSpec | None = None,
     positions_key: str = "max_position_embeddings",
+    num_layers: int | None = None,
 ) -> ModelSpec:
     """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
@@ -233,9 +234,10 @@ def read_decoder(
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
              tied_head: None for `tie_word_embeddings` (false if the config has none).
              mixer: what some layers have in place of attention.   positions_key: of the number of positions.
+             num_layers: None for `num_hidden_layers`.
     """
     config.only("hidden_act", "silu")
-    num_layers = config.num_layers()
+    num_layers = config.num_layers() if num_layers is None else num_layers
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
     dense_size = None
     if dense_size_key is not None and len(moe_layers) < num_layers:

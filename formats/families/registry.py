@@ -29,6 +29,7 @@ from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
 from moe_pack.formats.families.mixtral import MIXTRAL
+from moe_pack.formats.families.nemotron_h import NEMOTRON_H
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOEHYBRID,
         LFM2_MOE,
         JAMBA,
+        NEMOTRON_H,
         GLM4_MOE,
         DOTS1,
         GPT_OSS,

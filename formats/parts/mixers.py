@@ -387,6 +387,28 @@ class ShortConvSpec:
 
 MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec
 
+
+@dataclass(frozen=True, slots=True)
+class HalvesSpec:
+    """Layers with one half alone: `first` has attention or a mixer, `second` has experts or a dense expert.
+
+    Source: transformers, models/nemotron_h, NemotronHBlock.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+
+def halves_fault(halves: HalvesSpec, num_layers: int) -> str | None:
+    """Returns why halves cannot be those of a model of so many layers, or None."""
+    for name, layers in (("first", halves.first), ("second", halves.second)):
+        if not all(low < high for low, high in pairwise((-1, *layers, num_layers))):
+            return f"halves {name} must list decoder layers, in rising order"
+    if set(halves.first) & set(halves.second):
+        return "halves list a layer twice"
+    return None
+
+
 MAX_CONV_KERNEL = 64
 MAX_STATE_VALUES = 2**31  # of a layer
 

@@ -150,6 +150,8 @@ class Decoder:
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
             x = add_attention(x, weights, layer, self.cache.of(layer), angles)
+            if not self.spec.has_second(layer):
+                continue
             y = self._mlp(mlp_input(x, weights, layer), layer, self._partial_state(x, layer, angles))
             x = x + scaled(y, self.spec.residual_multiplier)
         self.cache.num_tokens += len(ids)

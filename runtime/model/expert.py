@@ -45,6 +45,10 @@ def _identity(up: Tensor) -> Tensor:
     return up
 
 
+def _squared_relu(gate: Tensor) -> Tensor:
+    return torch.relu(gate).square()
+
+
 def _clamped_swish(gate: Tensor) -> Tensor:
     clamped = gate.clamp(max=_CLAMP_LIMIT)
     return clamped * torch.sigmoid(_SWISH_STEEPNESS * clamped)
@@ -57,6 +61,7 @@ def _clamped_plus_one(up: Tensor) -> Tensor:
 NEURONS: dict[NeuronFunction, Neuron] = {
     "silu": Neuron(torch.nn.functional.silu, _identity),
     "relu": Neuron(torch.relu, _identity),
+    "relu2": Neuron(_squared_relu, _identity),
     "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
 }
 

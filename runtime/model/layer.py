@@ -53,7 +53,12 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
 
 
 def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | LayerState, angles: Angles) -> Tensor:
-    """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache."""
+    """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
+
+    They stay as they are in a layer with neither.
+    """
+    if not weights.spec.has_first(layer):
+        return x
     normed = norm(x, weights, f"layers.{layer}.attention_norm")
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:

@@ -66,6 +66,7 @@ EXPERTS: dict[str, tuple[Blocks, NeuronFunction]] = {
     "in blocks": (an_expert(step=13), "silu"),
     "biases, clamped": (an_expert(biases=True), "clamped_swiglu"),
     "without a gate": (an_expert(gate=False), "relu"),
+    "squared, without a gate": (an_expert(gate=False), "relu2"),
     "one neuron": (an_expert(f=1), "silu"),
 }
 X, ABOVE, ROUTER = random(9, 128, seed=9), random(9, 128, seed=10), torch.linspace(0.1, 1, 9)

@@ -18,7 +18,7 @@ from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
-FAMILIES = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
+FAMILIES = ("qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h")
 
 
 def run(*arguments: object) -> Result:

@@ -51,6 +51,7 @@ NAMES = (
     "granite-4.0-h-tiny",
     "lfm2-8b-a1b",
     "jamba-v0.1",
+    "nemotron-3-nano-30b-a3b",
 )
 
 

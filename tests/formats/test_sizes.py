@@ -1,5 +1,7 @@
 """Sizes that follow from a spec, against sums made by hand."""
 
+from dataclasses import replace
+
 from cases import case
 from specs import GROUPED, HYBRID, LATENT, changed
 
@@ -9,6 +11,7 @@ from moe_pack.formats.spec import (
     cached_values,
     num_active_parameters,
     num_parameters,
+    spec_fault,
     state_values,
 )
 
@@ -63,6 +66,16 @@ def test_a_mixer_counts_its_projections_kernel_and_decays() -> None:
     others = 6 * 64 + 64 + 2 * 96 * 64 + 2 * (6 * 64 + 3 * 40 * 64 + 64) + 3 * 80 * 64 + 2 * 6 * EXPERT
     assert num_parameters(HYBRID) == 2 * mixer + attention + others
     assert num_parameters(changed(HYBRID, "mixer interleaved", False)) == num_parameters(HYBRID)
+
+
+def test_a_layer_without_a_half_has_none_of_its_weights_and_caches_nothing_without_the_first() -> None:
+    alone = changed(HYBRID, "halves", {"first": [2], "second": [1]})
+    spec = replace(alone, dense_intermediate_size=None)
+    assert spec_fault(spec) is None
+    attention = 64 * (2 * 128 + 2 * 64) + 128 * 64 + 2 * 32
+    assert num_parameters(spec) == num_parameters(HYBRID) - attention - 3 * 80 * 64 - 2 * 64
+    assert cached_values(spec) == 0 and state_values(spec) == state_values(HYBRID)
+    assert [cached_tokens(spec, layer, 100, 10) for layer in range(3)] == [0, 0, 0]
 
 
 def test_each_part_of_a_model_counts_its_weights() -> None:

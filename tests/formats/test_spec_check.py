@@ -8,6 +8,7 @@ from cases import case
 from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
+from moe_pack.formats.parts import HalvesSpec
 from moe_pack.formats.spec import spec_fault
 
 MAX = 2**31 - 1
@@ -463,3 +464,20 @@ def test_weights_on_the_input_of_more_than_one_expert_are_refused() -> None:
     assert_refused_beside_legal(GROUPED, "router on_input", True, False, message)
     on_input = changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True)
     assert_refused_beside_legal(on_input, "router num_experts_per_tok", 2, 1, message)
+
+
+def test_halves_that_cannot_be_are_refused() -> None:
+    rising = "halves {} must list decoder layers, in rising order"
+    legal = {"first": [], "second": [1]}
+    cases = [
+        ({"first": [], "second": [1, 3]}, rising.format("second")),
+        ({"first": [], "second": [1, 1]}, rising.format("second")),
+        ({"first": [], "second": [0]}, "mixer layers list a layer without a first half"),
+        ({"first": [0], "second": []}, "moe_layers lists a layer without a second half"),
+        ({"first": [2], "second": []}, "dense_intermediate_size is 80, but 0 layers have no experts"),
+    ]
+    for halves, message in cases:
+        with case(message):
+            assert_refused_beside_legal(HYBRID, "halves", halves, legal, message)
+    twice = replace(HYBRID, dense_intermediate_size=None, halves=HalvesSpec((2,), (2,)))
+    assert spec_fault(twice) == "halves list a layer twice"

@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale_bits": (16, 8),
     "selector": SELECTORS,
     "bias": ((), ("up",), ("gate", "up"), ("down",), ("gate", "up", "down")),
-    "function": ("silu", "relu", "clamped_swiglu"),
+    "function": ("silu", "relu", "relu2", "clamped_swiglu"),
     "num_rows": (1, 7, 33, 65, 129, 257),
     "num_cols": (64, 70, 192, 320, 640, 1088),  # multiples of a block but not of a chunk; 70 with bf16 alone
     "num_tokens": (1, 2, 3, 4, 5, 17, 64, 65, 100),

@@ -138,6 +138,22 @@ BASE: dict[str, Values] = {
         "mamba_d_state": 16,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "nemotron_h": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "use_bias": True,
+        "routed_scaling_factor": 2.5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    },
     "jamba": {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
@@ -278,7 +294,7 @@ FUSED_ALWAYS = (
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
-NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
+NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h")
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in (*WITH_ENCODER, *NOT_ROTARY))
@@ -350,6 +366,21 @@ TINY: tuple[Tiny, ...] = (
             "first_k_dense_replace": 2,
             "linear_conv_kernel_dim": 5,
             "moe_renormalize": False,
+        },
+    ),
+    Tiny(
+        "nemotron_h",
+        "attention first, two mixers in turn, no bias, groups",
+        {
+            "layers_block_type": ["full_attention", "linear_attention", "moe", "linear_attention", "full_attention"],
+            "use_bias": False,
+            "use_conv_bias": False,
+            "n_groups": 4,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "time_step_min": 0.5,
         },
     ),
     Tiny(

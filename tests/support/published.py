@@ -61,6 +61,7 @@ PUBLISHED = (
     Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),
     Published("granite-4.0-h-tiny", "7", "1"),
     Published("jamba-v0.1", "52", "12"),
+    Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),
     Published("lfm2-8b-a1b", "8.3", "1.5"),
     Published("deepseek-v2-lite", "15.7", "2.4", "15.6", active_leaves_out=("embed",)),
     Published("deepseek-v2", "236", "21", "34.6"),

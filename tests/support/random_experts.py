@@ -277,14 +277,22 @@ def magnitudes(x: Tensor, expert: RandomExpert, runs: Tensor) -> Magnitudes:
     if expert.shape.function == "clamped_swiglu":
         up = up + 1  # which is added
     if block.gate is None:
-        a = h = 1.1 * up + held.h.double().abs()  # every activation has a slope of 1.1 at most
+        a = h = _acted(up, held.h, expert.shape.function)
     else:
-        gate = 1.1 * _sums(x, expert.weight_magnitudes("gate"), block.gate_bias) + held.gate.double().abs()
+        gate = _sums(x, expert.weight_magnitudes("gate"), block.gate_bias)
+        gate = _acted(gate, held.gate, expert.shape.function)
         h = held.gate.double().abs() * up + gate * held.up.double().abs()
         a = {"up": up, "gate": gate, "both": h, "none": h}[selector]
     y = (runs * h) @ expert.weight_magnitudes("down")
     bias = expert.packed().down_bias()
     return Magnitudes(a, h, y if bias is None else y + bias.double().abs())
+
+
+def _acted(sums: Tensor, values: Tensor, function: NeuronFunction) -> Tensor:
+    values = values.double().abs()
+    if function == "relu2":  # whose slope is twice the root of its value
+        return 2 * values.sqrt() * sums + MAX_ERROR * sums.square() + values
+    return 1.1 * sums + values  # every other activation has a slope of 1.1 at most
 
 
 def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:

@@ -513,11 +513,13 @@ class SecondReader:
             mixer = model.get("mixer")
             is_mixer = mixer is not None and i in mixer["layers"]
             first = mixer_shapes(mixer, d) if is_mixer else attention_shapes(model["attention"], d)
-            layer = [*self._norm_shapes("attention_norm"), *first]
+            halves = model.get("halves", {"first": [], "second": []})
+            layer = [] if i in halves["second"] else [*self._norm_shapes("attention_norm"), *first]
             if model.get("encoder") is not None and i >= model["encoder"]["num_layers"]:
                 layer += self._norm_shapes("cross_norm")
                 layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
-            layer += [*self._norm_shapes("mlp_norm"), *self._mlp_shapes(i in model["moe_layers"])]
+            if i not in halves["first"]:
+                layer += [*self._norm_shapes("mlp_norm"), *self._mlp_shapes(i in model["moe_layers"])]
             shapes += [(f"layers.{i}.{role}", shape) for role, shape in layer]
         if model["attention"]["kind"] == "relative":
             table = (model["attention"]["num_buckets"], model["attention"]["num_heads"])

@@ -121,6 +121,8 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
         x, routes, rms = embed(ids, weights), [], []
         for layer in range(spec.num_hidden_layers):
             x = add_attention(x, weights, layer, cache.of(layer), angles)
+            if not spec.has_second(layer):
+                continue
             inputs = mlp_input(x, weights, layer)
             unrouted = run_unrouted(inputs, weights, layer)
             added = torch.zeros_like(x) if unrouted is None else unrouted

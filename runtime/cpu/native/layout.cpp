@@ -96,7 +96,7 @@ const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayou
     if (e.num_cols < 1 || e.num_cols > kMaxCols || e.num_rows < 1 || e.num_rows > kMaxRows) return "sizes out of range";
     e.extra_row_bytes = numbers[5];
     if (numbers[2] < 0 || numbers[2] > 3) return "unknown selector kind";
-    if (numbers[6] < 0 || numbers[6] > 2) return "unknown neuron function";
+    if (numbers[6] < 0 || numbers[6] > 3) return "unknown neuron function";
     if (e.selector_row_bytes < 0 || e.record_row_bytes < 0 || e.extra_row_bytes < 0) return "sizes out of range";
     if (e.extra_row_bytes && e.extra_row_bytes / 4 < e.num_cols) return "the row of extra values is too short";
     e.selector = (Selector)numbers[2];

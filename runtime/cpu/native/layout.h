@@ -23,7 +23,7 @@ struct PlacedPart {
 };
 
 enum class Selector : int32_t { none = 0, up = 1, gate = 2, both = 3 };
-enum class Function : int32_t { silu = 0, relu = 1, clamped_swiglu = 2 };  // docs/format.md, section 11, "Expert"
+enum class Function : int32_t { silu = 0, relu = 1, clamped_swiglu = 2, relu2 = 3 };  // docs/format.md, section 11, "Expert"
 
 // d, f, selector, bytes of a selector row, of a record, of the row of extra values (0: none), function; parts
 constexpr int kExpertNumbers = 7 + 3 * kPartNumbers;

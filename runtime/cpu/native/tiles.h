@@ -21,6 +21,7 @@ constexpr int32_t kAheadBytes = 8192;  // how far before its use a row is fetche
 inline float activation(Function function, float v) {
     if (function == Function::silu) return v / (1.0f + std::exp(-v));
     if (function == Function::relu) return v < 0.0f ? 0.0f : v;
+    if (function == Function::relu2) return v < 0.0f ? 0.0f : v * v;
     const float clamped = v > 7.0f ? 7.0f : v;
     return clamped / (1.0f + std::exp(-1.702f * clamped));
 }

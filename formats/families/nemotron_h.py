@@ -1,0 +1,140 @@
+"""Nemotron 3 Nano: layers of Mamba-2, of attention without positions, of experts, or of a dense expert, each alone.
+
+Source: transformers, models/nemotron_h; Nemotron 3 (NVIDIA, 2025).
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ExpertSpec, ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
+from moe_pack.formats.families.qwen3_next import MTP_LAYER
+from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_sigmoid_router
+from moe_pack.formats.parts import HalvesSpec, Mamba2Spec
+from moe_pack.formats.spec import MAX_LAYERS
+
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_KINDS = {**{kind: kind for kind in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _kinds(config: Config) -> tuple[str, ...]:
+    """Reads what each layer is: a list, or a letter for each."""
+    if config.has("layers_block_type"):
+        config.ignore("hybrid_override_pattern")
+        found, known = config.texts("layers_block_type"), _KINDS
+    else:
+        found, known = tuple(config.text("hybrid_override_pattern")), _LETTERS
+    if unknown := sorted(set(found) - known.keys()):
+        raise CheckpointError(f"{config.place}: layers are {unknown}; supported: {', '.join(sorted(known))}")
+    if len(found) > MAX_LAYERS:
+        raise CheckpointError(f"{config.place}: {len(found)} layers, expected at most {MAX_LAYERS}")
+    config.only("num_hidden_layers", len(found))
+    return tuple(known[kind] for kind in found)
+
+
+def _read_mixer(config: Config, layers: tuple[int, ...]) -> Mamba2Spec:
+    config.only("mamba_hidden_act", "silu")
+    config.only("mamba_proj_bias", False)
+    return Mamba2Spec(
+        kind="mamba2",
+        layers=layers,
+        num_heads=config.whole("mamba_num_heads", 128),
+        head_dim=config.whole("mamba_head_dim", 64),
+        state_size=config.whole("ssm_state_size", 128),
+        num_groups=config.whole("n_groups", 8),
+        conv_kernel=config.whole("conv_kernel", 4),
+        conv_bias=config.flag("use_conv_bias", True),
+        proj_bias=config.flag("use_bias", False),
+        time_step_min=config.number("time_step_min", 0.001),
+    )
+
+
+def _read_config(config: Config) -> ModelSpec:
+    for key, only in (
+        ("mlp_hidden_act", "relu2"), ("mlp_bias", False), ("attention_bias", False), ("sliding_window", None),
+        ("moe_latent_size", None), ("n_shared_experts", 1), ("tie_word_embeddings", False),
+    ):  # fmt: skip
+        config.only(key, only)
+    config.require("head_dim")  # missing, transformers takes 128
+    kinds = _kinds(config)
+    mamba, moe, attention, dense = (
+        tuple(i for i, kind in enumerate(kinds) if kind == wanted) for wanted in _LETTERS.values()
+    )
+    expert_size = config.whole("moe_intermediate_size")
+    spec = read_decoder(
+        config,
+        "nemotron_h",
+        read_grouped_query(config),
+        None,
+        read_sigmoid_router(config, num_experts_per_tok=2, normalize=True),
+        expert_size,
+        moe_layers=moe,
+        dense_size_key=None,
+        shared_expert=SharedExpertSpec(config.whole("moe_shared_expert_intermediate_size"), gated=False),
+        norm=NormSpec("rms", config.number("layer_norm_epsilon", 1e-5)),
+        mixer=_read_mixer(config, mamba) if mamba else None,
+        num_layers=len(kinds),
+    )
+    dense_size = config.whole("intermediate_size", 21504)
+    return replace(
+        spec,
+        dense_intermediate_size=dense_size if dense else None,
+        expert=ExpertSpec("relu2", expert_size, ("up", "down"), bias=(), extra_floats=0),
+        halves=HalvesSpec(first=tuple(sorted(mamba + attention)), second=tuple(sorted(moe + dense))),
+    )
+
+
+_LAYER = "backbone.layers.{i}"
+_MIXER = f"{_LAYER}.mixer"
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    short_names={
+        "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nemotron-3-nano-30b-a3b-base": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
+    },
+    read_config=_read_config,
+    dense_names={
+        "embed": "backbone.embeddings.weight",
+        "layers.{i}.attention_norm": f"{_LAYER}.norm.weight",
+        "layers.{i}.mlp_norm": f"{_LAYER}.norm.weight",
+        **{f"layers.{{i}}.attention.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("q", "k", "v", "o")},
+        **{f"layers.{{i}}.mixer.{role}": f"{_MIXER}.{name}" for role, name in MAMBA2_NAMES.items()},
+        **{f"layers.{{i}}.mlp.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("up", "down")},
+        **{f"layers.{{i}}.shared.{name}": f"{_MIXER}.shared_experts.{name}_proj.weight" for name in ("up", "down")},
+        "layers.{i}.router": f"{_MIXER}.gate.weight",
+        "layers.{i}.router_bias": f"{_MIXER}.gate.e_score_correction_bias",
+        "norm": "backbone.norm_f.weight",
+        "head": "lm_head.weight",
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "up": f"{_MIXER}.experts.{{e}}.up_proj.weight",
+                "down": f"{_MIXER}.experts.{{e}}.down_proj.weight",
+            }
+        ),
+    ),
+    unused=(MTP_LAYER,),
+    ignored_keys=frozenset(
+        {
+            "chunk_size",
+            "expand",
+            "hidden_dropout",
+            "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap",
+            "mtp_hybrid_override_pattern",
+            "mtp_layers_block_type",
+            "norm_eps",
+            "num_logits_to_keep",
+            "num_nextn_predict_layers",
+            "rescale_prenorm_residual",
+            "residual_in_fp32",
+            "rope_theta",
+            "time_step_floor",
+            "time_step_limit",
+            "time_step_max",
+            "use_mamba_kernels",
+        }
+    ),
+)
