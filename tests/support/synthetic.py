@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.parts import GatedDeltaSpec, MambaSpec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import GatedDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
     KVCache,
     Rope,
@@ -59,6 +59,8 @@ def shrunk_mixer(mixer: MixerSpec, hidden_size: int) -> MixerSpec:
         return replace(mixer, channels=2 * hidden_size, step_rank=8)
     if isinstance(mixer, ShortConvSpec):
         return replace(mixer, channels=hidden_size)
+    if isinstance(mixer, Mamba2Spec):
+        return replace(mixer, num_heads=4, head_dim=16, num_groups=min(2, mixer.num_groups))
     return replace(mixer, num_heads=4, head_dim=16)
 
 
