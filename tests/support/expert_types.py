@@ -70,11 +70,6 @@ REASONS: tuple[Reason, ...] = (
         "differ by layer, keys that are the values too, a softcap of logits",
     ),
     Reason(
-        "deepseek_v32",
-        "DeepSeek-V3.2",
-        "sparse latent attention: an indexer with keys of its own selects the positions that a token sees",
-    ),
-    Reason(
         "deepseek_v4",
         "DeepSeek-V4, V4-Flash",
         "hyper-connections (four residual streams), attention to compressed windows that an indexer selects, a table "
@@ -90,17 +85,6 @@ REASONS: tuple[Reason, ...] = (
         "glm_moe_dsa",
         "GLM-5",
         "sparse latent attention as in `deepseek_v32`; several layers share one selection of positions",
-    ),
-    Reason(
-        "nemotron_h",
-        "Nemotron 3 Nano, Super",
-        "layers that are only a mixer, only attention or only experts; experts without gates, with squared ReLU, of "
-        "some models in a smaller space between two projections",
-    ),
-    Reason(
-        "llama4",
-        "Llama 4 Scout, Maverick",
-        "the router's weight multiplies an expert's input, not its output",
     ),
     Reason(
         "kimi_k25",
@@ -188,11 +172,6 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         "minimax", "MiniMax-Text-01, M1", "lightning attention (linear, with a fixed decay a head), scaled residuals"
-    ),
-    Reason(
-        "jamba",
-        "Jamba Mini, Large",
-        "Mamba-1 layers: a selective scan with a decay for each channel and state, and norms inside",
     ),
     Reason(
         "dbrx",
