@@ -158,7 +158,10 @@ def half_gradient(
         text = None if text is None else text.to(states.device).clone().requires_grad_()
         outputs = states.half_of(layer, hidden, text, weights)
         sources = [hidden] if text is None else [hidden, text]
-        gradients = torch.autograd.grad(outputs, sources, [gradient.to(states.device).clone() for gradient in above])
+        # A layer without a second half has no inputs of one to go back through.
+        pairs = [(out, each) for out, each in zip(outputs, above, strict=True) if out.requires_grad]
+        given = [each.to(states.device).clone() for _, each in pairs]
+        gradients = torch.autograd.grad([out for out, _ in pairs], sources, given)
     return gradients[0], gradients[1] if text is not None else None
 
 
