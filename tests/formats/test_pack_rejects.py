@@ -223,7 +223,8 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
         (setting("batch", "model", "norm", "kind"), setting("rms", "model", "norm", "kind"),
          "model: norm: kind: found 'batch', expected one of rms, layer"),
         (setting("top_p", "model", "router", "kind"), setting("sigmoid_topk", "model", "router", "kind"),
-         "model: router: kind: found 'top_p', expected one of softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, sparsemixer"),
+         "model: router: kind: found 'top_p', expected one of softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, "
+         "sparsemixer"),
         (setting(["b"], "model", "attention", "bias"), setting([], "model", "attention", "bias"),
          "model: attention: bias[0]: found 'b', expected one of q, k, v, o"),
         (removing("model", "rope", "interleaved"), setting(True, "model", "rope", "interleaved"),
