@@ -27,14 +27,17 @@ def added(default: T) -> T:
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
-def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
+def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool = False) -> Any:
     """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities and deep nesting.
 
-    Args:    place: the file's name, for messages.   error: the class of the errors.
+    Args:    place: the file's name, for messages.   error: the class of the errors.   is_foreign: `Infinity`, which
+             Python's library writes, is read as the object that transformers 5 writes in its place.
     Raises:  `error` if `raw` is not UTF-8 JSON.
     """
 
     def refuse_constant(text: str) -> Any:
+        if is_foreign and text == "Infinity":
+            return {"__float__": text}
         raise error(f"{place}: found {text}, which is not a JSON number")
 
     def finite(text: str) -> float:

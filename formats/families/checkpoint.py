@@ -238,7 +238,7 @@ def read_json(folder: Path, name: str) -> object:
     with RangeReader(folder / name, CheckpointError) as reader:
         if reader.num_bytes > _MAX_JSON_BYTES:
             raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_JSON_BYTES}")
-        return json_files.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError)
+        return json_files.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError, is_foreign=True)
 
 
 def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:

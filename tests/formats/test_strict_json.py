@@ -254,3 +254,11 @@ def test_a_record_with_keys_that_came_later_is_read_as_it_was_written() -> None:
 def test_a_key_that_came_later_is_held_to_its_type(values: dict[str, object], message: str) -> None:
     with pytest.raises(PackError, match="^" + re.escape(message)):
         load(Grown, values, "a.json", PackError)
+
+
+def test_an_infinity_in_a_foreign_file_is_what_transformers_writes_now() -> None:
+    found = parse(b'{"time_step_limit": [0.0, Infinity]}', "config.json", PackError, is_foreign=True)
+    assert found == {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    for other in (b"[NaN]", b"[-Infinity]"):
+        with pytest.raises(PackError, match="which is not a JSON number"):
+            parse(other, "config.json", PackError, is_foreign=True)
