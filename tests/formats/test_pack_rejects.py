@@ -26,6 +26,7 @@ FILES = [
     "thresholds.safetensors",
 ]
 REQUIRED = ["index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"]
+ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sparsemixer")
 
 
 def setting(value: object, *path: str | int) -> Change:
@@ -223,8 +224,7 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
         (setting("batch", "model", "norm", "kind"), setting("rms", "model", "norm", "kind"),
          "model: norm: kind: found 'batch', expected one of rms, layer"),
         (setting("top_p", "model", "router", "kind"), setting("sigmoid_topk", "model", "router", "kind"),
-         "model: router: kind: found 'top_p', expected one of softmax_topk, topk_softmax, sigmoid_topk, topk_sigmoid, "
-         "sparsemixer"),
+         f"model: router: kind: found 'top_p', expected one of {', '.join(ROUTERS)}"),
         (setting(["b"], "model", "attention", "bias"), setting([], "model", "attention", "bias"),
          "model: attention: bias[0]: found 'b', expected one of q, k, v, o"),
         (removing("model", "rope", "interleaved"), setting(True, "model", "rope", "interleaved"),

@@ -440,7 +440,7 @@ EXPERT_LAYOUTS = {
     "record below 0": ({4: -16}, "layout: sizes out of range"),
     "extra row below 0": ({5: -16}, "layout: sizes out of range"),
     "extra row too short": ({5: 4 * D - 1}, "layout: the row of extra values is too short"),
-    "unknown function": ({6: 3}, "layout: unknown neuron function"),
+    "unknown function": ({6: 4}, "layout: unknown neuron function"),
     "function below 0": ({6: -1}, "layout: unknown neuron function"),
     "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
     "selector row too short": ({3: 63}, UNFIT),
