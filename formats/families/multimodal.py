@@ -76,7 +76,7 @@ def within(
 ) -> Family:
     """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
 
-    `tie_word_embeddings` counts where transformers reads it: in the multimodal config, not in the text model's.
+    `tie_word_embeddings` counts where transformers reads it: in the object that the text model's is in.
 
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
@@ -86,21 +86,23 @@ def within(
     """
 
     def read_config(config: Config) -> ModelSpec:
-        is_tied, outer = config.flag("tie_word_embeddings", tied_head), [config]
+        outer = [config]
         for key in text_keys:
             inner = outer[-1].group(key)
             if inner is None:
                 raise CheckpointError(f"{outer[-1].place}: key {key!r} is missing, expected the text model's object")
             outer.append(inner)
         values = outer.pop()
+        is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type))
         spec = text.read_config(values)
         if tied_by_text:
             is_tied = is_tied or spec.tied_head
         values.ignore("tie_word_embeddings")
         values.refuse_unread(text.ignored_keys)
+        for around in outer:
+            around.ignore("tie_word_embeddings")
         for between in outer[1:]:
-            between.ignore("tie_word_embeddings")
             between.refuse_unread(_OTHER_PARTS | ignored_keys)
         return replace(spec, family=model_type, tied_head=is_tied)
 
