@@ -36,6 +36,7 @@ from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.families.qwen3_next import QWEN3_NEXT
+from moe_pack.formats.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
 from moe_pack.formats.families.readers import dense_model, read_quantization
 from moe_pack.formats.families.solar_open import SOLAR_OPEN
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_OMNI_MOE,
         QWEN3_VL_MOE,
         QWEN3_NEXT,
         QWEN3_5_MOE,

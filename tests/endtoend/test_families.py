@@ -81,7 +81,7 @@ def test_a_config_close_to_a_known_one_is_refused_by_name(new_folder: Callable[[
         with case(close):
             tmp_path = new_folder()
             message = str(refusal(close, tmp_path))
-            places = ("config.json: ", "text_config: ", "rope_parameters: ")
+            places = ("config.json: ", "thinker_config: ", "text_config: ", "rope_parameters: ")
             for place in places:
                 message = message.removeprefix(place)
             assert message == close.message

@@ -18,15 +18,17 @@ class Multimodal:
 
     parts: Values
     text_keys: tuple[str, ...] = ("text_config",)
+    around: Values = field(default_factory=dict)  # what is next to the text model's object, if that is deeper
     outer: tuple[str, ...] = field(default=("tie_word_embeddings",))  # keys that are read outside
 
     def config(self, text: Values) -> Values:
         """The whole config, by the text model's values."""
-        outside = {key: value for key, value in text.items() if key in self.outer}
+        outside = self.around | {key: value for key, value in text.items() if key in self.outer}
         values = {key: value for key, value in text.items() if key not in self.outer}
-        for key in reversed(self.text_keys[1:]):
-            values = {key: values}
-        return self.parts | outside | {self.text_keys[0]: values}
+        for key in reversed(self.text_keys):
+            values = outside | {key: values}
+            outside = {}
+        return self.parts | values
 
 
 _EXPERTS: Values = {
@@ -146,6 +148,22 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "qwen3_omni_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 80,
+        "mlp_only_layers": [1],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e5,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+            "interleaved": True,
+        },
+    },
     "qwen3_vl_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -257,6 +275,14 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": ["sparse", "sparse", "dense"],
         },
     },
+    "qwen3_omni_moe": {
+        "bias, tied head, not normalized": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+        },
+        "every second layer, yarn": {"decoder_sparse_step": 2, "mlp_only_layers": [], "rope_parameters": _YARN},
+    },
     "qwen3_vl_moe": {
         "bias, tied head": {"attention_bias": True, "tie_word_embeddings": True},
         "every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
@@ -313,6 +339,22 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen3_5_moe": Multimodal(
         {"vision_config": {key: _QWEN_VISION[key] for key in _QWEN_VISION if key != "deepstack_visual_indexes"}}
     ),
+    "qwen3_omni_moe": Multimodal(
+        {"enable_audio_output": False},
+        ("thinker_config", "text_config"),
+        {
+            "vision_config": _QWEN_VISION | {"image_size": 64},
+            "audio_config": {
+                "d_model": 16,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "output_dim": 64,
+                "num_mel_bins": 16,
+                "downsample_hidden_size": 8,
+            },
+        },
+    ),
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.
@@ -322,4 +364,8 @@ OTHER_PARTS = (
     "model.multi_modal_projector",
     "vision_model",
     "multi_modal_projector",
+    "thinker.model.visual",
+    "thinker.model.audio_tower",
+    "talker",
+    "code2wav",
 )

@@ -104,12 +104,6 @@ REASONS: tuple[Reason, ...] = (
         "pooled positions that an indexer selects, clamped SiLU",
     ),
     Reason(
-        "qwen3_omni_moe",
-        "Qwen3-Omni-30B-A3B",
-        "no new arithmetic: `qwen3_moe` as the text model of the thinker, two objects deep in the config; only its "
-        "file is missing",
-    ),
-    Reason(
         "mimo_v2_flash",
         "MiMo-V2-Flash",
         "values smaller than keys and scaled; layers with a window have more key heads, sinks and a rotary base of "

@@ -653,6 +653,7 @@ def original(folder: Path) -> PreTrainedModel:
     config = None if model_type is None else AutoConfig.for_model(**(values | {"model_type": model_type}))
     kind = class_of(values["model_type"])
     model: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.float32)
+    model = getattr(model, "thinker", model)  # the whole of qwen3_omni_moe has no logits, only its thinker
     model.train(False)
     rope: Values = getattr(model.config, "rope_parameters", {})
     if model.config.model_type == "phimoe" and rope["rope_type"] == "longrope":

@@ -56,6 +56,7 @@ PUBLISHED = (
     Published("qwen3-30b-a3b", "30.5", "3.3", "49.152"),
     Published("qwen3-235b-a22b", "235", "22", "96.256"),
     Published("qwen3-vl-30b-a3b-instruct", "30", "3"),
+    Published("qwen3-omni-30b-a3b-instruct", "30.5", "3.3"),
     Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),
     Published("qwen3.6-35b-a3b", "35", "3"),
     Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),
