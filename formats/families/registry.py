@@ -4,8 +4,10 @@ A family is data, one file a `model_type`. Code outside this folder knows specs 
 """
 
 from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek import DEEPSEEK
+from moe_pack.formats.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
@@ -13,6 +15,7 @@ from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
 from moe_pack.formats.families.exaone_moe import EXAONE_MOE
 from moe_pack.formats.families.family import Family, SourceCodec
+from moe_pack.formats.families.flint import FLINT
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
@@ -51,6 +54,9 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         QWEN3_OMNI_MOE,
+        ARIA,
+        FLINT,
+        DEEPSEEK_OCR2,
         QWEN3_VL_MOE,
         QWEN3_NEXT,
         QWEN3_5_MOE,

@@ -148,6 +148,17 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
+    "flint": _EXPERTS
+    | {
+        "num_hidden_layers": 5,
+        "head_dim": 32,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+        "sliding_window": 7,
+    },
+    "deepseek_ocr2": _EXPERTS | {"n_routed_experts": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "qwen3_omni_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -275,6 +286,51 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": ["sparse", "sparse", "dense"],
         },
     },
+    "aria": {
+        "bias, tied head, three shared experts, yarn": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_num_shared_experts": 3,
+            "head_dim": 32,
+            "rope_parameters": _YARN,
+        },
+    },
+    "flint": {
+        "bias, tied head, not normalized, windows everywhere, yarn": {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "layer_types": ["sliding_attention"] * 5,
+            "rope_parameters": _YARN,
+        },
+        "no windows, every second layer": {
+            "layer_types": ["full_attention"] * 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+        },
+        "dense layers by default, two windows": {
+            "mlp_only_layers": None,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+                "full_attention",
+            ],
+        },
+    },
+    "deepseek_ocr2": {
+        "groups, scaled, bias, tied head, yarn": {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _YARN,
+        },
+    },
     "qwen3_omni_moe": {
         "bias, tied head, not normalized": {
             "attention_bias": True,
@@ -306,6 +362,41 @@ _GLM_VISION: Values = {
     "image_size": 28,
 }
 MULTIMODAL: dict[str, Multimodal] = {
+    "aria": Multimodal(
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            }
+        }
+    ),
+    "deepseek_ocr2": Multimodal(
+        {
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "image_size": 64,
+                    "mlp_dim": 16,
+                    "output_channels": 8,
+                    "global_attn_indexes": [0],
+                    "downsample_channels": [8, 16],
+                },
+                "encoder_config": {
+                    "hidden_size": 16,
+                    "intermediate_size": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                },
+            }
+        }
+    ),
     "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
     "llama4": Multimodal(
         {
@@ -364,6 +455,7 @@ OTHER_PARTS = (
     "model.multi_modal_projector",
     "vision_model",
     "multi_modal_projector",
+    "model.view_separator",
     "thinker.model.visual",
     "thinker.model.audio_tower",
     "talker",

@@ -262,6 +262,26 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
     Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("aria", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+    Close("aria", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + _ONLY("3")),
+    Close(
+        "flint",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types has ['chunked_attention', 'full_attention']; "
+        "only 'full_attention' and 'sliding_attention' are supported",
+    ),
+    *(
+        Close("flint", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("head_dim", "sliding_window", "shared_expert_intermediate_size")
+    ),
+    Close("deepseek_ocr2", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+    Close("deepseek_ocr2", {"head_dim": 32}, "head_dim is 32; " + _ONLY("16")),
+    Close(
+        "deepseek_ocr2",
+        {"topk_method": "noaux_tc"},
+        "topk_method is 'noaux_tc', supported: greedy, group_limited_greedy",
+    ),
+    Close("deepseek_ocr2", {"mlp_layer_types": None}, "key 'mlp_layer_types' is missing, expected a value or null"),
     Close("qwen3_omni_moe", {"sliding_window": 7}, "sliding_window is 7; " + _ONLY("None")),
     Close("qwen3_omni_moe", {"use_sliding_window": True}, "use_sliding_window is True; " + _ONLY("False")),
     Close("qwen3_omni_moe", {"use_qk_norm": False}, "use_qk_norm is False; " + _ONLY("True")),

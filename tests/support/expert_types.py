@@ -191,11 +191,6 @@ REASONS: tuple[Reason, ...] = (
         "weights from the token, softcaps in neurons",
     ),
     Reason(
-        "deepseek_ocr2",
-        "DeepSeek-OCR 2",
-        "no new arithmetic: `deepseek` as the text model of a model that reads pages; only its file is missing",
-    ),
-    Reason(
         "unlimited_ocr",
         "Unlimited-OCR",
         "a window over the answer, while the prompt is always seen; else `deepseek` as the text model",
@@ -224,12 +219,6 @@ REASONS: tuple[Reason, ...] = (
         "encoder and decoder with sinusoidal positions, attention with biases, and in every fourth layer ReLU "
         "experts with biases; both experts of a token have a capacity",
     ),
-    Reason(
-        "aria",
-        "Aria",
-        "no new arithmetic: softmax over the chosen experts and shared experts in a multimodal config; only its file "
-        "is missing",
-    ),
     Reason("jetmoe", "JetMoE-8B", "experts in attention: the projections of queries and outputs are routed too"),
     Reason(
         "zaya",
@@ -242,12 +231,6 @@ REASONS: tuple[Reason, ...] = (
         "Beam 1.0",
         "residuals scaled by depth, norms after each half of a layer, gates with biases, queries sharpened by a "
         "power of the position, a softcap of logits",
-    ),
-    Reason(
-        "flint",
-        "Flint",
-        "no new arithmetic: sinks, q and k norms, a window in layers that rotate, sigmoid routing; only its file is "
-        "missing",
     ),
     Reason(
         "kolibri1",

@@ -281,6 +281,7 @@ BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
 # Whose published checkpoints have all experts of a layer in one tensor.
 FUSED_ALWAYS = (
+    "aria",
     "granitemoe",
     "granitemoehybrid",
     "granitemoeshared",

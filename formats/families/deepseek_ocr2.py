@@ -1,0 +1,71 @@
+"""DeepSeek-OCR 2 as transformers has it, without what reads pages. Source: transformers, models/deepseek_ocr2."""
+
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.multimodal import PARTS, within
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    attention_bias,
+    read_decoder,
+    read_kinds,
+    read_llama_attention,
+    read_rope,
+)
+
+
+def _read_config(config: Config) -> ModelSpec:
+    config.only("mlp_bias", False)
+    config.require("mlp_layer_types")  # the class has no default that works
+    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    expert_size = config.whole("moe_intermediate_size")
+    attention = read_llama_attention(config, attention_bias(config))
+    return read_decoder(
+        config,
+        "deepseek_ocr2",
+        attention,
+        read_rope(config, attention.head_dim),
+        _read_router(config),
+        expert_size,
+        moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
+        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
+    )
+
+
+def _read_router(config: Config) -> RouterSpec:
+    grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) == "group_limited_greedy"
+    config.ignore("n_group", "topk_group")
+    return RouterSpec(
+        "softmax_topk",
+        config.whole("n_routed_experts"),
+        config.whole("num_experts_per_tok"),
+        normalize=False,
+        n_group=config.whole("n_group") if grouped else 1,
+        topk_group=config.whole("topk_group") if grouped else 1,
+        scaling_factor=config.number("routed_scaling_factor", 1),
+    )
+
+
+_TEXT = Family(
+    model_type="deepseek_ocr2_text",
+    short_names={},
+    read_config=_read_config,
+    dense_names=DENSE_NAMES,
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    ignored_keys=frozenset({"pretraining_tp"}),
+)
+DEEPSEEK_OCR2 = within(
+    _TEXT,
+    "deepseek_ocr2",
+    moves=({}, {"model.": "model.language_model."}),
+    parts={
+        **PARTS,
+        "model.sam_model.*": "the vision part",
+        "model.qwen2_model.*": "the vision part",
+        "model.projector.*": "what maps vision to the text model",
+        "model.view_sep*rator": "what separates views of a page",
+    },
+    short_names={"deepseek-ocr-2": "deepseek-community/DeepSeek-OCR-2"},
+)
