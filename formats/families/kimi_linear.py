@@ -83,6 +83,7 @@ def _read_config(config: Config) -> ModelSpec:
     )
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
+    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
     return read_decoder(
         config,
         "kimi_linear",

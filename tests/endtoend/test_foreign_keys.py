@@ -46,6 +46,8 @@ MORE: dict[str, list[Any]] = {
 }
 # Sizes with which nothing runs, here or there, and keys that are the family itself.
 LEFT_OUT = {"model_type", "architectures", "transformers_version", "vocab_size", "max_position_embeddings", "dtype"}
+# Another spelling of these sizes; and what the class returns, which the comparison reads.
+LEFT_OUT |= {"model_max_length", "return_dict"}
 # With so few heads many positions score 0 in all of them, and nobody says which of equal ones an indexer takes.
 TIES = ("index_n_heads", 2)
 
@@ -59,12 +61,21 @@ def write(family: str, values: dict[str, Any], folder: Path) -> None:
     """Writes a checkpoint whose tensors are those that the original makes of a config, and the config as it is."""
     from transformers import AutoConfig
 
-    own = {key: value for key, value in values.items() if key != "model_type"}
+    own = {key: _infinite(value) for key, value in values.items() if key != "model_type"}
     if family in REFERENCES:
         REFERENCES[family].write(own, folder)
     else:
         write_random(AutoConfig.for_model(BUILT_AS.get(family, family), **own), folder)
     (folder / "config.json").write_text(json.dumps(values))
+
+
+def _infinite(value: Any) -> Any:
+    """A value as the config's class takes it: transformers writes an infinity as an object."""
+    return (
+        [float("inf") if each == {"__float__": "Infinity"} else each for each in value]
+        if type(value) is list
+        else value
+    )
 
 
 def candidates(folder: Path) -> list[tuple[str, Any]]:

@@ -180,6 +180,7 @@ CLOSE: tuple[Close, ...] = (
     Close("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; " + _ONLY("'relu2'")),
     Close("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size is 32; " + _ONLY("None")),
     Close("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts is 2; " + _ONLY("1")),
+    Close("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings is True; " + _ONLY("False")),
     Close("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings is True; " + _ONLY("False")),
     Close("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'; " + _ONLY("'silu'")),
     Close("nemotron_h", {"num_hidden_layers": 5}, "num_hidden_layers is 5; " + _ONLY("6")),
