@@ -123,7 +123,9 @@ def place_experts(
         )
     shape = sizes.record_rows.shape
     popularity = np.ones(shape) if popularity is None else popularity
-    dynamic_bytes = max(least.dynamic_bytes, int(dynamic_share * expert_bytes)) // LINE_BYTES * LINE_BYTES
+    # Where tables take nearly everything, slots get less than their share: what the tables leave.
+    share_bytes = min(int(dynamic_share * expert_bytes), expert_bytes - sizes.other_bytes)
+    dynamic_bytes = max(least.dynamic_bytes, share_bytes) // LINE_BYTES * LINE_BYTES
     static_bytes = expert_bytes - sizes.other_bytes - dynamic_bytes - LINE_BYTES * shape[0] * shape[1]
     if misses == "disk":
         is_static = _most_popular(sizes.expert_bytes, popularity, static_bytes)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from cases import case
-from published import PUBLISHED
+from published import PUBLISHED, spec_of
 
 from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
@@ -15,6 +15,7 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts
 from moe_pack.runtime.offload.budget import Division, expert_compression, resident_rows
+from moe_pack.runtime.options import cpu_only
 
 GIB = 1 << 30
 CONTEXT = 4096
@@ -41,7 +42,7 @@ def divided(made: PackLayout, target: int, context: int) -> tuple[Division, GpuP
     return division, place_experts(made, division.experts, "split", popularity_of(made), heat_of(made))
 
 
-NAMES = [model.name for model in PUBLISHED if not model.name.startswith("switch")]  # a GPU runs no encoder
+NAMES = [model.name for model in PUBLISHED if cpu_only(spec_of(model)) is None]  # that a GPU runs
 FEW = ["mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b"]
 
 
