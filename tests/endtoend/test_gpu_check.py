@@ -90,6 +90,8 @@ def test_a_section_that_fails_is_told_and_the_next_goes_on(tmp_path: Path, monke
     assert [row["number"] for row in whole["rows"]] == [1, 2]
     assert whole["state"] == ended.state == "failed"
     assert whole["errors"]["bad"].endswith("ValueError: this section fails")
+    assert str(ROOT) not in whole["errors"]["bad"], "results are published: they name no folder of the machine"
+    assert 'File "tests/bench/gpu/measuring.py"' in whole["errors"]["bad"]
     assert table([ended])[-1] == "made, bad: ValueError: this section fails"
 
 

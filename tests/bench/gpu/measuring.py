@@ -9,6 +9,7 @@ everything runs once on the CPU, by Triton's interpreter, and the times mean not
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,7 @@ class Results:
         try:
             body()
         except Exception:  # the other sections' figures count, whatever fails here
-            self.fail(name, "\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:]))
+            self.fail(name, without_folders("\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:])))
 
     def fail(self, name: str, why: str) -> None:
         """Records that a section failed."""
@@ -111,6 +112,12 @@ class Results:
             "rows": self.rows,
         }
         return whole
+
+
+def without_folders(text: str) -> str:
+    """Returns a traceback whose files are named from the repository, or from the folder of packages: it is published."""
+    text = text.replace(f"{_ROOT}{os.sep}", "").replace("build/rooms/moe_pack/", "")
+    return re.sub(r'"[^"\n]*/(?:site|dist)-packages/', '"', text)
 
 
 def _short(value: object) -> str:
