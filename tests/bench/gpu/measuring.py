@@ -115,7 +115,7 @@ class Results:
 
 
 def without_folders(text: str) -> str:
-    """Returns a traceback whose files are named from the repository, or from the folder of packages: it is published."""
+    """Returns a traceback whose files are named from the repository or the folder of packages, to be published."""
     text = text.replace(f"{_ROOT}{os.sep}", "").replace("build/rooms/moe_pack/", "")
     return re.sub(r'"[^"\n]*/(?:site|dist)-packages/', '"', text)
 
