@@ -152,7 +152,7 @@ class EngineOptions:
             "-t",
             least=1,
             most=1024,
-            help="Number of CPU threads that compute.  [default: all CPUs that the process may use]",
+            help="CPU threads that compute.  [default: all CPUs that the process may use; with a GPU all but one]",
         ),
     )
     kernels: KernelsOption = field(

@@ -1,7 +1,8 @@
 """DeepSeek-OCR 2 as transformers has it, without what reads pages. Source: transformers, models/deepseek_ocr2."""
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats import ModelSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.deepseek_v2 import read_router
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import PARTS, within
 from moe_pack.formats.families.readers import (
@@ -27,24 +28,10 @@ def _read_config(config: Config) -> ModelSpec:
         "deepseek_ocr2",
         attention,
         read_rope(config, attention.head_dim),
-        _read_router(config),
+        read_router(config),
         expert_size,
         moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
         shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
-    )
-
-
-def _read_router(config: Config) -> RouterSpec:
-    grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) == "group_limited_greedy"
-    config.ignore("n_group", "topk_group")
-    return RouterSpec(
-        "softmax_topk",
-        config.whole("n_routed_experts"),
-        config.whole("num_experts_per_tok"),
-        normalize=False,
-        n_group=config.whole("n_group") if grouped else 1,
-        topk_group=config.whole("topk_group") if grouped else 1,
-        scaling_factor=config.number("routed_scaling_factor", 1),
     )
 
 

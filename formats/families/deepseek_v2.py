@@ -18,6 +18,8 @@ from moe_pack.formats.families.readers import (
 def _read_config(config: Config) -> ModelSpec:
     config.only("mlp_bias", False)
     config.only("moe_layer_freq", 1)
+    config.only("norm_topk_prob", False)  # DeepSeek's code and transformers' differ where it is true
+    config.only("scoring_func", "softmax")
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return read_decoder(
@@ -25,16 +27,15 @@ def _read_config(config: Config) -> ModelSpec:
         "deepseek_v2",
         read_latent(config),
         read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
-        _read_router(config),
+        read_router(config),
         expert_size,
         moe_layers=layers_after_dense(config, default=0),
         shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
     )
 
 
-def _read_router(config: Config) -> RouterSpec:
-    config.only("norm_topk_prob", False)  # DeepSeek's code and transformers' differ where it is true
-    config.only("scoring_func", "softmax")
+def read_router(config: Config) -> RouterSpec:
+    """Reads a softmax over all experts whose weights are not normalized, with groups where the config has them."""
     grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) == "group_limited_greedy"
     config.ignore("n_group", "topk_group")
     return RouterSpec(

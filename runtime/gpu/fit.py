@@ -216,7 +216,7 @@ def fit_to_gpu(
              so many tokens of a forward pass, at most.   compile_ahead: compiles all kernels that a function launches.
     Raises:  RunError if the budget is too small; it says what is needed, and for what.
     """
-    free_unused_memory()  # torch may keep memory of an earlier engine
+    _free_unused_memory()  # torch may keep memory of an earlier engine
     torch.zeros(1, device=device)  # makes the driver's context
     context_bytes = memory.used_bytes()
     budget = request.budget_bytes or usual_budget(context_bytes + memory.free_bytes())
@@ -226,7 +226,7 @@ def fit_to_gpu(
         first.prepare()
         run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
-    free_unused_memory()
+    _free_unused_memory()
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
@@ -275,7 +275,7 @@ def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
         for role, num_cols in _matrices_of_each_format(pack):
             if length <= LOGITS_AT_ONCE or role not in _HEADS:
                 linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
-    free_unused_memory()
+    _free_unused_memory()
     context = decoder.cache.context_tokens
     for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
         decoder.reset()
@@ -308,7 +308,7 @@ def _matrices_of_each_format(pack: Pack) -> list[tuple[str, int]]:
     return list(matrices.values())
 
 
-def free_unused_memory() -> None:
+def _free_unused_memory() -> None:
     """Returns memory that nothing refers to any more to the driver."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -161,8 +161,9 @@ class GpuEngine:
         self.decoder.prepare()
 
     def tune(self) -> None:
-        """Measures what only whole tokens show, and sets it."""
-        self.decoder.tune()
+        """Measures what only whole tokens show, and sets it. Without a GPU, times mean nothing."""
+        if self.memory.device.type == "cuda":
+            self.decoder.tune()
 
     def close(self) -> None:
         """Releases the device's memory, after the device has done what it was given."""

@@ -391,7 +391,7 @@ class GpuDecoder(Decoder):
     @torch.inference_mode()
     def tune(self) -> None:
         """Chooses the share of missing records that the link brings, by the time that tokens take with it."""
-        if not self._is_cuda or self._inputs.share is None or not self._inputs.pulled_share:
+        if self._inputs.share is None or not self._inputs.pulled_share:
             return
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()

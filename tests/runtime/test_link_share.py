@@ -1,7 +1,13 @@
 """The share that the link brings of what a GPU lacks, chosen by the time of tokens."""
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+import torch
+from gpu_runs import TOLERANCE, GpuRun, gpu_decoder
+
+from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import fastest_share
 
 
@@ -18,3 +24,34 @@ def test_one_alone_is_found_where_two_slow_each_other_down() -> None:
 
 def test_an_estimate_is_kept_if_nothing_is_better() -> None:
     assert fastest_share(lambda share: abs(share - 0.47), 0.47) == 0.47
+
+
+def test_tuning_leaves_the_share_it_found_and_no_trace_of_its_tokens(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[float]()
+
+    def second_of_two(seconds_with: Callable[[float], float], estimate: float) -> float:
+        tried.append(estimate)
+        assert seconds_with(estimate) > 0 and seconds_with(0.25) > 0
+        return 0.25
+
+    monkeypatch.setattr(token_step, "fastest_share", second_of_two)
+    monkeypatch.setattr(token_step, "_WARMING_TOKENS", 0)
+    monkeypatch.setattr(token_step, "_TUNED_TOKENS", 1)
+    with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.5)) as decoder:
+        decoder.tune()
+        assert tried == [0.5] and float(decoder._step._pulled_share) == 0.25
+        assert decoder.cache.num_tokens == decoder.counts().tokens == 0
+        assert (decoder._residency is None or not decoder._residency.changes().places.size) and decoder._slots_are_empty
+        tuned = torch.stack([decoder.next_logits([token]).clone() for token in (5, 7)])
+    with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.25)) as decoder:
+        plain = torch.stack([decoder.next_logits([token]).clone() for token in (5, 7)])
+    torch.testing.assert_close(tuned, plain, rtol=0, atol=TOLERANCE)
+
+
+def test_nothing_is_tuned_where_the_link_brings_nothing(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_step, "fastest_share", lambda *of_tokens: pytest.fail("there is nothing to share"))
+    for run in (GpuRun(0.3, "split", pulled_share=0.0), GpuRun(0.3, "pull")):
+        with gpu_decoder(tiny_pack, run) as decoder:
+            decoder.tune()
