@@ -21,7 +21,6 @@ from moe_pack.formats import (
     BF16,
     MATRICES,
     ExpertSpec,
-    GroupedQuerySpec,
     ModelSpec,
     NormSpec,
     Pack,
@@ -30,7 +29,7 @@ from moe_pack.formats import (
     part_format,
     uniform_plan,
 )
-from moe_pack.formats.parts import RopeSpec
+from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
 from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes

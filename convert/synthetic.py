@@ -57,8 +57,9 @@ from moe_pack.formats import (
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
+from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import E5M2, FP8
-from moe_pack.formats.spec import DenseRole, with_repeats
+from moe_pack.formats.spec import with_repeats
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, Step
 from moe_pack.runtime.model import TORCH, PackedExpert, activations

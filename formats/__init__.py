@@ -20,7 +20,6 @@ from moe_pack.formats.safetensors import RangeReader
 from moe_pack.formats.spec import (
     MATRICES,
     ExpertSpec,
-    GroupedQuerySpec,
     Matrix,
     ModelSpec,
     NeuronFunction,
@@ -42,7 +41,6 @@ __all__ = [
     "ExpertFormat",
     "ExpertLayout",
     "ExpertSpec",
-    "GroupedQuerySpec",
     "Matrix",
     "ModelSpec",
     "NeuronFunction",

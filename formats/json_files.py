@@ -14,17 +14,9 @@ import typing
 from typing import Any, TypeVar, cast
 
 from moe_pack.formats.errors import MoePackError, PackError
+from moe_pack.formats.parts import is_added
 
 T = TypeVar("T")
-_ADDED = "added"  # in a field's metadata
-
-
-def added(default: T) -> T:
-    """Declares a dataclass field that a later version added: its key is written only if the value is not `default`.
-
-    Older files stay readable and are written with the same bytes; older readers refuse the new key.
-    """
-    return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
 def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool = False) -> Any:
@@ -76,11 +68,7 @@ def dump(record: Any) -> Any:
     """Returns a dataclass as JSON dicts, lists and scalars, which `load` reads back."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
-        return {
-            field.name: dump(value)
-            for field, value in pairs
-            if not (field.metadata.get(_ADDED) and value == field.default)
-        }
+        return {field.name: dump(value) for field, value in pairs if not (is_added(field) and value == field.default)}
     return [dump(value) for value in record] if isinstance(record, (tuple, list)) else record
 
 
@@ -134,7 +122,7 @@ def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -
     for key in value:
         if key not in hints:
             raise error(f"{place}: unknown key {key!r}")
-    may_lack = {field.name for field in dataclasses.fields(kind) if field.metadata.get(_ADDED)}
+    may_lack = {field.name for field in dataclasses.fields(kind) if is_added(field)}
     for key in hints:
         if key not in value and key not in may_lack:
             raise error(f"{place}: key {key!r} is missing")

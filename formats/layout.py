@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats.errors import PackError, PlanError
+from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
 from moe_pack.formats.safetensors import StoredTensor, TensorEntry, TensorFileLayout, lay_out, split_bytes
 from moe_pack.formats.spec import (
     MATRICES,
-    DenseRole,
     ExpertSpec,
     Matrix,
     ModelSpec,

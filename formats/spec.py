@@ -15,18 +15,33 @@ The file also has what follows from a spec alone:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
-from moe_pack.formats.json_files import added
-from moe_pack.formats.parts import HalvesSpec, LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import (
+    AttentionSpec,
+    DenseRole,
+    GroupedQuerySpec,
+    HalvesSpec,
+    LatentSpec,
+    MixerSpec,
+    RelativeSpec,
+    RopeSpec,
+    added,
+)
+from moe_pack.formats.parts.attention import (
+    attention_fault,
+    attention_sizes,
+    cached_width,
+    grouped_query_roles,
+    latent_roles,
+    relative_roles,
+    rope_fault,
+)
 from moe_pack.formats.parts.mixers import halves_fault, mixer_fault
-from moe_pack.formats.parts.rope import scaling_fault
+from moe_pack.formats.parts.roles import are_layers
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
-Projection = Literal["q", "k", "v", "o"]
-PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 Selector = Literal["up", "gate", "both", "none"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 NeuronFunction = Literal["silu", "relu", "relu2", "clamped_swiglu"]
@@ -42,124 +57,6 @@ class NormSpec:
     kind: Literal["rms", "layer"]
     eps: float
     zero_centered: bool = added(False)
-
-
-@dataclass(frozen=True, slots=True)
-class TemperatureSpec:
-    """Queries at position p are multiplied by `1 + slope * ln(1 + floor(p / length))`.
-
-    `is_from_one`: with p + 1 in place of p. `is_unrotated`: only in layers that do not rotate.
-    Source: 2501.19399; transformers, models/llama4 (from one) and models/mistral4.
-    """
-
-    slope: float
-    length: int
-    is_from_one: bool
-    is_unrotated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedQuerySpec:
-    """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
-
-    A position sees at most `sliding_window` positions, itself included; null means all before it. `scale` multiplies
-    query times key. `bias` names the projections that have one. `qk_norm`: queries and keys are normed (rms, the
-    model's eps) each head on its own, or the whole projection at once, before they are rotated; `rotated_head`: each
-    head after it; `unit`: each head, without a weight, in layers that rotate.
-    `windowed_layers`: the layers, rising, to which the window applies; null means all. `sinks`: each query head has a
-    logit of its own in its softmax, to which no value belongs. `rotated_layers`: the layers, rising, that rotate
-    queries and keys; null means all. `chunked`: the window does not slide: a position sees those before it back to the
-    last multiple of `sliding_window`. `gated`: the projection of queries has a gate after each head's query; the head's
-    output is multiplied by its sigmoid.
-    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
-    transformers, models/qwen3_next.
-    """
-
-    kind: Literal["grouped_query"]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-    scale: float
-    bias: tuple[Projection, ...]
-    qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"]
-    windowed_layers: tuple[int, ...] | None = added(None)
-    sinks: bool = added(False)
-    rotated_layers: tuple[int, ...] | None = added(None)
-    chunked: bool = added(False)
-    temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
-    gated: bool = added(False)
-
-    def window(self, layer: int) -> int | None:
-        """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
-        return self.sliding_window if self.windowed_layers is None or layer in self.windowed_layers else None
-
-    def rotates(self, layer: int) -> bool:
-        """Returns whether a decoder layer rotates queries and keys."""
-        return self.rotated_layers is None or layer in self.rotated_layers
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerSpec:
-    """The choice of `top_k` positions that a query attends to, by `num_heads` small heads of `head_dim`.
-
-    Each position has one key for all of them, in the cache after the latent's. docs/format.md, section 11, says how.
-    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """Multi-head latent attention: keys and values of all heads come from one latent vector a position.
-
-    The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
-    Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
-    with `lora_norm_eps`. `indexer`: null if a query attends to all positions before it.
-    Source: DeepSeek-V2 (2405.04434), section 2.1.
-    """
-
-    kind: Literal["latent"]
-    num_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    scale: float
-    lora_norm_eps: float
-    temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
-    indexer: IndexerSpec | None = added(None)  # noqa: RUF009  # likewise
-
-    @property
-    def cached_width(self) -> int:
-        """The values of a position in the cache: the latent, the rotated key, and the indexer's key."""
-        indexed = 0 if self.indexer is None else self.indexer.head_dim
-        return self.kv_lora_rank + self.qk_rope_head_dim + indexed
-
-
-@dataclass(frozen=True, slots=True)
-class RelativeSpec:
-    """Attention of `num_heads` heads of `head_dim`, each with keys of its own, and no rotation.
-
-    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them; the distance from
-    query to key selects one. Buckets grow with the distance; all distances beyond `max_distance` share one. The layers
-    of a stack share one table. Attention of a decoder layer to the encoder's output has no such bias.
-    Source: T5 (1910.10683), section 2.1; transformers, models/switch_transformers, _relative_position_bucket.
-    """
-
-    kind: Literal["relative"]
-    num_heads: int
-    head_dim: int
-    num_buckets: int
-    max_distance: int
-    scale: float
-
-
-AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,19 +220,6 @@ def record_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[M
     return tuple(matrix for matrix in MATRICES if matrix in matrices and matrix not in selected)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseRole:
-    """A dense tensor: its name in the pack, its shape (matrices `[out, in]`), and whether it may be quantized.
-
-    `offset` is added to each stored value.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    quantizable: bool
-    offset: float = 0.0
-
-
 def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     """Returns every dense tensor that the model runs, in the order of `dense.safetensors`."""
     roles = [DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
@@ -385,14 +269,14 @@ def _first_half(spec: ModelSpec, mixer: MixerSpec | None, is_crossing: bool) -> 
         for role in mixer.roles(spec.hidden_size):
             yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
     elif isinstance(spec.attention, GroupedQuerySpec):
-        yield from _grouped_query(spec.attention, spec.hidden_size, spec.norm)
+        yield from grouped_query_roles(spec.attention, spec.hidden_size, _offset(spec.norm))
     elif isinstance(spec.attention, LatentSpec):
-        yield from _latent(spec.attention, spec.hidden_size)
+        yield from latent_roles(spec.attention, spec.hidden_size)
     else:
-        yield from _relative(spec.attention, spec.hidden_size, "attention")
+        yield from relative_roles(spec.attention, spec.hidden_size, "attention")
         if is_crossing:
             yield from _norm(spec, "cross_norm")
-            yield from _relative(spec.attention, spec.hidden_size, "cross")
+            yield from relative_roles(spec.attention, spec.hidden_size, "cross")
 
 
 def _offset(norm: NormSpec) -> float:
@@ -408,50 +292,6 @@ def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRo
     d, f = spec.hidden_size, intermediate_size
     for matrix in spec.expert.matrices:
         yield DenseRole(f"{name}.{matrix}", (d, f) if matrix == "down" else (f, d), True)
-
-
-def _grouped_query(attention: GroupedQuerySpec, d: int, norm: NormSpec) -> Iterator[DenseRole]:
-    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (2 * q if attention.gated else q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
-    for name, shape in shapes.items():
-        yield DenseRole(f"attention.{name}", shape, True)
-        if name in attention.bias:
-            yield DenseRole(f"attention.{name}_bias", shape[:1], False)
-    if attention.sinks:
-        yield DenseRole("attention.sinks", (attention.num_heads,), False)
-    if attention.qk_norm not in ("none", "unit"):
-        whole = attention.qk_norm == "projection"
-        yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, _offset(norm))
-        yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, _offset(norm))
-
-
-def _latent(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
-    num_heads, rank, rope = attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim
-    q = num_heads * (attention.qk_nope_head_dim + rope)
-    if attention.q_lora_rank is None:
-        yield DenseRole("attention.q", (q, d), True)
-    else:
-        yield DenseRole("attention.q_a", (attention.q_lora_rank, d), True)
-        yield DenseRole("attention.q_a_norm", (attention.q_lora_rank,), False)
-        yield DenseRole("attention.q_b", (q, attention.q_lora_rank), True)
-    yield DenseRole("attention.kv_a", (rank + rope, d), True)
-    yield DenseRole("attention.kv_a_norm", (rank,), False)
-    yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
-    yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
-    if attention.indexer is not None:
-        heads, width = attention.indexer.num_heads, attention.indexer.head_dim
-        yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
-        yield DenseRole("attention.index_k", (width, d), True)
-        yield DenseRole("attention.index_k_norm", (width,), False)
-        yield DenseRole("attention.index_k_norm_bias", (width,), False)
-        yield DenseRole("attention.index_weights", (heads, d), False)
-
-
-def _relative(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
-    width = attention.num_heads * attention.head_dim
-    for projection in ("q", "k", "v"):
-        yield DenseRole(f"{name}.{projection}", (width, d), True)
-    yield DenseRole(f"{name}.o", (d, width), True)
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -470,8 +310,8 @@ def cached_values(spec: ModelSpec) -> int:
     With an encoder, each token of the text and each token of the answer adds so many to the decoder's layers.
     """
     if spec.encoder is not None:
-        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
-    return num_attending(spec) * _layer_values(spec)
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * cached_width(spec.attention)
+    return num_attending(spec) * cached_width(spec.attention)
 
 
 def num_attending(spec: ModelSpec) -> int:
@@ -494,7 +334,7 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
     places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
-    return sum(places) * _layer_values(spec)
+    return sum(places) * cached_width(spec.attention)
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -510,15 +350,6 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
 
 def _window(spec: ModelSpec, layer: int) -> int | None:
     return spec.attention.window(layer) if isinstance(spec.attention, GroupedQuerySpec) else None
-
-
-def _layer_values(spec: ModelSpec) -> int:
-    attention = spec.attention
-    if isinstance(attention, GroupedQuerySpec):
-        return 2 * attention.num_kv_heads * attention.head_dim
-    if isinstance(attention, LatentSpec):
-        return attention.cached_width
-    return 2 * attention.num_heads * attention.head_dim
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -543,7 +374,6 @@ MAX_LAYERS = 10_000
 MAX_EXPERTS = 1_000_000
 MAX_HIDDEN_SIZE = 2**24
 MAX_MATRIX_WEIGHTS = 2**40
-MAX_BUCKETS = 2**16
 
 
 def spec_fault(spec: ModelSpec) -> str | None:
@@ -552,10 +382,10 @@ def spec_fault(spec: ModelSpec) -> str | None:
         _sizes_fault(spec)
         or _layers_fault(spec)
         or _numbers_fault(spec)
-        or _attention_fault(spec)
+        or attention_fault(spec.attention, spec.rope, spec.num_hidden_layers)
         or _encoder_fault(spec)
         or _mixer_fault(spec)
-        or _rope_fault(spec.rope, spec.attention)
+        or rope_fault(spec.rope, spec.attention)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
     )
@@ -576,7 +406,7 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
         "router capacity": spec.router.capacity,
         "intermediate_size": spec.expert.intermediate_size,
         "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
-    } | _attention_sizes(spec)
+    } | attention_sizes(spec.attention)
     for name, size in sizes.items():
         if size is not None and not 0 < size < 2**31:
             return f"{name} is {size}, expected 1 to 2^31 - 1"
@@ -591,23 +421,8 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
     return None
 
 
-def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
-    attention = spec.attention
-    names: tuple[str, ...]
-    if isinstance(attention, GroupedQuerySpec):
-        names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window")
-    elif isinstance(attention, RelativeSpec):
-        names = ("num_heads", "head_dim", "num_buckets", "max_distance")
-    else:
-        names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: getattr(attention, name) for name in names}
-    if isinstance(attention, LatentSpec) and (indexer := attention.indexer) is not None:
-        sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
-    return sizes
-
-
 def _layers_fault(spec: ModelSpec) -> str | None:
-    if not spec.moe_layers or not _are_layers(spec.moe_layers, spec.num_hidden_layers):
+    if not spec.moe_layers or not are_layers(spec.moe_layers, spec.num_hidden_layers):
         return "moe_layers must list decoder layers, at least one, in rising order"
     if not all(map(spec.has_second, spec.moe_layers)):
         return "moe_layers lists a layer without a second half"
@@ -617,74 +432,18 @@ def _layers_fault(spec: ModelSpec) -> str | None:
     return None
 
 
-def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
-    return all(low < high for low, high in pairwise((-1, *layers, num_layers)))
-
-
 def _numbers_fault(spec: ModelSpec) -> str | None:
     if not 0 < spec.norm.eps < 1:
         return f"norm eps is {spec.norm.eps}, expected between 0 and 1"
-    if isinstance(spec.attention, LatentSpec) and not 0 < spec.attention.lora_norm_eps < 1:
-        return f"lora_norm_eps is {spec.attention.lora_norm_eps}, expected between 0 and 1"
     positive = {
         "embedding_multiplier": spec.embedding_multiplier,
         "residual_multiplier": spec.residual_multiplier,
         "logits_scaling": spec.logits_scaling,
-        "attention scale": spec.attention.scale,
         "router scaling_factor": spec.router.scaling_factor,
     }
     for name, number in positive.items():
         if not 0 < number < 1e6:
             return f"{name} is {number}, expected between 0 and 1e6"
-    return None
-
-
-def _attention_fault(spec: ModelSpec) -> str | None:
-    attention = spec.attention
-    if isinstance(attention, LatentSpec):
-        indexer = attention.indexer
-        if indexer is not None and (attention.q_lora_rank is None or indexer.head_dim < attention.qk_rope_head_dim):
-            return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"
-        return _temperature_fault(attention.temperature, attention)
-    if isinstance(attention, RelativeSpec):
-        return _relative_fault(attention)
-    if attention.num_heads % attention.num_kv_heads:
-        return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
-    if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
-        return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in this order"
-    lists = {"windowed_layers": attention.windowed_layers, "rotated_layers": attention.rotated_layers}
-    for name, layers in lists.items():
-        if layers is not None and (
-            not layers or not _are_layers(layers, spec.num_hidden_layers) or len(layers) == spec.num_hidden_layers
-        ):
-            return f"{name} must list some decoder layers, but not all, in rising order"
-    if attention.sliding_window is None and (attention.windowed_layers is not None or attention.chunked):
-        name = "chunked" if attention.windowed_layers is None else "windowed_layers"
-        return f"{name} is given without a sliding_window"
-    scaling = None if spec.rope is None else spec.rope.scaling
-    if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
-        return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"
-    return _temperature_fault(attention.temperature, attention)
-
-
-def _temperature_fault(temperature: TemperatureSpec | None, attention: GroupedQuerySpec | LatentSpec) -> str | None:
-    if temperature is None:
-        return None
-    if not 0 < temperature.slope < 1e6 or not 0 < temperature.length < 2**31:
-        return f"temperature slope {temperature.slope} or length {temperature.length} is out of range"
-    if not isinstance(attention, GroupedQuerySpec):
-        return "latent attention rotates all layers, but temperature is of others" if temperature.is_unrotated else None
-    if attention.qk_norm in ("head", "rotated_head") or (attention.qk_norm == "unit" and not temperature.is_unrotated):
-        return f"qk_norm is {attention.qk_norm}, which undoes temperature"
-    return None
-
-
-def _relative_fault(attention: RelativeSpec) -> str | None:
-    # There are two directions. In each, half of the buckets have one distance; the others grow up to max_distance.
-    if attention.num_buckets % 4 or attention.num_buckets > MAX_BUCKETS:
-        return f"num_buckets is {attention.num_buckets}, expected a multiple of 4 up to {MAX_BUCKETS}"
-    if attention.max_distance <= attention.num_buckets // 2:
-        return f"max_distance is {attention.max_distance}, expected more than half of {attention.num_buckets} buckets"
     return None
 
 
@@ -711,21 +470,6 @@ def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and not all(map(spec.has_first, spec.mixer.layers)):
         return "mixer layers list a layer without a first half"
     return None if spec.mixer is None else mixer_fault(spec.mixer, spec.num_hidden_layers)
-
-
-def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
-    if rope is None:
-        return None
-    if isinstance(attention, RelativeSpec):
-        return f"{attention.kind} attention cannot have rope"
-    width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
-    if rope.rotary_dim % 2 or rope.rotary_dim > width:
-        return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"
-    if isinstance(attention, LatentSpec) and rope.rotary_dim != width:
-        return f"rotary_dim is {rope.rotary_dim}, expected qk_rope_head_dim, {width}"
-    if not 1 < rope.theta < 1e12:
-        return f"rope theta is {rope.theta}, expected between 1 and 1e12"
-    return scaling_fault(rope)
 
 
 def _router_fault(router: RouterSpec) -> str | None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, RunError, option
+from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.spec import LatentSpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 

@@ -48,7 +48,7 @@ from moe_pack.formats import (
     parse,
     part_format,
 )
-from moe_pack.formats.spec import DenseRole
+from moe_pack.formats.parts import DenseRole
 
 Floats = NDArray[np.float64]
 

@@ -17,7 +17,7 @@ from moe_pack.formats.families.readers import (
     read_rope,
     read_sigmoid_router,
 )
-from moe_pack.formats.spec import IndexerSpec
+from moe_pack.formats.parts import IndexerSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

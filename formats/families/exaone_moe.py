@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, LeftOut
 from moe_pack.formats.families.readers import (
@@ -15,6 +15,7 @@ from moe_pack.formats.families.readers import (
     read_kinds,
     read_rope,
 )
+from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, dense_roles
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.spec import DenseRole
+from moe_pack.formats.parts import DenseRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Layers with a window rotate, and the others do not. The router has sigmoids with
 
 from dataclasses import replace
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.readers import (
@@ -19,6 +19,7 @@ from moe_pack.formats.families.readers import (
     read_kinds,
     read_rope,
 )
+from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -2,21 +2,11 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import (
-    MATRICES,
-    CheckpointError,
-    ExpertSpec,
-    GroupedQuerySpec,
-    Matrix,
-    ModelSpec,
-    NormSpec,
-    RouterSpec,
-)
+from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, Matrix, ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_kinds, read_rope
-from moe_pack.formats.parts import RopeSpec, YarnSpec
-from moe_pack.formats.spec import PROJECTIONS
+from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, RopeSpec, YarnSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

@@ -6,7 +6,7 @@ see all of it, without positions.
 
 from dataclasses import replace
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.multimodal import within
@@ -18,7 +18,7 @@ from moe_pack.formats.families.readers import (
     read_kinds,
     read_rope,
 )
-from moe_pack.formats.spec import TemperatureSpec
+from moe_pack.formats.parts import GroupedQuerySpec, TemperatureSpec
 
 _MLP = "model.layers.{i}.feed_forward."
 

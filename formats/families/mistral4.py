@@ -20,8 +20,7 @@ from moe_pack.formats.families.readers import (
     read_rope,
     rope_group,
 )
-from moe_pack.formats.parts import YarnSpec
-from moe_pack.formats.spec import TemperatureSpec
+from moe_pack.formats.parts import TemperatureSpec, YarnSpec
 
 _KEY = "llama_4_scaling_beta"
 

@@ -12,20 +12,21 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from moe_pack.formats import (
-    MATRICES,
-    CheckpointError,
-    ExpertSpec,
-    GroupedQuerySpec,
-    ModelSpec,
-    NormSpec,
-    RouterSpec,
-    SharedExpertSpec,
-)
+from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, SourceCodec
-from moe_pack.formats.parts import Llama3Spec, LongRopeSpec, MixerSpec, RopeSpec, YarnSpec
-from moe_pack.formats.spec import PROJECTIONS, AttentionSpec, LatentSpec, Projection
+from moe_pack.formats.parts import (
+    PROJECTIONS,
+    AttentionSpec,
+    GroupedQuerySpec,
+    LatentSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    MixerSpec,
+    Projection,
+    RopeSpec,
+    YarnSpec,
+)
 
 Scaling = Literal["yarn", "longrope", "llama3", "ntk_alpha"]
 # How a head's values are divided among the three numbers of a position, which are the same for text.

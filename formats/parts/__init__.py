@@ -1,5 +1,16 @@
-"""Parts of what a model computes, as data: rotary positions, and mixers in place of attention."""
+"""Parts of what a model computes, as data: attention, rotary positions, and mixers in place of attention."""
 
+from moe_pack.formats.parts.added import added, is_added
+from moe_pack.formats.parts.attention import (
+    PROJECTIONS,
+    AttentionSpec,
+    GroupedQuerySpec,
+    IndexerSpec,
+    LatentSpec,
+    Projection,
+    RelativeSpec,
+    TemperatureSpec,
+)
 from moe_pack.formats.parts.mixers import (
     GatedDeltaSpec,
     HalvesSpec,
@@ -9,18 +20,30 @@ from moe_pack.formats.parts.mixers import (
     MixerSpec,
     ShortConvSpec,
 )
+from moe_pack.formats.parts.roles import DenseRole
 from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
 
 __all__ = [
+    "PROJECTIONS",
+    "AttentionSpec",
+    "DenseRole",
     "GatedDeltaSpec",
+    "GroupedQuerySpec",
     "HalvesSpec",
+    "IndexerSpec",
     "KimiDeltaSpec",
+    "LatentSpec",
     "Llama3Spec",
     "LongRopeSpec",
     "Mamba2Spec",
     "MambaSpec",
     "MixerSpec",
+    "Projection",
+    "RelativeSpec",
     "RopeSpec",
     "ShortConvSpec",
+    "TemperatureSpec",
     "YarnSpec",
+    "added",
+    "is_added",
 ]

@@ -13,24 +13,12 @@ Neither grows with the text, and neither can be cut back to an earlier position.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
-Shape = tuple[int, ...]
+from moe_pack.formats.parts.roles import DenseRole, Shape, are_layers
+
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
 KEYED_CHUNK_TOKENS = 16  # where decays differ by key: tables are [heads, chunk, chunk, keys]
-
-
-class MixerRole(NamedTuple):
-    """A tensor of a mixer: its name, its shape (matrices `[out, in]`), and whether it may be quantized.
-
-    The kernel of a convolution is a vector here: the taps of its first channel, then those of the second, and so on.
-    The last tap multiplies the newest input.
-    """
-
-    name: str
-    shape: Shape
-    quantizable: bool
 
 
 class StateShape(NamedTuple):
@@ -79,21 +67,21 @@ class GatedDeltaSpec:
         """The channels of the convolution: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
-    def roles(self, d: int) -> Iterator[MixerRole]:
+    def roles(self, d: int) -> Iterator[DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
         if self.interleaved:
-            yield MixerRole("qkvz", (self.conv_channels + self.value_width, d), True)
-            yield MixerRole("ba", (2 * self.num_value_heads, d), False)
+            yield DenseRole("qkvz", (self.conv_channels + self.value_width, d), True)
+            yield DenseRole("ba", (2 * self.num_value_heads, d), False)
         else:
-            yield MixerRole("qkv", (self.conv_channels, d), True)
-            yield MixerRole("z", (self.value_width, d), True)
-            yield MixerRole("b", (self.num_value_heads, d), False)
-            yield MixerRole("a", (self.num_value_heads, d), False)
-        yield MixerRole("conv", (self.conv_channels * self.conv_kernel,), False)
-        yield MixerRole("a_log", (self.num_value_heads,), False)
-        yield MixerRole("dt_bias", (self.num_value_heads,), False)
-        yield MixerRole("out_norm", (self.value_head_dim,), False)
-        yield MixerRole("o", (d, self.value_width), True)
+            yield DenseRole("qkv", (self.conv_channels, d), True)
+            yield DenseRole("z", (self.value_width, d), True)
+            yield DenseRole("b", (self.num_value_heads, d), False)
+            yield DenseRole("a", (self.num_value_heads, d), False)
+        yield DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
+        yield DenseRole("a_log", (self.num_value_heads,), False)
+        yield DenseRole("dt_bias", (self.num_value_heads,), False)
+        yield DenseRole("out_norm", (self.value_head_dim,), False)
+        yield DenseRole("o", (d, self.value_width), True)
 
     @property
     def state(self) -> StateShape:
@@ -147,22 +135,22 @@ class KimiDeltaSpec:
         """The values of all heads."""
         return self.num_heads * self.head_dim
 
-    def roles(self, d: int) -> Iterator[MixerRole]:
+    def roles(self, d: int) -> Iterator[DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
         width, size = self.head_width, self.head_dim
         for name in ("q", "k", "v"):
-            yield MixerRole(name, (width, d), True)
+            yield DenseRole(name, (width, d), True)
         for name in ("q", "k", "v"):
-            yield MixerRole(f"{name}_conv", (width * self.conv_kernel,), False)
-        yield MixerRole("b", (self.num_heads, d), False)
-        yield MixerRole("decay_a", (size, d), False)
-        yield MixerRole("decay_b", (width, size), False)
-        yield MixerRole("a_log", (self.num_heads,), False)
-        yield MixerRole("dt_bias", (width,), False)
-        yield MixerRole("gate_a", (size, d), False)
-        yield MixerRole("gate_b", (width, size), False)
-        yield MixerRole("out_norm", (size,), False)
-        yield MixerRole("o", (d, width), True)
+            yield DenseRole(f"{name}_conv", (width * self.conv_kernel,), False)
+        yield DenseRole("b", (self.num_heads, d), False)
+        yield DenseRole("decay_a", (size, d), False)
+        yield DenseRole("decay_b", (width, size), False)
+        yield DenseRole("a_log", (self.num_heads,), False)
+        yield DenseRole("dt_bias", (width,), False)
+        yield DenseRole("gate_a", (size, d), False)
+        yield DenseRole("gate_b", (width, size), False)
+        yield DenseRole("out_norm", (size,), False)
+        yield DenseRole("o", (d, width), True)
 
     @property
     def state(self) -> StateShape:
@@ -222,21 +210,21 @@ class Mamba2Spec:
         """The channels of the convolution: values of all heads, then B and C of all groups."""
         return self.head_width + 2 * self.num_groups * self.state_size
 
-    def roles(self, d: int) -> Iterator[MixerRole]:
+    def roles(self, d: int) -> Iterator[DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
         projected = self.head_width + self.conv_channels + self.num_heads
-        yield MixerRole("in", (projected, d), True)
+        yield DenseRole("in", (projected, d), True)
         if self.proj_bias:
-            yield MixerRole("in_bias", (projected,), False)
-        yield MixerRole("conv", (self.conv_channels * self.conv_kernel,), False)
+            yield DenseRole("in_bias", (projected,), False)
+        yield DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
         if self.conv_bias:
-            yield MixerRole("conv_bias", (self.conv_channels,), False)
+            yield DenseRole("conv_bias", (self.conv_channels,), False)
         for name in ("a_log", "dt_bias", "skip"):
-            yield MixerRole(name, (self.num_heads,), False)
-        yield MixerRole("out_norm", (self.head_width,), False)
-        yield MixerRole("o", (d, self.head_width), True)
+            yield DenseRole(name, (self.num_heads,), False)
+        yield DenseRole("out_norm", (self.head_width,), False)
+        yield DenseRole("o", (d, self.head_width), True)
         if self.proj_bias:
-            yield MixerRole("o_bias", (d,), False)
+            yield DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -288,24 +276,24 @@ class MambaSpec:
     conv_bias: bool
     proj_bias: bool
 
-    def roles(self, d: int) -> Iterator[MixerRole]:
+    def roles(self, d: int) -> Iterator[DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
-        yield MixerRole("in", (2 * self.channels, d), True)
+        yield DenseRole("in", (2 * self.channels, d), True)
         if self.proj_bias:
-            yield MixerRole("in_bias", (2 * self.channels,), False)
-        yield MixerRole("conv", (self.channels * self.conv_kernel,), False)
+            yield DenseRole("in_bias", (2 * self.channels,), False)
+        yield DenseRole("conv", (self.channels * self.conv_kernel,), False)
         if self.conv_bias:
-            yield MixerRole("conv_bias", (self.channels,), False)
-        yield MixerRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
+            yield DenseRole("conv_bias", (self.channels,), False)
+        yield DenseRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
         for name, size in (("dt_norm", self.step_rank), ("b_norm", self.state_size), ("c_norm", self.state_size)):
-            yield MixerRole(name, (size,), False)
-        yield MixerRole("dt", (self.channels, self.step_rank), False)
-        yield MixerRole("dt_bias", (self.channels,), False)
-        yield MixerRole("a_log", (self.channels * self.state_size,), False)
-        yield MixerRole("skip", (self.channels,), False)
-        yield MixerRole("o", (d, self.channels), True)
+            yield DenseRole(name, (size,), False)
+        yield DenseRole("dt", (self.channels, self.step_rank), False)
+        yield DenseRole("dt_bias", (self.channels,), False)
+        yield DenseRole("a_log", (self.channels * self.state_size,), False)
+        yield DenseRole("skip", (self.channels,), False)
+        yield DenseRole("o", (d, self.channels), True)
         if self.proj_bias:
-            yield MixerRole("o_bias", (d,), False)
+            yield DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -347,17 +335,17 @@ class ShortConvSpec:
     conv_kernel: int
     bias: bool
 
-    def roles(self, d: int) -> Iterator[MixerRole]:
+    def roles(self, d: int) -> Iterator[DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
-        yield MixerRole("in", (3 * self.channels, d), True)
+        yield DenseRole("in", (3 * self.channels, d), True)
         if self.bias:
-            yield MixerRole("in_bias", (3 * self.channels,), False)
-        yield MixerRole("conv", (self.channels * self.conv_kernel,), False)
+            yield DenseRole("in_bias", (3 * self.channels,), False)
+        yield DenseRole("conv", (self.channels * self.conv_kernel,), False)
         if self.bias:
-            yield MixerRole("conv_bias", (self.channels,), False)
-        yield MixerRole("o", (d, self.channels), True)
+            yield DenseRole("conv_bias", (self.channels,), False)
+        yield DenseRole("o", (d, self.channels), True)
         if self.bias:
-            yield MixerRole("o_bias", (d,), False)
+            yield DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -402,7 +390,7 @@ class HalvesSpec:
 def halves_fault(halves: HalvesSpec, num_layers: int) -> str | None:
     """Returns why halves cannot be those of a model of so many layers, or None."""
     for name, layers in (("first", halves.first), ("second", halves.second)):
-        if not all(low < high for low, high in pairwise((-1, *layers, num_layers))):
+        if not are_layers(layers, num_layers):
             return f"halves {name} must list decoder layers, in rising order"
     if set(halves.first) & set(halves.second):
         return "halves list a layer twice"
@@ -418,7 +406,7 @@ def mixer_fault(mixer: MixerSpec, num_layers: int) -> str | None:
     for name, size in mixer.sizes.items():
         if not 0 < size < 2**31:
             return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
-    if not mixer.layers or not all(low < high for low, high in pairwise((-1, *mixer.layers, num_layers))):
+    if not mixer.layers or not are_layers(mixer.layers, num_layers):
         return "mixer layers must list decoder layers, at least one, in rising order"
     if mixer.sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
         return f"mixer conv_kernel is {mixer.sizes['conv_kernel']}, expected at most {MAX_CONV_KERNEL}"

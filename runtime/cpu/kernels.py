@@ -27,8 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, GroupedQuerySpec, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
+from moe_pack.formats import ExpertLayout, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
 from moe_pack.formats.layout import Part
+from moe_pack.formats.parts import GroupedQuerySpec
 
 _why_unavailable: str | None = None
 try:

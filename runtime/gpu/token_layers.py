@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
-from moe_pack.formats.spec import LatentSpec, Projection
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Projection
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     Entering,

@@ -21,8 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
-from moe_pack.formats.spec import IndexerSpec, LatentSpec, RelativeSpec, TemperatureSpec
+from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, RelativeSpec, TemperatureSpec
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.formats.spec import RelativeSpec
+from moe_pack.formats.parts import RelativeSpec
 from moe_pack.runtime.model.attention import PositionBias, attend_keys, enter_keys
 from moe_pack.runtime.model.kv_cache import KVCache, LayerCache
 from moe_pack.runtime.model.layer import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec
-from moe_pack.formats.parts import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
-from moe_pack.formats.spec import LatentSpec, cached_tokens
+from moe_pack.formats import ModelSpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.spec import cached_tokens
 from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each

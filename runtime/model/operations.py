@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, RouterSpec, RowLayout
+from moe_pack.formats import RouterSpec, RowLayout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur

@@ -16,18 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import (
-    DISK_BLOCK_BYTES,
-    ExpertLayout,
-    GroupedQuerySpec,
-    ModelSpec,
-    PackLayout,
-    RunError,
-    dense_roles,
-    size_text,
-)
+from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import RelativeSpec, cache_values, state_values
+from moe_pack.formats.parts import GroupedQuerySpec, RelativeSpec
+from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE

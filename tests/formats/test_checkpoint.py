@@ -13,9 +13,10 @@ from models import DEMO_MODEL, Tensors, TinyMixtral, pack
 from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
 
-from moe_pack.formats import CheckpointError, GroupedQuerySpec, ModelSpec
+from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.parts import GroupedQuerySpec
 
 INDEX = "model.safetensors.index.json"
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -10,9 +10,10 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral
 from published import PUBLISHED, spec_of
 
-from moe_pack.formats import CheckpointError, GroupedQuerySpec
+from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import SHORT_NAMES, Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
+from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def test_every_published_model_is_known_by_its_name_to_convert_too() -> None:

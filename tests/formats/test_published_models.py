@@ -11,10 +11,10 @@ from families import BUILT_AS, class_of, quiet_transformers, text_values, with_t
 from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 
-from moe_pack.formats import MATRICES, GroupedQuerySpec
+from moe_pack.formats import MATRICES
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.formats.parts import LongRopeSpec, YarnSpec
-from moe_pack.formats.spec import LatentSpec, cached_values, num_attending, num_parameters
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
+from moe_pack.formats.spec import cached_values, num_attending, num_parameters
 
 
 def by_name(name: str) -> Published:

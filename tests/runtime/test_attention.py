@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.model import TORCH, NativeOperations, Operations
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.model.operations import MAX_SCORE_BYTES, HeadNorms, fused_attention

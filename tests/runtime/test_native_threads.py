@@ -13,7 +13,8 @@ from native import INSTRUCTION_SETS, kernels_limited_to, select, work
 from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, GroupedQuerySpec, RunError, Selector, part_format
+from moe_pack.formats import BF16, RunError, Selector, part_format
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet

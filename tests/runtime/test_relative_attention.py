@@ -6,7 +6,7 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.formats.spec import RelativeSpec
+from moe_pack.formats.parts import RelativeSpec
 from moe_pack.runtime.model.attention import PositionBias, distance_buckets
 
 

@@ -12,8 +12,9 @@ from models import pack
 from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, Pack, RunError
+from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, Expert, Operations, open_weights
 from moe_pack.runtime.model.kv_cache import LayerCache

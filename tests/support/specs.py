@@ -6,7 +6,6 @@ from typing import Any
 from moe_pack.formats import (
     MATRICES,
     ExpertSpec,
-    GroupedQuerySpec,
     ModelSpec,
     NormSpec,
     PackError,
@@ -17,8 +16,8 @@ from moe_pack.formats import (
     load,
     parse,
 )
-from moe_pack.formats.parts import GatedDeltaSpec, RopeSpec
-from moe_pack.formats.spec import EncoderSpec, LatentSpec, RelativeSpec
+from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec, LatentSpec, RelativeSpec, RopeSpec
+from moe_pack.formats.spec import EncoderSpec
 
 Values = dict[str, Any]
 

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
+from moe_pack.formats import ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.parts import GatedDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
     KVCache,
     Rope,

@@ -8,7 +8,7 @@ import torch
 
 from moe_pack.formats import ExpertFormat, ExpertSpec, RouterSpec, part_format
 from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.formats.spec import LatentSpec
+from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
     Entering,

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from benchlib.packs import SPARSE
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, NeuronFunction, Pack, dense_roles
+from moe_pack.formats import ModelSpec, NeuronFunction, Pack, dense_roles
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.spec import DenseRole
+from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
 from moe_pack.runtime.model import CheckpointWeights, Expert, NeuronBlock, PackWeights, activations
 
 _SIDE = Path(__file__).with_name("llama_side.py")

@@ -18,7 +18,8 @@ from torch import Tensor
 from moe_pack.calib.evaluate import TaskTokens
 from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.sensitivity import log_probabilities
-from moe_pack.formats import GroupedQuerySpec, Pack, Selector
+from moe_pack.formats import Pack, Selector
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.model import (
     Activations,
     Expert,

@@ -49,8 +49,8 @@ from torch import Tensor
 
 from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
-from moe_pack.formats import GroupedQuerySpec, NeuronFunction, NormSpec, RouterSpec, Selector
-from moe_pack.formats.spec import LatentSpec
+from moe_pack.formats import NeuronFunction, NormSpec, RouterSpec, Selector
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,

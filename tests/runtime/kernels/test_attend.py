@@ -5,7 +5,7 @@ import torch
 from combinations import Combination, sample
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering, QkNorms, attend
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.kv_cache import LayerCache

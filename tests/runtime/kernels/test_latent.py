@@ -11,7 +11,7 @@ from random_experts import random_rows
 from torch import Tensor
 
 from moe_pack.formats import part_format
-from moe_pack.formats.spec import LatentSpec
+from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend, enter_latent, leave_latent
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
