@@ -24,6 +24,7 @@ from moe_pack.formats.parts import (
     HalvesSpec,
     LatentSpec,
     MixerSpec,
+    OtherAttentionSpec,
     RelativeSpec,
     RopeSpec,
     added,
@@ -34,6 +35,7 @@ from moe_pack.formats.parts.attention import (
     cached_width,
     grouped_query_roles,
     latent_roles,
+    others_fault,
     relative_roles,
     rope_fault,
 )
@@ -157,6 +159,7 @@ class ModelSpec:
     The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
     and logits are divided by `logits_scaling`. `mixer`: what some layers have in place of attention; null if all have
     attention. `halves`: the layers with attention, or experts, alone; null if all have both.
+    `others`: layers whose attention or rotary positions are not `attention` and `rope`.
     """
 
     family: str
@@ -180,6 +183,24 @@ class ModelSpec:
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
     mixer: MixerSpec | None = added(None)  # noqa: RUF009
     halves: HalvesSpec | None = added(None)  # noqa: RUF009
+    others: tuple[OtherAttentionSpec, ...] = added(())
+
+    def attention_kind(self, layer: int) -> int:
+        """Returns the place of a layer's attention and rotary positions in `attention_kinds`."""
+        return next((idx for idx, other in enumerate(self.others, 1) if layer in other.layers), 0)
+
+    @property
+    def attention_kinds(self) -> tuple[tuple[AttentionSpec, RopeSpec | None], ...]:
+        """The kinds of attention in the model with their rotary positions, the most layers' first, then `others`."""
+        return ((self.attention, self.rope), *((other.attention, other.rope) for other in self.others))
+
+    def attention_of(self, layer: int) -> AttentionSpec:
+        """Returns the attention of a layer."""
+        return self.attention_kinds[self.attention_kind(layer)][0]
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """Returns the rotary positions of a layer; None if it does not rotate."""
+        return self.attention_kinds[self.attention_kind(layer)][1]
 
     def has_first(self, layer: int) -> bool:
         """Returns whether a layer has its first half, attention or a mixer."""
@@ -244,7 +265,7 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if spec.has_first(layer):
-        yield from _first_half(spec, spec.mixer_of(layer), is_crossing)
+        yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
         return
     yield from _norm(spec, "mlp_norm")
@@ -263,20 +284,21 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
             yield DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
-def _first_half(spec: ModelSpec, mixer: MixerSpec | None, is_crossing: bool) -> Iterator[DenseRole]:
+def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[DenseRole]:
+    mixer, attention = spec.mixer_of(layer), spec.attention_of(layer)
     yield from _norm(spec, "attention_norm")
     if mixer is not None:
         for role in mixer.roles(spec.hidden_size):
             yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
-    elif isinstance(spec.attention, GroupedQuerySpec):
-        yield from grouped_query_roles(spec.attention, spec.hidden_size, _offset(spec.norm))
-    elif isinstance(spec.attention, LatentSpec):
-        yield from latent_roles(spec.attention, spec.hidden_size)
+    elif isinstance(attention, GroupedQuerySpec):
+        yield from grouped_query_roles(attention, spec.hidden_size, _offset(spec.norm))
+    elif isinstance(attention, LatentSpec):
+        yield from latent_roles(attention, spec.hidden_size)
     else:
-        yield from relative_roles(spec.attention, spec.hidden_size, "attention")
+        yield from relative_roles(attention, spec.hidden_size, "attention")
         if is_crossing:
             yield from _norm(spec, "cross_norm")
-            yield from relative_roles(spec.attention, spec.hidden_size, "cross")
+            yield from relative_roles(attention, spec.hidden_size, "cross")
 
 
 def _offset(norm: NormSpec) -> float:
@@ -311,12 +333,12 @@ def cached_values(spec: ModelSpec) -> int:
     """
     if spec.encoder is not None:
         return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * cached_width(spec.attention)
-    return num_attending(spec) * cached_width(spec.attention)
+    return sum(cached_width(spec.attention_of(layer)) for layer in attending(spec))
 
 
-def num_attending(spec: ModelSpec) -> int:
-    """Returns the number of layers with attention."""
-    return sum(spec.has_first(i) and spec.mixer_of(i) is None for i in range(spec.num_hidden_layers))
+def attending(spec: ModelSpec) -> list[int]:
+    """Returns the layers with attention."""
+    return [i for i in range(spec.num_hidden_layers) if spec.has_first(i) and spec.mixer_of(i) is None]
 
 
 def num_dense_layers(spec: ModelSpec) -> int:
@@ -333,8 +355,10 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
     """Returns the values of a key-value cache for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
-    places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
-    return sum(places) * cached_width(spec.attention)
+    return sum(
+        cached_tokens(spec, layer, context_tokens, chunk_tokens) * cached_width(spec.attention_of(layer))
+        for layer in range(spec.num_hidden_layers)
+    )
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -349,7 +373,8 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
 
 
 def _window(spec: ModelSpec, layer: int) -> int | None:
-    return spec.attention.window(layer) if isinstance(spec.attention, GroupedQuerySpec) else None
+    attention = spec.attention_of(layer)
+    return attention.window(layer) if isinstance(attention, GroupedQuerySpec) else None
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -386,6 +411,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _encoder_fault(spec)
         or _mixer_fault(spec)
         or rope_fault(spec.rope, spec.attention)
+        or others_fault(spec.others, spec.num_hidden_layers)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
     )
@@ -451,7 +477,7 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
     encoder = spec.encoder
     if encoder is None:
         return None
-    if not isinstance(spec.attention, RelativeSpec):
+    if not isinstance(spec.attention, RelativeSpec) or spec.others:
         return f"attention is {spec.attention.kind}, but a model with an encoder needs relative"
     if not 0 < encoder.num_layers < spec.num_hidden_layers:
         return f"the encoder has {encoder.num_layers} of {spec.num_hidden_layers} layers, expected some, but not all"

@@ -29,7 +29,11 @@ DEVICE_OPTION = option("--device", help="Where to compute.")
 def cpu_only(spec: ModelSpec) -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
     attention = spec.attention
-    parts = {"an encoder": spec.encoder is not None, "router weights on the input of experts": spec.router.on_input}
+    parts = {
+        "an encoder": spec.encoder is not None,
+        "several kinds of attention": bool(spec.others),
+        "router weights on the input of experts": spec.router.on_input,
+    }
     if spec.mixer is not None:
         parts[f"layers of {spec.mixer.kind}"] = True
     parts |= {"experts of relu2": spec.expert.function == "relu2", "no rotary positions": spec.rope is None}

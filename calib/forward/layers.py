@@ -41,9 +41,9 @@ from moe_pack.formats import CheckpointError, ModelSpec, RunError, Selector
 from moe_pack.runtime.model import (
     Expert,
     KVCache,
+    LayerRopes,
     Matrix,
     Operations,
-    Rope,
     StoredMatrix,
     Weights,
     add_attention,
@@ -252,7 +252,7 @@ class SequenceAttention:
         self._device = device
         if weights.spec.encoder is None:
             positions = torch.arange(sequence_length, device=device)
-            self._angles = Rope(weights.spec.rope, device)(positions, sequence_length)
+            self._angles = LayerRopes(weights.spec, device)(positions, sequence_length)
         else:
             self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
 
@@ -261,21 +261,18 @@ class SequenceAttention:
 
         Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.
         """
-        mixer = self._spec.mixer_of(layer)
+        spec, mixer = self._spec, self._spec.mixer_of(layer)
         if mixer is not None:
-            return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles)
-        cache = self._cache().layer(0)
-        if self._spec.encoder is None:
-            return add_attention(x, weights, layer, cache, self._angles)
-        x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(self._spec, layer)])
+            return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles[0])
+        cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
+        if spec.encoder is None:
+            return add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
+        x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
             return x
-        text_cache = self._cache().layer(0)
+        text_cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         enter_text(text, weights, layer, text_cache, len(text))
         return add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
-
-    def _cache(self) -> KVCache:
-        return KVCache(self._spec, self._sequence_length, self._device, num_layers=1)
 
 
 MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens

@@ -133,6 +133,32 @@ class RelativeSpec:
 AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec
 
 
+@dataclass(frozen=True, slots=True)
+class OtherAttentionSpec:
+    """The attention of some `layers`, rising, that differs from that of all other layers, and its rotary positions."""
+
+    layers: tuple[int, ...]
+    attention: GroupedQuerySpec | LatentSpec
+    rope: RopeSpec | None
+
+
+def others_fault(others: tuple[OtherAttentionSpec, ...], num_layers: int) -> str | None:
+    """Returns why layers cannot have attention of their own in a model of so many layers, or None."""
+    listed = [layer for other in others for layer in other.layers]
+    if len(set(listed)) < len(listed) or len(listed) >= num_layers:
+        return "others must list each layer once at most, and not all layers"
+    for other in others:
+        if not other.layers or not are_layers(other.layers, num_layers):
+            return "others must list decoder layers, at least one each, in rising order"
+        for name, size in attention_sizes(other.attention).items():
+            if size is not None and not 0 < size < 2**31:
+                return f"{name} of others is {size}, expected 1 to 2^31 - 1"
+        fault = attention_fault(other.attention, other.rope, num_layers) or rope_fault(other.rope, other.attention)
+        if fault is not None:
+            return fault
+    return None
+
+
 def cached_width(attention: AttentionSpec) -> int:
     """Returns the values that a token adds to the cache of a layer."""
     if isinstance(attention, GroupedQuerySpec):

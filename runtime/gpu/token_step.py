@@ -323,7 +323,7 @@ class GpuDecoder(Decoder):
         self._is_cuda = device.type == "cuda"
         self._gpu_weights, self._inputs, self._residency, self._link_rate = weights, inputs, residency, link_rate
         self._tables_are_long = False
-        self._tables = self._rope(torch.arange(context_tokens, device=device), 1)
+        self._tables = self._ropes(torch.arange(context_tokens, device=device), 1)[0]
         self._layers = TokenLayers(weights, self.cache, self._tables)
         most_changes = 0 if residency is None else residency.most_changes
         self._step = TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
@@ -461,7 +461,7 @@ class GpuDecoder(Decoder):
     def _is_alone(self, ids: list[int]) -> bool:
         """Whether these are one token, and no earlier position has to be computed again."""
         before = self.cache.num_tokens
-        return len(ids) == 1 and (before == 0 or self._rope.is_long(before + 1) == self._rope.is_long(before))
+        return len(ids) == 1 and (before == 0 or self._ropes.num_long(before + 1) == self._ropes.num_long(before))
 
     def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
         self._empty_slots()
@@ -474,7 +474,7 @@ class GpuDecoder(Decoder):
     def _one(self, token: int) -> Tensor:
         self._check_ids([token])
         before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
-        self._take_angles(self._rope.is_long(before + 1))
+        self._take_angles(self._ropes.num_long(before + 1) > 0)
         self._control[0], self._control[1], self._control[2] = token, before, self._num_entries[turn]
         begin = self._inputs.queues.mark()
         self._runs[turn]()
@@ -603,7 +603,7 @@ class GpuDecoder(Decoder):
         if is_long == self._tables_are_long:
             return
         context = self.cache.context_tokens
-        angles = self._rope(torch.arange(context, device=self.device), context if is_long else 1)
+        angles = self._ropes(torch.arange(context, device=self.device), context if is_long else 1)[0]
         for table, values in zip(self._tables, angles, strict=True):
             table.copy_(values)
         self._tables_are_long = is_long

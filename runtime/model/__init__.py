@@ -4,7 +4,7 @@ from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_ne
 from moe_pack.runtime.model.decoder import Decoder
 from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
 from moe_pack.runtime.model.expert import NEURONS, Activations, Expert, NeuronBlock, activations, run_expert, running
-from moe_pack.runtime.model.kv_cache import Angles, KVCache, Rope
+from moe_pack.runtime.model.kv_cache import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     ExpertRunner,
@@ -40,6 +40,7 @@ __all__ = [
     "Expert",
     "ExpertRunner",
     "KVCache",
+    "LayerRopes",
     "Matrix",
     "NativeOperations",
     "NeuronBlock",
@@ -47,7 +48,6 @@ __all__ = [
     "PackWeights",
     "PackedExpert",
     "PartialState",
-    "Rope",
     "RowMatrix",
     "StoredMatrix",
     "StreamedPackWeights",

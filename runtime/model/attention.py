@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, RelativeSpec, TemperatureSpec
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
@@ -34,7 +35,7 @@ def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: A
     Args:    x: float32 [T, d], normed.   angles: of the T positions, from `Rope`.
     Returns: float32 [T, d].
     """
-    spec = weights.spec.attention
+    spec = weights.spec.attention_of(layer)
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles)
     assert isinstance(spec, LatentSpec), "models with relative positions are run by encoder_decoder"
@@ -71,9 +72,15 @@ def _attend_grouped(
     if not is_rotated:
         angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    interleaved = weights.spec.rope is not None and weights.spec.rope.interleaved
+    interleaved = is_interleaved(weights.spec, layer)
     mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
     return project("o", mixed if gate is None else mixed * gate.sigmoid())
+
+
+def is_interleaved(spec: ModelSpec, layer: int) -> bool:
+    """Returns whether a layer rotates neighbours, and not halves."""
+    rope = spec.rope_of(layer)
+    return rope is not None and rope.interleaved
 
 
 def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
@@ -91,7 +98,7 @@ def attend_latent(
     Returns: float32 [T, d].
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
-    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rope is not None and weights.spec.rope.interleaved
+    rope_dim, interleaved = spec.qk_rope_head_dim, is_interleaved(weights.spec, layer)
     q, q_latent = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model.kv_cache import Angles, KVCache, Rope
+from moe_pack.runtime.model.kv_cache import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     PartialState,
@@ -61,9 +61,9 @@ class Decoder:
         self._weights, self._chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
         self._ids: list[int] = []  # the sequence, of which the cache has keys and values
-        self._rope = Rope(spec.rope, self.device)
-        self._angle_run: Angles = (torch.empty(0), torch.empty(0))  # of consecutive positions
-        self._first_angle, self._angles_are_long = 0, False
+        self._ropes = LayerRopes(spec, self.device)
+        self._angle_run: tuple[Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
+        self._first_angle, self._num_long = 0, 0
 
     def reset(self) -> None:
         """Forgets the sequence; the cache stays allocated."""
@@ -80,7 +80,7 @@ class Decoder:
         pairs = zip(self._ids[:before], prompt_ids[:-1], strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         kept = self.cache.reachable(same)
-        if kept < _LEAST_KEPT or self._rope.is_long(before) != self._rope.is_long(kept):
+        if kept < _LEAST_KEPT or self._ropes.num_long(before) != self._ropes.num_long(kept):
             self.reset()
             return prompt_ids
         self.cache.return_to(kept)
@@ -118,7 +118,7 @@ class Decoder:
         before, new = self.cache.num_tokens, ids
         num_tokens = before + len(ids)
         self._ids[before:] = ids
-        if before and self._rope.is_long(num_tokens) and not self._rope.is_long(before):
+        if before and self._ropes.num_long(num_tokens) > self._ropes.num_long(before):
             # From here on every position has other angles, and everything that was computed depends on them.
             new, self.cache.num_tokens = self._ids, 0
         kept = self.cache.num_tokens
@@ -149,7 +149,7 @@ class Decoder:
         angles = self._angles_at(start, start + len(ids), num_tokens)
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
-            x = add_attention(x, weights, layer, self.cache.of(layer), angles)
+            x = add_attention(x, weights, layer, self.cache.of(layer), angles[self.spec.attention_kind(layer)])
             if not self.spec.has_second(layer):
                 continue
             y = self._mlp(mlp_input(x, weights, layer), layer, self._partial_state(x, layer, angles))
@@ -167,7 +167,7 @@ class Decoder:
         y = run_experts(x, experts, router_weights, weights, self._layer_idx[layer], partial_state)
         return y if unrouted is None else y + unrouted
 
-    def _partial_state(self, x: Tensor, layer: int, angles: Angles) -> PartialState | None:
+    def _partial_state(self, x: Tensor, layer: int, angles: tuple[Angles, ...]) -> PartialState | None:
         """Returns the `PartialState` of the next layer, from x after this layer's attention; None without experts."""
         weights, after = self._weights, layer + 1
         if after not in self._layer_idx:
@@ -176,20 +176,21 @@ class Decoder:
         def partial_state(y: Tensor) -> Tensor:
             unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
             partial = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
-            return add_attention(partial, weights, after, self.cache.trial(after), angles)
+            kind = self.spec.attention_kind(after)
+            return add_attention(partial, weights, after, self.cache.trial(after), angles[kind])
 
         return partial_state
 
-    def _angles_at(self, start: int, stop: int, num_tokens: int) -> Angles:
-        """Returns the angles at positions `start` to `stop`; they are computed for many positions at once."""
-        is_long, first = self._rope.is_long(num_tokens), self._first_angle
-        if self._angles_are_long != is_long or not first <= start < stop <= first + len(self._angle_run[0]):
+    def _angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
+        """Returns the angles at positions `start` to `stop` for each kind of attention; many are computed at once."""
+        num_long, first = self._ropes.num_long(num_tokens), self._first_angle
+        if self._num_long != num_long or not first <= start < stop <= first + len(self._angle_run[0][0]):
             positions = torch.arange(start, max(stop, start + _ANGLES_AT_ONCE), device=self.device)
-            self._angle_run = self._rope(positions, num_tokens)
-            self._first_angle, self._angles_are_long = start, is_long
+            self._angle_run = self._ropes(positions, num_tokens)
+            self._first_angle, self._num_long = start, num_long
             first = start
-        cosines, sines = self._angle_run
-        return cosines[start - first : stop - first], sines[start - first : stop - first]
+        rows = slice(start - first, stop - first)
+        return tuple((cosines[rows], sines[rows]) for cosines, sines in self._angle_run)
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import (
+    AttentionSpec,
+    GroupedQuerySpec,
+    LatentSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    RopeSpec,
+    YarnSpec,
+)
+from moe_pack.formats.parts.attention import cached_width
 from moe_pack.formats.spec import cached_tokens
 from moe_pack.runtime.model.mixers import LayerState, States
 
@@ -58,6 +67,21 @@ class Rope:
         angles = positions.to(torch.float32)[:, None] * (self._long if is_long else self._frequencies)
         factor = self._long_factor if is_long else self._factor
         return angles.cos() * factor, angles.sin() * factor
+
+
+class LayerRopes:
+    """The rotary angles of a model's kinds of attention, in the order of `ModelSpec.attention_kinds`."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._ropes = tuple(Rope(rope, device) for _, rope in spec.attention_kinds)
+
+    def num_long(self, num_tokens: int) -> int:
+        """Returns in how many kinds every position of a sequence has other angles than in a short sequence."""
+        return sum(rope.is_long(num_tokens) for rope in self._ropes)
+
+    def __call__(self, positions: Tensor, num_tokens: int) -> tuple[Angles, ...]:
+        """Returns the angles at positions [T] of a sequence of `num_tokens`, for each kind."""
+        return tuple(rope(positions, num_tokens) for rope in self._ropes)
 
 
 def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:
@@ -131,6 +155,18 @@ class LayerCache:
         return torch.arange(start, stop, device=self.keys.device) % num_places
 
 
+def _keys_and_values(
+    attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns a layer's empty keys and values; the values of latent attention are in the keys."""
+    if isinstance(attention, LatentSpec):
+        keys = torch.zeros((1, places, attention.cached_width), dtype=dtype, device=device)
+        return keys, keys[..., : attention.kv_lora_rank]
+    heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
+    keys, values = (torch.zeros((heads, places, attention.head_dim), dtype=dtype, device=device) for _ in range(2))
+    return keys, values
+
+
 class KVCache:
     """The keys and values of all layers, [heads, places, width] each, float32 or bfloat16.
 
@@ -163,23 +199,20 @@ class KVCache:
         else:
             places = [context_tokens] * num_layers
         self.device, self.dtype = device, dtype
-        attention = spec.attention
-        if isinstance(attention, LatentSpec):
-            width = attention.cached_width
-            self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
-            self.values = tuple(keys[..., : attention.kv_lora_rank] for keys in self.keys)
-            key_bytes = sum(keys.nbytes for keys in self.keys)
-        else:
-            heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
-            shapes = [(heads, number, attention.head_dim) for number in places]
-            self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            key_bytes = sum(layer.nbytes for layer in (*self.keys, *self.values))
-        self.num_bytes = key_bytes + self.states.num_bytes
+        made = [_keys_and_values(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
+        self.keys, self.values = (tuple(keys for keys, _ in made), tuple(values for _, values in made))
+        widths = (cached_width(spec.attention_of(layer)) for layer in range(len(places)))
+        values_in_all = sum(number * width for number, width in zip(places, widths, strict=True))
+        self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
         self.is_ring = any(0 < number < context_tokens for number in places)
         self.context_tokens = context_tokens
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
+
+    @staticmethod
+    def of_layer(spec: ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
+        """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
+        return LayerCache(*_keys_and_values(spec.attention_of(layer), context_tokens, torch.float32, device), 0)
 
     @property
     def num_tokens(self) -> int:

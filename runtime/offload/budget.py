@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.parts import GroupedQuerySpec, RelativeSpec
+from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES
@@ -388,15 +388,7 @@ def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache."""
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
-    attention = spec.attention
-    if isinstance(attention, GroupedQuerySpec):
-        width = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    elif isinstance(attention, RelativeSpec):
-        width = 4 * attention.num_heads * attention.head_dim
-    else:
-        width = 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-        if attention.indexer is not None:
-            width += 2 * attention.indexer.num_heads * attention.indexer.head_dim
+    width = max(_attention_width(attention) for attention, _ in spec.attention_kinds)
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
@@ -405,6 +397,17 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
     return 4 * (chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)) + few + many + _THREADS_BYTES
+
+
+def _attention_width(attention: AttentionSpec) -> int:
+    """Returns the most floats of one token while a layer attends."""
+    if isinstance(attention, GroupedQuerySpec):
+        return (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    if isinstance(attention, RelativeSpec):
+        return 4 * attention.num_heads * attention.head_dim
+    indexer = attention.indexer
+    indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
+    return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed
 
 
 def _mixer_floats(spec: ModelSpec) -> int:

@@ -19,13 +19,13 @@ from moe_pack.formats import Pack, PlanError, Selector
 from moe_pack.runtime.model import (
     KVCache,
     PackWeights,
-    Rope,
     activations,
     add_attention,
     embed,
     mlp_input,
     route_tokens,
 )
+from moe_pack.runtime.model.kv_cache import Rope
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)

@@ -14,7 +14,7 @@ from references import REFERENCES
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.registry import FAMILIES
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
-from moe_pack.formats.spec import cached_values, num_attending, num_parameters
+from moe_pack.formats.spec import attending, cached_values, num_parameters
 
 
 def by_name(name: str) -> Published:
@@ -77,7 +77,7 @@ def cached_as_published(published: Published) -> bool:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer
         return cached_values(spec) == 2 * 2 * values["num_heads"] * values["d_kv"] * values["num_decoder_layers"]
-    num_layers = num_attending(spec)
+    num_layers = len(attending(spec))
     if isinstance(spec.attention, LatentSpec):
         return cached_values(spec) == num_layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]

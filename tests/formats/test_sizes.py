@@ -5,6 +5,8 @@ from dataclasses import replace
 from cases import case
 from specs import GROUPED, HYBRID, LATENT, changed
 
+from moe_pack.formats import dense_roles
+from moe_pack.formats.parts import OtherAttentionSpec
 from moe_pack.formats.spec import (
     cache_values,
     cached_tokens,
@@ -48,6 +50,20 @@ def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_ch
     assert [cached_tokens(some, layer, 20, 10) for layer in range(3)] == [20, 20, 20]
     assert cache_values(some, 100, 10) == 128 * (25 + 100 + 25)
     assert cache_values(LATENT, 100, 10) == 100 * cached_values(LATENT)
+
+
+def test_layers_with_attention_of_their_own_cache_what_theirs_needs() -> None:
+    attention = replace(GROUPED.attention, num_kv_heads=1, head_dim=64, sliding_window=None)
+    spec = replace(GROUPED, others=(OtherAttentionSpec((1,), attention, GROUPED.rope),))
+    assert spec_fault(spec) is None
+    assert cached_values(spec) == 2 * 2 * 2 * 32 + 2 * 1 * 64
+    assert cache_values(spec, 100, 10) == 128 * (25 + 100 + 25)
+    wide = {role.name: role.shape for role in dense_roles(spec)}
+    assert [wide[f"layers.{layer}.attention.q"] for layer in range(3)] == [(128, 64), (256, 64), (128, 64)]
+    for layers in ((), (1, 0), (3,), (0, 1, 2)):
+        assert "others must list" in str(spec_fault(replace(GROUPED, others=(replace(spec.others[0], layers=layers),))))
+    twice = replace(spec, others=(*spec.others, *spec.others))
+    assert spec_fault(twice) == "others must list each layer once at most, and not all layers"
 
 
 def test_a_layer_without_attention_has_a_state_of_fixed_size_instead() -> None:

@@ -23,7 +23,6 @@ from moe_pack.runtime.model import (
     CheckpointWeights,
     KVCache,
     PackWeights,
-    Rope,
     StoredMatrix,
     add_attention,
     embed,
@@ -31,6 +30,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
+from moe_pack.runtime.model.kv_cache import Rope
 from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
 from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (

@@ -12,8 +12,8 @@ from families import Tiny, original, token_ids, write
 from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LongRopeSpec, RopeSpec, YarnSpec
-from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, Rope
-from moe_pack.runtime.model.kv_cache import rotate
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
+from moe_pack.runtime.model.kv_cache import Rope, rotate
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 17, 4095, 100_000])

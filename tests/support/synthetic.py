@@ -13,7 +13,6 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
     KVCache,
-    Rope,
     add_attention,
     embed,
     head,
@@ -23,6 +22,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
+from moe_pack.runtime.model.kv_cache import Rope
 from moe_pack.runtime.model.layer import run_unrouted
 
 CPU = torch.device("cpu")

@@ -24,14 +24,13 @@ from moe_pack.runtime.model import (
     Activations,
     Expert,
     NeuronBlock,
-    Rope,
     activations,
     embed,
     mlp_input,
     route_tokens,
     running,
 )
-from moe_pack.runtime.model.kv_cache import Angles
+from moe_pack.runtime.model.kv_cache import Angles, Rope
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.weights import from_experts, norm, to_experts
 

@@ -566,7 +566,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     norm_weight, x, turns = 1 + random_values(rank) / 4, random_values(1, width), 9 * random_values(at + 1, rope // 2)
     cos, sin, keys = turns.cos(), turns.sin(), random_values(1, places, rank + rope, seed=1)
     weights = SimpleNamespace(
-        spec=SimpleNamespace(rope=SimpleNamespace(interleaved=True)),
+        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=True)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm_weight,
         operations=TORCH,

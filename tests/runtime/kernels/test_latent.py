@@ -91,7 +91,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     matrices = {"q": StoredMatrix(q_weight), "kv_a": StoredMatrix(kv_weight), "kv_b": matrix}
     matrices["o"] = StoredMatrix(torch.eye(spec.num_heads * case.v))
     weights = SimpleNamespace(
-        spec=SimpleNamespace(rope=SimpleNamespace(interleaved=case.interleaved)),
+        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=case.interleaved)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm,
         operations=TORCH,
