@@ -57,7 +57,7 @@ from moe_pack.formats import (
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
-from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.parts import DenseRole, NormedResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
 from moe_pack.formats.spec import with_repeats
 from moe_pack.formats.version import installed_version
@@ -105,7 +105,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
     """Returns the distribution of the weights of a dense matrix that is not a router."""
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
-        size = _HIDDEN_RMS / spec.embedding_multiplier
+        size = _hidden_rms(spec) / spec.embedding_multiplier
         # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant.
         return (
             WeightDistribution(size * CONSTANT, size * OWN)
@@ -114,7 +114,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
         )
     if role.name == "head":
         return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
-    if name == "down":
+    if name == "down" and not _is_of_streams(role):
         return _down(spec, num_cols, 1.0)
     if name == "o":
         return WeightDistribution(0.0, _branch(spec) * num_cols**-0.5)
@@ -133,8 +133,22 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, CONSTANT, np.float32)
     if role.name.rpartition(".")[0].endswith(".mixer") and not name.endswith("norm"):
         return _mixer_vector(name, num_values, stream)
+    if name in ("attention_post_norm", "mlp_post_norm"):
+        return np.full(num_values, _branch(spec) - role.offset, np.float32)
+    if _is_of_streams(role):  # gates of a half; streams enter and mix alike, whatever they are
+        return np.full(num_values, 2.0 - role.offset if name == "norm" else 0.0, np.float32)
     usual = 0.0 if name.endswith(("bias", "sinks")) else 1.0 - role.offset
     return np.full(num_values, usual, np.float32)
+
+
+def _is_of_streams(role: DenseRole) -> bool:
+    return role.name.rpartition(".")[0].endswith("streams")
+
+
+def _hidden_rms(spec: ModelSpec) -> float:
+    """Returns the rms of hidden states: 1 where halves read them as they are."""
+    is_read = isinstance(spec.residual, NormedResidualSpec) and not spec.residual.before
+    return 1.0 if is_read else _HIDDEN_RMS
 
 
 def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
@@ -159,7 +173,7 @@ def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator)
 
 def _branch(spec: ModelSpec) -> float:
     """Returns the rms that attention, or the experts, of a layer add, before the residual multiplier."""
-    return _HIDDEN_RMS * _TURN / math.sqrt(2 * spec.num_hidden_layers) / spec.residual_multiplier
+    return _hidden_rms(spec) * _TURN / math.sqrt(2 * spec.num_hidden_layers) / spec.residual_multiplier
 
 
 def _down(spec: ModelSpec, num_neurons: int, weight: float) -> WeightDistribution:

@@ -20,12 +20,16 @@ from typing import Literal
 from moe_pack.formats.parts import (
     AttentionSpec,
     DenseRole,
+    GatedStreamsSpec,
     GroupedQuerySpec,
     HalvesSpec,
     LatentSpec,
+    MixedStreamsSpec,
     MixerSpec,
+    NormedResidualSpec,
     OtherAttentionSpec,
     RelativeSpec,
+    ResidualSpec,
     RopeSpec,
     added,
 )
@@ -40,6 +44,13 @@ from moe_pack.formats.parts.attention import (
     rope_fault,
 )
 from moe_pack.formats.parts.mixers import halves_fault, mixer_fault
+from moe_pack.formats.parts.residual import (
+    final_stream_roles,
+    has_input_norm,
+    has_output_norm,
+    residual_fault,
+    stream_roles,
+)
 from moe_pack.formats.parts.roles import are_layers
 
 Matrix = Literal["gate", "up", "down"]
@@ -159,7 +170,8 @@ class ModelSpec:
     The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
     and logits are divided by `logits_scaling`. `mixer`: what some layers have in place of attention; null if all have
     attention. `halves`: the layers with attention, or experts, alone; null if all have both.
-    `others`: layers whose attention or rotary positions are not `attention` and `rope`.
+    `others`: layers whose attention or rotary positions are not `attention` and `rope`. `residual`: how the halves of
+    layers read and change the hidden state; null if they add to it.
     """
 
     family: str
@@ -184,6 +196,12 @@ class ModelSpec:
     mixer: MixerSpec | None = added(None)  # noqa: RUF009
     halves: HalvesSpec | None = added(None)  # noqa: RUF009
     others: tuple[OtherAttentionSpec, ...] = added(())
+    residual: ResidualSpec | None = added(None)  # noqa: RUF009
+
+    @property
+    def stream_width(self) -> int:
+        """The values of a token's hidden state between layers."""
+        return self.hidden_size * (1 if self.residual is None else self.residual.streams)
 
     def attention_kind(self, layer: int) -> int:
         """Returns the place of a layer's attention and rotary positions in `attention_kinds`."""
@@ -255,7 +273,9 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
         roles += [DenseRole(f"{stack}position_bias", table, False) for stack in stacks]
     if spec.encoder is not None:
         roles += _norm(spec, "encoder_norm")
-    roles += _norm(spec, "norm")
+    roles += final_stream_roles(spec.residual, spec.hidden_size, _offset(spec.norm))
+    if not isinstance(spec.residual, GatedStreamsSpec):
+        roles += _norm(spec, "norm")
     if not spec.tied_head:
         roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
     if spec.head_bias:
@@ -268,7 +288,7 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
         return
-    yield from _norm(spec, "mlp_norm")
+    yield from _second_norms(spec, has_experts)
     if not has_experts:
         assert spec.dense_intermediate_size is not None, "a checked spec"
         yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
@@ -284,9 +304,27 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
             yield DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
+def _second_norms(spec: ModelSpec, has_experts: bool) -> Iterator[DenseRole]:
+    residual = spec.residual
+    yield from stream_roles(residual, "mlp", spec.hidden_size, _offset(spec.norm))
+    if has_input_norm(residual, "mlp", has_experts):
+        yield from _norm(spec, "mlp_norm")
+    if isinstance(residual, NormedResidualSpec) and residual.apart and has_experts:
+        for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
+            yield from _norm(spec, name)
+    if has_output_norm(residual, "mlp", has_experts):
+        yield from _norm(spec, "mlp_post_norm")
+    if isinstance(residual, NormedResidualSpec) and residual.scaled:
+        yield DenseRole("scale", (1,), False)
+
+
 def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[DenseRole]:
     mixer, attention = spec.mixer_of(layer), spec.attention_of(layer)
-    yield from _norm(spec, "attention_norm")
+    yield from stream_roles(spec.residual, "attention", spec.hidden_size, _offset(spec.norm))
+    if has_input_norm(spec.residual, "attention", False):
+        yield from _norm(spec, "attention_norm")
+    if has_output_norm(spec.residual, "attention", False):
+        yield from _norm(spec, "attention_post_norm")
     if mixer is not None:
         for role in mixer.roles(spec.hidden_size):
             yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
@@ -412,6 +450,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _mixer_fault(spec)
         or rope_fault(spec.rope, spec.attention)
         or others_fault(spec.others, spec.num_hidden_layers)
+        or _residual_fault(spec)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
     )
@@ -496,6 +535,24 @@ def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and not all(map(spec.has_first, spec.mixer.layers)):
         return "mixer layers list a layer without a first half"
     return None if spec.mixer is None else mixer_fault(spec.mixer, spec.num_hidden_layers)
+
+
+def _residual_fault(spec: ModelSpec) -> str | None:
+    residual = spec.residual
+    if residual is None:
+        return None
+    if spec.encoder is not None or spec.halves is not None:
+        return f"a {residual.kind} residual needs layers with both halves, and no encoder"
+    if not isinstance(residual, NormedResidualSpec) and spec.residual_multiplier != 1.0:
+        return f"a {residual.kind} residual cannot have a residual_multiplier of {spec.residual_multiplier}"
+    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec) and spec.norm.kind != "rms":
+        return f"a {residual.kind} residual needs norms of kind rms, found {spec.norm.kind}"
+    if isinstance(residual, NormedResidualSpec) and residual.apart:
+        if spec.shared_expert is None or spec.norm.kind != "rms" or spec.norm.zero_centered or spec.router.on_input:
+            return "residual apart needs a shared expert, rms norms, and router weights on outputs"
+        if not residual.before:
+            return "residual apart needs norms before"
+    return residual_fault(residual, spec.moe_layers, spec.num_hidden_layers)
 
 
 def _router_fault(router: RouterSpec) -> str | None:

@@ -34,6 +34,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "several kinds of attention": bool(spec.others),
         "router weights on the input of experts": spec.router.on_input,
     }
+    if spec.residual is not None:
+        parts[f"a {spec.residual.kind} residual"] = True
     if spec.mixer is not None:
         parts[f"layers of {spec.mixer.kind}"] = True
     parts |= {"experts of relu2": spec.expert.function == "relu2", "no rotary positions": spec.rope is None}

@@ -6,7 +6,8 @@
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
 Between layers, hidden states are in a file (the system caches as much of it as fits). Within a layer, two float32
-values a token and hidden dimension are in memory up to a limit, and in a mapped file beyond it. The encoder's output
+values a token and hidden dimension (more with several residual streams, or norms of outputs) are in memory up to a
+limit, and in a mapped file beyond it. The encoder's output
 stays in a file of its own while decoder layers attend to it, and is read one sequence at a time.
 
 A model of one stack sees all S tokens of a sequence. With an encoder, each stack sees a half:
@@ -51,7 +52,7 @@ from moe_pack.runtime.model import (
     route_tokens,
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
-from moe_pack.runtime.model.layer import run_unrouted
+from moe_pack.runtime.model.layer import enter_second, experts_norm, run_unrouted
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
@@ -282,10 +283,13 @@ MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
 class LayerTokens:
     """All tokens inside a layer, T = sequences times their length, in order.
 
-    `x` float32 [T, d]: hidden states after attention, with the outputs of shared and dense experts.   `inputs` float32
+    `x` float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts.   `inputs` float32
     [T, d]: the input of the router and the experts.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; [T, 0]
     in a layer without a router. An expert beyond its capacity has the weight 0 and does not run for that token.
     `scales` float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then.
+    `own_norm` float32 [d]: what multiplies the input of routed experts alone.
+    `outputs` float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`; `x` is then
+    without the outputs of shared and dense experts too, until `LayerStates.summed`.
     """
 
     x: Tensor
@@ -293,10 +297,14 @@ class LayerTokens:
     experts: Tensor
     weights: Tensor
     scales: Tensor | None = None
+    own_norm: Tensor | None = None
+    outputs: Tensor | None = None
 
     def expert_inputs(self, token_idx: Tensor | slice) -> Tensor:
         """Returns what experts get for these tokens, float32 [n, d]."""
         inputs = self.inputs[token_idx]
+        if self.own_norm is not None:
+            inputs = inputs * self.own_norm
         return inputs if self.scales is None else inputs * self.scales[token_idx, None]
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
@@ -308,7 +316,7 @@ class LayerTokens:
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
-    Args:    first: returns the hidden states float32 [S, d] of a sequence before layer 0, by its number.
+    Args:    first: returns the hidden states float32 [S, w] of a sequence before layer 0, by its number.
              sequence_length: in each stack; the caller has checked it.
              folder: created if missing; if a killed pass left its hidden states there, the pass goes on at
              `next_layer`.
@@ -363,12 +371,17 @@ class LayerStates:
         """Returns the tokens of the first sequences in a layer whose hidden states are there, up to its experts."""
         k = self.spec.router.num_experts_per_tok if layer in self.spec.moe_layers else 0
         num_tokens = num_sequences * self.sequence_length
-        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._memory_bytes
+        d, width = self.spec.hidden_size, self.spec.stream_width
+        adds_apart = self.spec.residual is not None and self.spec.has_second(layer)
+        mapped = 4 * num_tokens * (width + d + d * adds_apart) > self._memory_bytes
+        own_norm = experts_norm(self._weights, layer) if k else None
         tokens = LayerTokens(
-            x=self.allocate("x", num_tokens, mapped),
+            x=self.allocate("x", num_tokens, mapped, width),
             inputs=self.allocate("inputs", num_tokens, mapped),
             experts=torch.empty((num_tokens, k), dtype=torch.int64),
             weights=torch.empty((num_tokens, k)),
+            own_norm=None if own_norm is None else own_norm.cpu(),
+            outputs=self.allocate("outputs", num_tokens, mapped).zero_() if adds_apart else None,
         )
 
         def run_sequence(number: int) -> None:
@@ -387,11 +400,11 @@ class LayerStates:
         return tokens
 
     def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each."""
+        """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
         return self.half_of(layer, self.at(layer, number), self.text(layer, number), self._weights)
 
     def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, d] and the weights of the layer.
+        """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
 
         Args:    text: as `text` returns it.
         """
@@ -399,26 +412,60 @@ class LayerStates:
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
         inputs = mlp_input(x, weights, layer)
+        if self.spec.residual is not None:
+            return x, inputs
         unrouted = run_unrouted(inputs, weights, layer)
-        return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs
+        return x if unrouted is None else enter_second(x, unrouted, None, weights, layer), inputs
+
+    def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: Weights) -> Tensor:
+        """Returns hidden states after a layer, float32 [n, w], for what `half_of` returned.
+
+        Args:    outputs: of routed experts, as in `LayerTokens`; None if they add to `x`, which is returned then.
+        """
+        x, inputs = (each.to(self.device) for each in half)
+        if outputs is None:
+            return x
+        routed = outputs.to(self.device) if layer in self.spec.moe_layers else None
+        return enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
+
+    @torch.inference_mode()
+    def summed(self, layer: int, tokens: LayerTokens) -> LayerTokens:
+        """Returns the tokens with hidden states after the layer as `x`, when all experts have run."""
+        if (outputs := tokens.outputs) is None:
+            return tokens
+
+        def run_sequence(number: int) -> None:
+            rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
+            half = tokens.x[rows], tokens.inputs[rows]
+            tokens.x[rows] = self.after(layer, half, outputs[rows], self._weights).cpu()
+
+        workers = num_workers(self.spec) if self._workers is None else self._workers
+        for _ in in_order(run_sequence, range(len(tokens.x) // self.sequence_length), workers):
+            pass
+        return replace(tokens, outputs=None)
 
     def attended(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> Tensor:
-        """Returns a sequence's hidden states float32 [S, d] with a layer's attention added; arguments as `half_of`."""
+        """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
         if text is not None:
             text = norm(text.to(self.device), weights, "encoder_norm")
         return self._attention.added(x.to(self.device), weights, layer, text)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
-        """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens."""
-        output = output.to("cpu") * (weights * self.spec.residual_multiplier)[:, None]
-        tokens.x.index_add_(0, token_idx, output)
+        """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""
+        target = tokens.x if tokens.outputs is None else tokens.outputs
+        target.index_add_(0, token_idx, output.to("cpu") * self.shares(weights)[:, None])
+
+    def shares(self, weights: Tensor) -> Tensor:
+        """Returns what an expert's output is multiplied by for each of its tokens, from the router's weights [n]."""
+        return weights * self.spec.residual_multiplier if self.spec.residual is None else weights
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
         """Ends layer `layer`: its hidden states replace those before it on disk.
 
-        Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
+        Args:    more: hidden states float32 [n S, w] of sequences that begin here, after all others.
         Raises:  CheckpointError if they are not all finite.
         """
+        tokens = self.summed(layer, tokens)
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
             raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
@@ -435,7 +482,7 @@ class LayerStates:
         self.next_layer = layer + 1
 
     def before(self, number: int) -> Tensor:
-        """Returns a sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
+        """Returns a sequence's hidden states before the next layer, or after the last: float32 [S, w]."""
         return self.at(self.next_layer, number)
 
     def at(self, layer: int, number: int) -> Tensor:
@@ -467,12 +514,13 @@ class LayerStates:
             raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
-    def allocate(self, name: str, num_tokens: int, mapped: bool) -> Tensor:
-        """Returns an uninitialized float32 [num_tokens, d], in a mapped file of this name or in memory.
+    def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
+        """Returns an uninitialized float32 [num_tokens, width], in a mapped file of this name or in memory.
 
-        The next call with the same name takes the file's name away, not the memory of an earlier result.
+        The next call with the same name takes the file's name away, not the memory of an earlier result. The width is d
+        by default.
         """
-        shape = (num_tokens, self.spec.hidden_size)
+        shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
             return torch.empty(shape)
         path = self._folder / f"held-{name}.bin"
@@ -485,7 +533,7 @@ class LayerStates:
 
     @property
     def _sequence_bytes(self) -> int:
-        return 4 * self.sequence_length * self.spec.hidden_size
+        return 4 * self.sequence_length * self.spec.stream_width
 
     def _resume(self) -> int:
         """Returns the layer to begin with: after the last whose hidden states are whole on disk, else the first."""

@@ -247,13 +247,14 @@ class _Run:
             self._progress.advance(half, f"layer {layer}")
             self._partial.run(layer, states, self._weights)
             if layer in self._spec.moe_layers:
-                self._count_layer(states, tokens, layer)
+                tokens = self._count_layer(states, tokens, layer)
             states.leave(layer, tokens)
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         states.close()
         self._progress.end()
 
-    def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
+    def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> LayerTokens:
+        """Runs and counts the experts of a layer; returns its tokens, summed."""
         layer_idx = self._spec.moe_layers.index(layer)
         one = expert_multiplications(self._spec)
 
@@ -276,11 +277,13 @@ class _Run:
             self._options.chunk_tokens,
             self._device,
         )
-        self._partial.end(layer)
+        self._partial.end(layer, states, self._weights)
+        tokens = states.summed(layer, tokens)
         if len(self._kept):  # written before the statistics, whose file says that the layer is done
             pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
             self._store.replace(layer_file("inputs", layer), pieces)
         self._store.write(layer_file("statistics", layer), statistics.arrays())
+        return tokens
 
     def paths(self) -> None:
         """Writes path statistics from the routes of the tokens that are not held out."""

@@ -177,7 +177,7 @@ class Trial:
         """Returns the cost of one sequence on the way back through a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
         text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
-        above, weights = (x, x), Tracked(self._weights)
+        above, weights = (x, x[:, : self._spec.hidden_size]), Tracked(self._weights)
         seconds = _seconds(lambda: half_gradient(self._states, layer, x, text, weights, above))
         return Cost(2 * half_multiplications(self._spec, layer, S) * S, seconds)
 
@@ -221,7 +221,7 @@ class Trial:
     def predicted(self, num_tokens: int) -> Cost:
         """Returns the cost of comparing the model's predictions for this many tokens with others."""
         num_tried = head_tokens(self._spec.vocab_size)
-        x = self._random(num_tried)
+        x = self._random(num_tried, self._spec.stream_width)
         others = log_probabilities(x, self._weights, x.device)
         seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
         seconds *= num_tokens / num_tried
@@ -230,7 +230,8 @@ class Trial:
     @torch.inference_mode()
     def predicted_back(self, num_tokens: int) -> Cost:
         """Returns the cost of the gradient of the model's predictions for this many tokens."""
-        x, weights = self._random(head_tokens(self._spec.vocab_size)), Tracked(self._weights)
+        x = self._random(head_tokens(self._spec.vocab_size), self._spec.stream_width)
+        weights = Tracked(self._weights)
         generator = torch.Generator().manual_seed(0)
         seconds = _seconds(lambda: prediction_gradient(x, weights, generator)) * num_tokens / len(x)
         return Cost(2 * num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
@@ -239,8 +240,9 @@ class Trial:
     def _function(self) -> NeuronFunction:
         return self._spec.expert.function
 
-    def _random(self, num_tokens: int) -> Tensor:
-        return torch.randn(num_tokens, self._spec.hidden_size, device=self._states.device)
+    def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
+        width = self._spec.hidden_size if width is None else width
+        return torch.randn(num_tokens, width, device=self._states.device)
 
     def _tried(self, num_tokens: float) -> int:
         return max(1, min(round(num_tokens), _TRIED_TOKENS))

@@ -7,6 +7,7 @@ Source: EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,13 @@ class ExactPass:
                 changes.append(self._run_expert(tokens, layer_idx, expert))
                 done = len(tokens.of_expert(expert)[0])
                 progress.advance(one * done, f"layer {layer} expert {expert}")
-        states.leave(layer, tokens, self._copies(tokens, changes))
+        base = slice(self._num_tokens, 2 * self._num_tokens)
+        if tokens.outputs is not None:  # which the end of the layer changes
+            outputs = tokens.outputs[base].clone()
+            tokens_of_base = replace(tokens, x=tokens.x[base].clone(), inputs=tokens.inputs[base], outputs=outputs)
+        else:
+            tokens_of_base = replace(tokens, x=tokens.x[base])
+        states.leave(layer, tokens, self._copies(layer, tokens_of_base, changes))
 
     @torch.inference_mode()
     def losses(self, progress: Progress = NO_PROGRESS) -> dict[str, Array]:
@@ -125,7 +132,7 @@ class ExactPass:
         at_4, at_2 = (
             self._output(tokens, token_idx[base], rounded, layer_idx, expert) for rounded in (self._at_4, self._at_2)
         )
-        change = (at_2 - at_4).cpu() * (weights[base] * self._spec.residual_multiplier)[:, None]
+        change = (at_2 - at_4).cpu() * self.states.shares(weights[base])[:, None]
         return token_idx[base] - self._num_tokens, change
 
     def _add(
@@ -142,11 +149,14 @@ class ExactPass:
         y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
         return rotation.outputs(y)
 
-    def _copies(self, tokens: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Yields the hidden states of one copy after the other, float32 [n, d]."""
-        base = tokens.x[self._num_tokens : 2 * self._num_tokens]
+    def _copies(self, layer: int, base: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Yields the hidden states of one copy after the other, float32 [n, w]; `base` are those without a change."""
         for places, change in changes:
-            yield base.index_add(0, places, change)
+            if base.outputs is None:
+                yield base.x.index_add(0, places, change)
+                continue
+            changed = base.outputs.index_add(0, places, change)
+            yield self.states.after(layer, (base.x, base.inputs), changed, self._weights).cpu()
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
         return log_probabilities(hidden, self._weights, self._device)

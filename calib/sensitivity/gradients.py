@@ -165,6 +165,25 @@ def half_gradient(
     return gradients[0], gradients[1] if text is not None else None
 
 
+def end_gradient(
+    states: LayerStates, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor, weights: Tracked, above: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients with respect to `x` and `inputs` of a layer's end, and to the sum of its experts.
+
+    Args:    half, outputs: of some tokens, as for `LayerStates.after`.   above: the gradient after the layer.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        x, inputs, routed = (each.to(states.device).clone().requires_grad_() for each in (*half, outputs))
+        result = states.after(layer, (x, inputs), routed, weights)
+        given = above.to(states.device).clone()
+        found = torch.autograd.grad(result, (x, inputs, routed), given, allow_unused=True)
+    of_x, of_inputs, of_routed = (
+        torch.zeros_like(each) if gradient is None else gradient
+        for each, gradient in zip((x, inputs, routed), found, strict=True)
+    )
+    return of_x, of_inputs, of_routed
+
+
 def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer: int) -> Tensor:
     """Returns the gradient with respect to a router's inputs float32 [T, d], from that of its weights [T, k]."""
     with torch.inference_mode(mode=False), torch.enable_grad():

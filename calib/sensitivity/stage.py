@@ -77,6 +77,7 @@ from moe_pack.calib.sensitivity.errors import (
 from moe_pack.calib.sensitivity.gradients import (
     ExpertGradients,
     Tracked,
+    end_gradient,
     expert_gradients,
     half_gradient,
     prediction_gradient,
@@ -92,7 +93,7 @@ from moe_pack.formats import (
     part_format,
 )
 from moe_pack.formats.manifest import RotationVectors
-from moe_pack.runtime.model import embed, run_expert
+from moe_pack.runtime.model import Weights, embed, run_expert
 
 _MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 4096}, 512
 _TRIED_TOKENS = 512
@@ -189,6 +190,8 @@ class SensitivityPass:
             if layer <= self.next_back:
                 tried = self._num_dense_sequences(layer) * (len(roundable_roles(spec, layer)) + 1)
                 total += half * (self.num_sequences + tried) + halves_back[kind_of(spec, layer)] * self.num_sequences
+                if spec.residual is not None:
+                    total += plain * (choices * is_moe)  # experts run again
                 if is_moe:
                     own = self._reference(spec.moe_layers.index(layer)) is None
                     total += back + (compared if own else anchored)
@@ -254,11 +257,14 @@ class SensitivityPass:
         tokens, above = states.inside(layer, self.num_sequences), self._above
         num_tokens = len(tokens.x)
         progress.advance(self._half(layer) * num_tokens, f"layer {layer}")
-        below = torch.zeros_like(above)  # with respect to `inputs`
+        of_x, of_inputs, of_outputs = self._end_back(layer, tokens, above, progress)
+        below = torch.zeros_like(tokens.inputs)  # with respect to `inputs`, through experts
         of_experts = (torch.zeros(0),) * 5
         if layer in spec.moe_layers:
-            of_experts = self._experts_back(layer, tokens, above, below, progress)
-        dense = self._dense_losses(layer, above, below, progress)
+            of_experts = self._experts_back(layer, tokens, of_outputs, below, progress)
+        dense = self._dense_losses(layer, above, below, tokens.outputs, progress)
+        if of_inputs is not None:
+            below += of_inputs
         S, gradients = states.sequence_length, torch.empty_like(above)
         for number in range(self.num_sequences):
             rows = slice(number * S, (number + 1) * S)
@@ -268,7 +274,7 @@ class SensitivityPass:
                 states.at(layer, number),
                 states.text(layer, number),
                 self._tracked,
-                (above[rows], below[rows]),
+                (of_x[rows], below[rows]),
             )
             gradients[rows] = gradient.cpu()
             if of_text is not None:
@@ -279,6 +285,32 @@ class SensitivityPass:
             gradients, self._other = self._other, gradients
         self._above = gradients
         return LayerLosses(dense, *(losses.numpy() for losses in of_experts))
+
+    def _end_back(
+        self, layer: int, tokens: LayerTokens, above: Tensor, progress: Progress
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
+
+        That of `inputs` is through shared and dense experts, None where they are in `x`. Where outputs do not simply
+        add to `x`, the layer's experts run again.
+        """
+        if tokens.outputs is None:
+            return above, None, above * self.spec.residual_multiplier
+        if layer in self.spec.moe_layers:
+            layer_idx = self.spec.moe_layers.index(layer)
+            for expert in range(self.spec.router.num_experts):
+                token_idx, weights = tokens.of_expert(expert)
+                self._run(self.states, tokens, token_idx, weights, self.weights, layer_idx, expert)
+                progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+        S = self.states.sequence_length
+        found = tuple(torch.empty_like(each) for each in (tokens.x, tokens.inputs, tokens.outputs))
+        for start in range(0, len(tokens.x), S):
+            rows = slice(start, start + S)
+            half, outputs = (tokens.x[rows], tokens.inputs[rows]), tokens.outputs[rows]
+            pieces = end_gradient(self.states, layer, half, outputs, self._tracked, above[rows])
+            for whole, piece in zip(found, pieces, strict=True):
+                whole[rows] = piece.cpu()
+        return found[0], found[1], found[2]
 
     def leave_back(self) -> None:
         """Ends the layer that was measured last; the caller has stored the result of `back`."""
@@ -291,12 +323,12 @@ class SensitivityPass:
 
     def _resume(self) -> tuple[int, Tensor | None, Tensor]:
         """Returns the next layer on the way back, the gradient above it if it is known, and the other stack's."""
-        d, found = self.spec.hidden_size, whole_states(self._folder, "gradient")
+        width, found = self.spec.stream_width, whole_states(self._folder, "gradient")
         has_encoder = self.spec.encoder is not None
         if not found:
-            return self.spec.num_hidden_layers - 1, None, torch.zeros(self.num_tokens * has_encoder, d)
+            return self.spec.num_hidden_layers - 1, None, torch.zeros(self.num_tokens * has_encoder, width)
         layer = min(found)
-        values = torch.from_numpy(np.fromfile(found[layer], np.float32)).view(-1, d)
+        values = torch.from_numpy(np.fromfile(found[layer], np.float32)).view(-1, width)
         return layer - 1, values[: self.num_tokens], values[self.num_tokens :]
 
     def _prediction_gradients(self, progress: Progress) -> Tensor:
@@ -311,9 +343,12 @@ class SensitivityPass:
     def _experts_back(
         self, layer: int, tokens: LayerTokens, above: Tensor, below: Tensor, progress: Progress
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`."""
+        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`.
+
+        Args:    above: with respect to the weighted sum of their outputs, float32 [T, d].
+        """
         spec, layer_idx = self.spec, self.spec.moe_layers.index(layer)
-        E, function, scale = spec.router.num_experts, spec.expert.function, spec.residual_multiplier
+        E, function = spec.router.num_experts, spec.expert.function
         thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
         by_weight = torch.zeros_like(tokens.weights)
         rotation = self._rotation(layer_idx)
@@ -325,7 +360,7 @@ class SensitivityPass:
                 function,
                 rotation.inputs(tokens.expert_inputs(token_idx).to(self.device)),
                 tokens.weights[token_idx, rank].to(self.device),
-                rotation.output_gradients((above[token_idx] * scale).to(self.device)),
+                rotation.output_gradients(above[token_idx].to(self.device)),
                 thresholds[expert],
             )
             return token_idx, rank, found
@@ -339,6 +374,8 @@ class SensitivityPass:
             if tokens.scales is not None:  # the router's weight multiplies the input, not the output
                 of_weights = (of_inputs * tokens.inputs[token_idx]).sum(dim=1)
                 of_inputs = of_inputs * tokens.scales[token_idx, None]
+            if tokens.own_norm is not None:
+                of_inputs = of_inputs * tokens.own_norm
             below.index_add_(0, token_idx, of_inputs)
             by_weight[token_idx, rank] = of_weights
             quantized[expert], repeated[expert] = found.quantized.cpu(), found.repeated.cpu()
@@ -416,8 +453,14 @@ class SensitivityPass:
         scale = found / table[:, every.index(anchor), None]
         return table * torch.where(torch.tensor([needs_inputs(part) for part in every]), scale, 1.0)
 
-    def _dense_losses(self, layer: int, above: Tensor, below: Tensor, progress: Progress) -> Array:
-        """Returns `dense` of the layer, measured at the least width; errors fall as the square of the step."""
+    def _dense_losses(
+        self, layer: int, above: Tensor, below: Tensor, outputs: Tensor | None, progress: Progress
+    ) -> Array:
+        """Returns `dense` of the layer, measured at the least width; errors fall as the square of the step.
+
+        Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.
+                 outputs: as in `LayerTokens`.
+        """
         roles, states, S = roundable_roles(self.spec, layer), self.states, self.states.sequence_length
         number = self._num_dense_sequences(layer)
         losses = np.zeros((len(roles), len(DENSE_WIDTHS)), np.float32)
@@ -426,10 +469,18 @@ class SensitivityPass:
         for sequence in range(number):
             rows = slice(sequence * S, (sequence + 1) * S)
             hidden, text = states.at(layer, sequence), states.text(layer, sequence)
-            original = states.half_of(layer, hidden, text, self.weights)
+            given = None if outputs is None else outputs[rows]
+
+            def ended(
+                weights: Weights, hidden: Tensor = hidden, text: Tensor | None = text, given: Tensor | None = given
+            ) -> tuple[Tensor, Tensor]:
+                half = states.half_of(layer, hidden, text, weights)
+                return states.after(layer, half, given, weights), half[1]
+
+            original = ended(self.weights)
             for idx, role in enumerate(roles):
                 rounded = RoundedDense(self.weights, (role,), least, plainly_rounded)
-                changed = states.half_of(layer, hidden, text, rounded)
+                changed = ended(rounded)
                 moved = sum(
                     ((now - before).cpu() * gradient[rows]).sum(dim=1)
                     for now, before, gradient in zip(changed, original, (above, below), strict=True)

@@ -38,7 +38,8 @@ class PartialStates:
         self._folder, self._spec, self._shares = folder, spec, shares
         self._num_held_out_tokens = num_held_out_tokens
         self._is_resident: Array = np.zeros(0, bool)
-        self._x = torch.empty(0)
+        self._x = self._added = torch.empty(0)  # hidden states, and what resident experts are added to
+        self._inputs = torch.empty(0)
 
     def is_judged(self, layer: int) -> bool:
         """Returns whether a layer is predicted from the layer just before it: both have experts, in one stack."""
@@ -58,6 +59,8 @@ class PartialStates:
         mapped = np.memmap(self._unfinished, np.float32, "w+", shape=tuple(values.shape))
         self._x = torch.from_numpy(mapped)
         self._x.copy_(values)
+        self._inputs = tokens.inputs[judged]
+        self._added = self._x if tokens.outputs is None else torch.zeros_like(self._inputs)
 
     def add(self, layer: int, expert: int, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds the output float32 [n, d] of an expert for some tokens, weighted, if the expert is resident."""
@@ -66,13 +69,18 @@ class PartialStates:
         _, judged = self._shares.tokens()
         places = token_idx - judged.start
         is_judged = (places >= 0) & (places < len(self._x))
-        scale = weights[is_judged] * self._spec.residual_multiplier
-        self._x.index_add_(0, places[is_judged], output.to("cpu")[is_judged] * scale[:, None])
+        scale = weights[is_judged] * (self._spec.residual_multiplier if self._added is self._x else 1.0)
+        self._added.index_add_(0, places[is_judged], output.to("cpu")[is_judged] * scale[:, None])
 
-    def end(self, layer: int) -> None:
+    @torch.inference_mode()
+    def end(self, layer: int, states: LayerStates, weights: LayerwiseWeights) -> None:
         """Keeps the hidden states of a layer."""
         if self.is_judged(layer + 1):
-            self._x = torch.empty(0)  # the mapping ends before its file gets its name
+            if self._added is not self._x:
+                pieces = (torch.split(each, states.sequence_length) for each in (self._x, self._inputs, self._added))
+                for x, inputs, outputs in zip(*pieces, strict=True):
+                    x.copy_(states.after(layer, (x, inputs), outputs, weights).cpu())
+            self._x = self._added = self._inputs = torch.empty(0)  # the mapping ends before its file gets its name
             self._unfinished.rename(self._states(layer))
 
     @torch.inference_mode()
@@ -80,7 +88,7 @@ class PartialStates:
         """Runs a layer's attention, norm and router on the hidden states of the layer before; keeps the scores."""
         if not self.is_judged(layer):
             return
-        S, d = self._shares.sequence_length, self._spec.hidden_size
+        S, d = self._shares.sequence_length, self._spec.stream_width
         mapped = torch.from_numpy(np.memmap(self._states(layer - 1), np.float32, "c")).view(-1, S, d)
         first = self._shares.num_sequences - self._shares.num_judged
 

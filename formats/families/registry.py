@@ -15,6 +15,7 @@ from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
 from moe_pack.formats.families.exaone_moe import EXAONE_MOE
 from moe_pack.formats.families.family import Family, SourceCodec
+from moe_pack.formats.families.flex_olmo import FLEX_OLMO
 from moe_pack.formats.families.flint import FLINT
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V32,
         PHIMOE,
         OLMOE,
+        FLEX_OLMO,
         GRANITEMOE,
         GRANITEMOEHYBRID,
         LFM2_MOE,

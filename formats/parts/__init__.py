@@ -1,4 +1,4 @@
-"""Parts of what a model computes, as data: attention, rotary positions, and mixers in place of attention."""
+"""Parts of what a model computes, as data: attention, mixers, rotary positions, residuals."""
 
 from moe_pack.formats.parts.added import added, is_added
 from moe_pack.formats.parts.attention import (
@@ -21,6 +21,14 @@ from moe_pack.formats.parts.mixers import (
     MixerSpec,
     ShortConvSpec,
 )
+from moe_pack.formats.parts.residual import (
+    GatedStreamsSpec,
+    MixedStreamsSpec,
+    NormedResidualSpec,
+    ParallelResidualSpec,
+    ResidualSpec,
+    ShortcutResidualSpec,
+)
 from moe_pack.formats.parts.roles import DenseRole
 from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
 
@@ -29,6 +37,7 @@ __all__ = [
     "AttentionSpec",
     "DenseRole",
     "GatedDeltaSpec",
+    "GatedStreamsSpec",
     "GroupedQuerySpec",
     "HalvesSpec",
     "IndexerSpec",
@@ -38,12 +47,17 @@ __all__ = [
     "LongRopeSpec",
     "Mamba2Spec",
     "MambaSpec",
+    "MixedStreamsSpec",
     "MixerSpec",
+    "NormedResidualSpec",
     "OtherAttentionSpec",
+    "ParallelResidualSpec",
     "Projection",
     "RelativeSpec",
+    "ResidualSpec",
     "RopeSpec",
     "ShortConvSpec",
+    "ShortcutResidualSpec",
     "TemperatureSpec",
     "YarnSpec",
     "added",

@@ -25,12 +25,12 @@ from moe_pack.runtime.model.layer import (
     check_context,
     check_vocabulary,
     embed,
+    enter_second,
     head,
     mlp_input,
     route_tokens,
     run_experts,
     run_unrouted,
-    scaled,
 )
 from moe_pack.runtime.model.weights import Weights
 
@@ -152,20 +152,19 @@ class Decoder:
             x = add_attention(x, weights, layer, self.cache.of(layer), angles[self.spec.attention_kind(layer)])
             if not self.spec.has_second(layer):
                 continue
-            y = self._mlp(mlp_input(x, weights, layer), layer, self._partial_state(x, layer, angles))
-            x = x + scaled(y, self.spec.residual_multiplier)
+            x = self._second_half(x, layer, self._partial_state(x, layer, angles))
         self.cache.num_tokens += len(ids)
         return x
 
-    def _mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
-        """Returns the output of a layer's experts, or of its dense expert, for normed hidden states float32 [T, d]."""
-        weights, unrouted = self._weights, run_unrouted(x, self._weights, layer)
-        if layer not in self._layer_idx:
-            assert unrouted is not None, "a layer without experts is dense"
-            return unrouted
-        experts, router_weights = route_tokens(x, weights, layer)
-        y = run_experts(x, experts, router_weights, weights, self._layer_idx[layer], partial_state)
-        return y if unrouted is None else y + unrouted
+    def _second_half(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
+        """Returns hidden states after a layer's experts, or its dense expert, from those after its first half."""
+        weights, routed = self._weights, None
+        inputs = mlp_input(x, weights, layer)
+        unrouted = run_unrouted(inputs, weights, layer)
+        if layer in self._layer_idx:
+            experts, router_weights = route_tokens(inputs, weights, layer)
+            routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+        return enter_second(x, unrouted, routed, weights, layer)
 
     def _partial_state(self, x: Tensor, layer: int, angles: tuple[Angles, ...]) -> PartialState | None:
         """Returns the `PartialState` of the next layer, from x after this layer's attention; None without experts."""
@@ -175,7 +174,7 @@ class Decoder:
 
         def partial_state(y: Tensor) -> Tensor:
             unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
-            partial = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            partial = enter_second(x, unrouted, y, weights, layer)
             kind = self.spec.attention_kind(after)
             return add_attention(partial, weights, after, self.cache.trial(after), angles[kind])
 

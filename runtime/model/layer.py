@@ -3,7 +3,9 @@
     x = embed(ids);  each layer: x += attention(norm(x)),  x += mlp(norm(x));  logits = head(norm(x))
     mlp(x) = sum over the token's experts of weight * expert(x),  + shared(x);  or one dense expert
 
-All hidden states are float32 [T, d].
+Between layers, hidden states are float32 [T, w], where w is d, or with a residual of several streams (`spec.residual`)
+a multiple of it. Halves of layers read them and change them through `first_input`, `enter_first`, `mlp_input` and
+`enter_second` alone. What a half gets and returns is float32 [T, d].
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +15,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, NeuronFunction, RunError
+from moe_pack.formats.parts import (
+    GatedStreamsSpec,
+    MixedStreamsSpec,
+    NormedResidualSpec,
+    ParallelResidualSpec,
+    ShortcutResidualSpec,
+)
+from moe_pack.formats.parts.residual import Half, has_input_norm, has_output_norm
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import NEURONS, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
@@ -39,6 +49,166 @@ def check_vocabulary(ids: list[int], spec: ModelSpec) -> None:
         raise RunError(f"token {max(ids)} is not in the model's vocabulary of {spec.vocab_size} tokens")
 
 
+# ---- how the halves of a layer read and change hidden states --------------------------------------------------------
+
+
+def first_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns what a layer's attention or mixer gets, float32 [T, d], of hidden states [T, w]."""
+    return _half_input(x, weights, layer, "attention")
+
+
+def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
+    return _half_input(x, weights, layer, "mlp")
+
+
+def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
+    spec, role = weights.spec, f"layers.{layer}.{half}"
+    residual, d = spec.residual, spec.hidden_size
+    if residual is None or isinstance(residual, ShortcutResidualSpec):
+        return norm(x[:, :d], weights, f"{role}_norm")
+    if isinstance(residual, ParallelResidualSpec):
+        return norm(x[:, :d], weights, f"layers.{layer}.attention_norm")
+    if isinstance(residual, GatedStreamsSpec):
+        return _gated_average(x, weights, residual, f"{role}_streams")
+    if isinstance(residual, MixedStreamsSpec):
+        read, _, _ = _stream_weights(x, weights, residual, f"{role}_streams")
+        return norm(_weighted(x, read), weights, f"{role}_norm")
+    if has_input_norm(residual, half, layer in spec.moe_layers):
+        return norm(x, weights, f"{role}_norm")
+    return _unit(x, weights) if residual.apart and half == "mlp" else x
+
+
+def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns hidden states [T, w] after a layer's first half, whose output is y float32 [T, d]."""
+    spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
+    if isinstance(residual, ShortcutResidualSpec):
+        return torch.cat((x[:, :d] + y, x[:, d:]), dim=1)
+    if isinstance(residual, ParallelResidualSpec):
+        return torch.cat((x[:, :d], y), dim=1)
+    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+        return _enter_streams(x, y, weights, residual, f"layers.{layer}.attention_streams")
+    if has_output_norm(residual, "attention", False):
+        y = norm(y, weights, f"layers.{layer}.attention_post_norm")
+    return x + scaled(y, spec.residual_multiplier)
+
+
+def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int) -> Tensor:
+    """Returns hidden states [T, w] after a layer.
+
+    Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d]; None if
+             there is none.   routed: the weighted sum of its routed experts likewise. One of both is there.
+    """
+    spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
+    if isinstance(residual, ShortcutResidualSpec):
+        waiting = routed if layer in residual.layers else None
+        y = _sum(_sum(unrouted, None if waiting is not None else routed), x[:, d:])
+        return torch.cat((x[:, :d] + y, torch.zeros_like(y) if waiting is None else waiting), dim=1)
+    if isinstance(residual, ParallelResidualSpec):
+        y = _sum(unrouted, routed)
+        if residual.averaged and unrouted is not None and routed is not None:
+            y = y / 2
+        x = x[:, :d] + x[:, d:] + y
+        return torch.cat((x, torch.zeros_like(x)), dim=1)
+    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+        return _enter_streams(x, _sum(unrouted, routed), weights, residual, f"layers.{layer}.mlp_streams")
+    if isinstance(residual, NormedResidualSpec):
+        return _enter_normed(x, unrouted, routed, weights, residual, layer)
+    return x + scaled(_sum(unrouted, routed), spec.residual_multiplier)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
+    given = [each for each in (second, first) if each is not None]
+    assert given, "a layer with a second half has an output"
+    return given[0] if len(given) == 1 else given[0] + given[1]
+
+
+def _enter_normed(
+    x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, spec: NormedResidualSpec, layer: int
+) -> Tensor:
+    role = f"layers.{layer}"
+    if spec.apart and unrouted is not None and routed is not None:
+        unrouted = norm(unrouted, weights, f"{role}.shared_post_norm")
+        routed = norm(routed, weights, f"{role}.experts_post_norm")
+    y = _sum(unrouted, routed)
+    if has_output_norm(spec, "mlp", layer in weights.spec.moe_layers):
+        y = norm(y, weights, f"{role}.mlp_post_norm")
+    x = x + scaled(y, weights.spec.residual_multiplier)
+    return x * weights.vector(f"{role}.scale") if spec.scaled else x
+
+
+def _unit(x: Tensor, weights: Weights) -> Tensor:
+    """Returns x float32 [..., n] over the rms of its rows, with the model's eps."""
+    return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
+
+
+# ---- several residual streams ---------------------------------------------------------------------------------------
+
+
+def _gated_average(x: Tensor, weights: Weights, spec: GatedStreamsSpec, role: str) -> Tensor:
+    """Returns the average of the normed streams, each value behind a gate: float32 [T, d]."""
+    normed = _normed_streams(x, weights, spec, role)
+    gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / spec.streams)
+    gates = linear(gates, weights.matrix(f"{role}.up")).sigmoid()
+    return (gates * normed).view(len(x), spec.streams, -1).mean(dim=1)
+
+
+def _normed_streams(x: Tensor, weights: Weights, spec: GatedStreamsSpec, role: str) -> Tensor:
+    return _unit(x.view(len(x), spec.streams, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
+
+
+def _stream_weights(
+    x: Tensor, weights: Weights, spec: MixedStreamsSpec, role: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns with what weights streams are read, float32 [T, n], an output enters them, [T, n], and they are mixed.
+
+    The last, float32 [T, n, n], is of stream j in stream k; None if streams are not mixed.
+    """
+    n, scale = spec.streams, weights.vector(f"{role}.scale")
+    found = linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
+    base = weights.vector(f"{role}.base")
+    read = (found[:, :n] * scale[0] + base[:n]).sigmoid() + spec.eps
+    enter = spec.magnitude * (found[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
+    if not spec.mixing:
+        return read, enter + spec.eps, None
+    mix = (found[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(dim=-1) + spec.eps
+    mix = mix / (mix.sum(dim=-2, keepdim=True) + spec.eps)
+    for _ in range(spec.mixing - 1):
+        mix = mix / (mix.sum(dim=-1, keepdim=True) + spec.eps)
+        mix = mix / (mix.sum(dim=-2, keepdim=True) + spec.eps)
+    return read, enter, mix
+
+
+def _weighted(x: Tensor, shares: Tensor) -> Tensor:
+    """Returns the sum of streams [T, n d] by shares [T, n]: float32 [T, d]."""
+    return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
+
+
+def _enter_streams(
+    x: Tensor, y: Tensor, weights: Weights, spec: GatedStreamsSpec | MixedStreamsSpec, role: str
+) -> Tensor:
+    """Returns streams [T, n d] after an output y float32 [T, d] entered them."""
+    if isinstance(spec, GatedStreamsSpec):
+        normed, mix = _normed_streams(x, weights, spec, role), None
+        enter = 2 * (linear(normed, weights.matrix(f"{role}.inject")) / spec.streams).sigmoid()
+    else:
+        _, enter, mix = _stream_weights(x, weights, spec, role)
+    if mix is not None:
+        x = (mix.transpose(1, 2) @ x.view(len(x), spec.streams, -1)).flatten(1)
+    return x + (enter[:, :, None] * y[:, None]).flatten(1)
+
+
+def _final_stream(x: Tensor, weights: Weights) -> Tensor:
+    """Returns one stream of those after the last layer, float32 [T, d], normed."""
+    residual = weights.spec.residual
+    if isinstance(residual, GatedStreamsSpec):
+        return _gated_average(x, weights, residual, "streams")
+    if isinstance(residual, MixedStreamsSpec):
+        found = linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
+        x = _weighted(x, (found + weights.vector("streams.base")).sigmoid() + residual.eps)
+    return norm(x[:, : weights.spec.hidden_size], weights, "norm")
+
+
 # ---- before the layers, and the first half of a layer ---------------------------------------------------------------
 
 
@@ -49,7 +219,13 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def embed(ids: Tensor, weights: Weights) -> Tensor:
     """Returns the hidden states before the first layer, for tokens int64 [T]."""
-    return scaled(gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
+    x, residual = (
+        scaled(gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier),
+        weights.spec.residual,
+    )
+    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+        return x.repeat(1, residual.streams)
+    return x if residual is None or residual.streams == 1 else torch.cat((x, torch.zeros_like(x)), dim=1)
 
 
 def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | LayerState, angles: Angles) -> Tensor:
@@ -59,7 +235,7 @@ def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | L
     """
     if not weights.spec.has_first(layer):
         return x
-    normed = norm(x, weights, f"layers.{layer}.attention_norm")
+    normed = first_input(x, weights, layer)
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:
         assert isinstance(cache, LayerCache), "of a layer with attention"
@@ -67,15 +243,10 @@ def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | L
     else:
         assert isinstance(cache, LayerState), "of a layer with a mixer"
         y = mix(normed, weights, layer, mixer, cache)
-    return x + scaled(y, weights.spec.residual_multiplier)
+    return enter_first(x, y, weights, layer)
 
 
 # ---- the second half of a layer: routing ----------------------------------------------------------------------------
-
-
-def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the normed hidden states that a layer's router and experts get."""
-    return norm(x, weights, f"layers.{layer}.mlp_norm")
 
 
 def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -154,17 +325,27 @@ def run_experts(
     return run_one_by_one(x, experts, router_weights, weights, layer_idx)
 
 
-def expert_inputs(x: Tensor, router_weights: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Returns what a layer's experts get for x float32 [T, d], and the weights of their outputs, float32 [T, k]."""
-    if not spec.router.on_input:
+def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> tuple[Tensor, Tensor]:
+    """Returns what a layer's experts get for `mlp_input` x float32 [T, d], and the weights of their outputs [T, k]."""
+    own = experts_norm(weights, weights.spec.moe_layers[layer_idx])
+    if own is not None:
+        x = x * own
+    if not weights.spec.router.on_input:
         return x, router_weights
     return x * router_weights, torch.ones_like(router_weights)  # there is one expert a token
+
+
+def experts_norm(weights: Weights, layer: int) -> Tensor | None:
+    """Returns the weights of the norm that a layer's routed experts have of their own, float32 [d]; None if none."""
+    residual = weights.spec.residual
+    is_apart = isinstance(residual, NormedResidualSpec) and residual.apart
+    return weights.vector(f"layers.{layer}.experts_norm") if is_apart else None
 
 
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
     """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
     y, function = torch.zeros_like(x), weights.spec.expert.function
-    x, router_weights = expert_inputs(x, router_weights, weights.spec)
+    x, router_weights = expert_inputs(x, router_weights, weights, layer_idx)
     x = to_experts(x, weights, layer_idx)
     for number in torch.unique(experts).tolist():  # in rising order, so that sums have one order
         token_idx, place = torch.where((experts == number) & (router_weights != 0))  # zero: beyond its capacity
@@ -184,6 +365,8 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
         return run_dense_expert(x, weights, f"{role}.mlp", spec.expert.function)
     if spec.shared_expert is None:
         return None
+    if isinstance(spec.residual, NormedResidualSpec) and spec.residual.apart:
+        x = x * weights.vector(f"{role}.shared_norm")
     output = run_dense_expert(x, weights, f"{role}.shared", spec.expert.function)
     if spec.shared_expert.gated:
         output = output * torch.sigmoid(linear(x, weights.matrix(f"{role}.shared_router")))
@@ -205,9 +388,9 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFun
 
 
 def head(x: Tensor, weights: Weights) -> Tensor:
-    """Returns the logits of hidden states after the last layer, float32 [T, vocabulary]."""
+    """Returns the logits of hidden states [T, w] after the last layer, float32 [T, vocabulary]."""
     spec = weights.spec
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
-    logits = linear(norm(x, weights, "norm"), matrix, bias)
+    logits = linear(_final_stream(x, weights), matrix, bias)
     return logits if spec.logits_scaling == 1.0 else logits / spec.logits_scaling

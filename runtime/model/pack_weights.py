@@ -243,7 +243,7 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
         """
         works = []
-        x, router_weights = expert_inputs(x, router_weights, self.spec)
+        x, router_weights = expert_inputs(x, router_weights, self, layer_idx)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
             expert = self._mapped_expert(layer_idx, number)
             works.append((expert.rows, tokens, weights))

@@ -393,7 +393,8 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     mixing = 0 if spec.mixer is None else spec.mixer.width
-    floats = 6 * d + max(width, mixing) + 3 * widest + 2 * E + k * d
+    streams = 0 if spec.residual is None else 6 * spec.stream_width  # normed, gated, weighted, and before and after
+    floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
     return 4 * (chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)) + few + many + _THREADS_BYTES

@@ -184,7 +184,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         if self._scores_matter or self.approximations.substitute is not None or predicted is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, predicted, counts)
         # Experts get these; routers and predictors get x.
-        inputs, router_weights = expert_inputs(x, router_weights, self.spec)
+        inputs, router_weights = expert_inputs(x, router_weights, self, layer_idx)
         inputs = to_experts(inputs, self, layer_idx)
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:

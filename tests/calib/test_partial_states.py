@@ -40,7 +40,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tensor]:
             partial.add(layer, expert, token_idx, router_weights, output)
 
         measure_layer(states, tokens, weights, layer, (0.0, 0.0), JUDGED * S, on_output=on_output)
-        partial.end(layer)
+        partial.end(layer, states, weights)
         states.leave(layer, tokens)
     found = {layer: partial.scores(layer) for layer in range(L)}
     assert found[0] is None

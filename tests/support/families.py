@@ -213,6 +213,7 @@ BASE: dict[str, Values] = {
         "lm_head_bias": True,
         "rope_scaling": LONGROPE,
     },
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "num_key_value_heads": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
     "granitemoe": {
         "num_key_value_heads": 2,
@@ -470,6 +471,11 @@ TINY: tuple[Tiny, ...] = (
         "olmoe",
         "shared keys, bias, normalized",
         {"num_key_value_heads": 2, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    Tiny(
+        "flex_olmo",
+        "own keys, bias, normalized",
+        {"num_key_value_heads": 4, "attention_bias": True, "norm_topk_prob": True},
     ),
     Tiny("granitemoe", "own head, bias", {"tie_word_embeddings": False, "attention_bias": True}),
     Tiny(

@@ -102,6 +102,7 @@ PUBLISHED = (
 # Families of which no public copy of a real config.json was found, and why.
 UNPUBLISHED = {
     "deepseek_ocr2": "tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",
+    "flex_olmo": "no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     "flint": "no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",

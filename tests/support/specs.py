@@ -16,7 +16,18 @@ from moe_pack.formats import (
     load,
     parse,
 )
-from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec, LatentSpec, RelativeSpec, RopeSpec
+from moe_pack.formats.parts import (
+    GatedDeltaSpec,
+    GatedStreamsSpec,
+    GroupedQuerySpec,
+    LatentSpec,
+    MixedStreamsSpec,
+    NormedResidualSpec,
+    ParallelResidualSpec,
+    RelativeSpec,
+    RopeSpec,
+    ShortcutResidualSpec,
+)
 from moe_pack.formats.spec import EncoderSpec
 
 Values = dict[str, Any]
@@ -73,6 +84,28 @@ HYBRID = replace(
     attention=GroupedQuerySpec("grouped_query", 4, 2, 32, None, 32**-0.5, (), "head", gated=True),
     mixer=GatedDeltaSpec("gated_delta_net", (0, 2), 2, 4, 16, 24, conv_kernel=4, interleaved=True),
 )
+# Three layers whose halves do not simply add to the hidden state, by a name for each kind.
+RESIDUALS = {
+    "norms of inputs and outputs": replace(
+        GROUPED, residual_multiplier=0.7, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), False, True)
+    ),
+    "norms of outputs alone": replace(
+        GROUPED, residual=NormedResidualSpec("normed", False, ("attention", "mlp"), False, False)
+    ),
+    "norms of experts' outputs": replace(
+        GROUPED, residual=NormedResidualSpec("normed", True, ("experts",), False, False)
+    ),
+    "norms apart": replace(GROUPED, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), True, True)),
+    "shortcut": replace(GROUPED, residual=ShortcutResidualSpec("shortcut", (1,))),
+    "parallel": replace(GROUPED, residual=ParallelResidualSpec("parallel", averaged=True)),
+    "gated streams": replace(
+        GROUPED, norm=NormSpec("rms", 1e-6, zero_centered=True), residual=GatedStreamsSpec("gated_streams", 4, 40)
+    ),
+    "mixed streams": replace(GROUPED, residual=MixedStreamsSpec("mixed_streams", 3, mixing=4, magnitude=2.0, eps=1e-6)),
+    "streams that do not mix": replace(
+        GROUPED, residual=MixedStreamsSpec("mixed_streams", 2, mixing=0, magnitude=1.5, eps=1e-6)
+    ),
+}
 # An encoder of two layers and a decoder of two, each stack's second with experts.
 ANSWERING = replace(
     GROUPED,

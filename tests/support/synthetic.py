@@ -22,8 +22,8 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.kv_cache import Rope
-from moe_pack.runtime.model.layer import run_unrouted
+from moe_pack.runtime.model.kv_cache import LayerRopes
+from moe_pack.runtime.model.layer import enter_second, run_unrouted
 
 CPU = torch.device("cpu")
 
@@ -119,20 +119,20 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
     with Pack(folder) as pack, operations_for(CPU) as operations:
         weights, spec = open_weights(pack, CPU, operations), pack.spec
         ids = torch.randint(spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-        cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rope, CPU)(torch.arange(num_tokens), num_tokens)
+        cache, angles = KVCache(spec, num_tokens, CPU), LayerRopes(spec, CPU)(torch.arange(num_tokens), num_tokens)
         x, routes, rms = embed(ids, weights), [], []
         for layer in range(spec.num_hidden_layers):
-            x = add_attention(x, weights, layer, cache.of(layer), angles)
+            x = add_attention(x, weights, layer, cache.of(layer), angles[spec.attention_kind(layer)])
             if not spec.has_second(layer):
                 continue
             inputs = mlp_input(x, weights, layer)
             unrouted = run_unrouted(inputs, weights, layer)
-            added = torch.zeros_like(x) if unrouted is None else unrouted
+            routed = None
             if layer in spec.moe_layers:
                 experts, router_weights = route_tokens(inputs, weights, layer)
                 routes.append(experts.numpy())
-                added = added + run_experts(inputs, experts, router_weights, weights, spec.moe_layers.index(layer))
-            x = x + added * spec.residual_multiplier
+                routed = run_experts(inputs, experts, router_weights, weights, spec.moe_layers.index(layer))
+            x = enter_second(x, unrouted, routed, weights, layer)
             rms.append(float(x.pow(2).mean().sqrt()))
         return Run(routes, rms, head(x, weights))
 
