@@ -168,7 +168,8 @@ def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_laye
     """Returns why a residual cannot be that of a model of so many layers, or None."""
     if isinstance(residual, NormedResidualSpec):
         halves = ("attention", "mlp"), ("attention", "experts")
-        if not any(residual.after == each[first:last] for each in halves for first in (0, 1) for last in (1, 2)):
+        legal = [each[first:last] for each in halves for first, last in ((0, 1), (1, 2), (0, 2))]
+        if residual.after not in legal:
             return f"residual after is {residual.after}, expected 'attention', and 'mlp' or 'experts', or one of these"
         return None if residual.before or residual.after == halves[0] else "residual leaves a half without a norm"
     if isinstance(residual, ShortcutResidualSpec):

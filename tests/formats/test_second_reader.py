@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from random_codes import every_window
 from reseal import JsonObject, edit_array, reseal
 from second_reader import BadPackError, Part, Rows, SecondReader
+from specs import RESIDUALS
+from synthetic import made, plan_for
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
@@ -149,12 +151,14 @@ def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("family")
         pack(write(model, folder / "source"), folder / "pack", dense_width=8)
         packs[str(model)] = folder / "pack"
+    for name, spec in RESIDUALS.items():
+        packs[name] = made(spec, tmp_path_factory.mktemp("residual") / "pack", plan=plan_for(spec, width=8))
     return packs
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
-def test_models_of_every_family_are_read_alike(family_packs: dict[str, Path], model: Tiny) -> None:
-    assert_read_alike(family_packs[str(model)])
+@pytest.mark.parametrize("model", [*map(str, MODELS), *RESIDUALS])
+def test_models_of_every_family_are_read_alike(family_packs: dict[str, Path], model: str) -> None:
+    assert_read_alike(family_packs[model])
 
 
 def documented_roles() -> set[str]:

@@ -466,6 +466,48 @@ def test_weights_on_the_input_of_more_than_one_expert_are_refused() -> None:
     assert_refused_beside_legal(on_input, "router num_experts_per_tok", 2, 1, message)
 
 
+def test_residuals_that_cannot_be_are_refused() -> None:
+    normed = {"kind": "normed", "before": True, "after": ["mlp"], "apart": False, "scaled": False}
+    shortcut = {"kind": "shortcut", "layers": [1]}
+    gated = {"kind": "gated_streams", "streams": 4, "rank": 8}
+    mixed = {"kind": "mixed_streams", "streams": 4, "mixing": 3, "magnitude": 2.0, "eps": 1e-6}
+    order = "expected 'attention', and 'mlp' or 'experts', or one of these"
+    needed = "residual apart needs a shared expert, rms norms, and router weights on outputs"
+    layers = "residual layers must list MoE layers before the last layer, at least one, in rising order"
+    cases: list[tuple[Values, Values, str]] = [
+        (normed, {"after": ["mlp", "attention"]}, f"residual after is ('mlp', 'attention'), {order}"),
+        (normed, {"after": []}, f"residual after is (), {order}"),
+        (normed, {"before": False}, "residual leaves a half without a norm"),
+        (
+            normed | {"apart": True},
+            {"before": False, "after": ["attention", "mlp"]},
+            "residual apart needs norms before",
+        ),
+        (shortcut, {"layers": []}, layers),
+        (shortcut, {"layers": [2]}, layers),
+        (shortcut, {"layers": [0, 1]}, "residual layers must not follow each other"),
+        (gated, {"streams": 1}, "residual streams is 1, expected 2 to 64"),
+        (gated, {"rank": 0}, "residual rank is 0, expected 1 to 2^31 - 1"),
+        (mixed, {"streams": 65}, "residual streams is 65, expected 2 to 64"),
+        (mixed, {"eps": 1.0}, "residual mixing 3, magnitude 2.0 or eps 1.0 is out of range"),
+        (mixed, {"mixing": -1}, "residual mixing -1, magnitude 2.0 or eps 1e-06 is out of range"),
+        (mixed, {"magnitude": 0.0}, "residual mixing 3, magnitude 0.0 or eps 1e-06 is out of range"),
+    ]
+    for legal, wrong, message in cases:
+        with case(message):
+            assert_refused_beside_legal(GROUPED, "residual", legal | wrong, legal, message)
+    with_residual = {residual["kind"]: changed(GROUPED, "residual", residual) for residual in (shortcut, gated)}
+    shared = changed(GROUPED, "residual", normed | {"apart": True})
+    assert_refused_beside_legal(shared, "norm kind", "layer", "rms", needed)
+    assert spec_fault(replace(shared, shared_expert=None)) == needed
+    multiplied = "a shortcut residual cannot have a residual_multiplier of 0.5"
+    assert_refused_beside_legal(with_residual["shortcut"], "residual_multiplier", 0.5, 1.0, multiplied)
+    kind = "a gated_streams residual needs norms of kind rms, found layer"
+    assert_refused_beside_legal(with_residual["gated_streams"], "norm kind", "layer", "rms", kind)
+    halves = "a shortcut residual needs layers with both halves, and no encoder"
+    assert spec_fault(replace(with_residual["shortcut"], halves=HalvesSpec((), (0,)))) == halves
+
+
 def test_halves_that_cannot_be_are_refused() -> None:
     rising = "halves {} must list decoder layers, in rising order"
     legal = {"first": [], "second": [1]}

@@ -514,22 +514,55 @@ class SecondReader:
             is_mixer = mixer is not None and i in mixer["layers"]
             first = mixer_shapes(mixer, d) if is_mixer else attention_shapes(model["attention"], d)
             halves = model.get("halves", {"first": [], "second": []})
-            layer = [] if i in halves["second"] else [*self._norm_shapes("attention_norm"), *first]
+            residual = model.get("residual")
+            layer = [] if i in halves["second"] else [*self._first_norms(residual), *first]
             if model.get("encoder") is not None and i >= model["encoder"]["num_layers"]:
                 layer += self._norm_shapes("cross_norm")
                 layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
             if i not in halves["first"]:
-                layer += [*self._norm_shapes("mlp_norm"), *self._mlp_shapes(i in model["moe_layers"])]
+                has_experts = i in model["moe_layers"]
+                layer += [*self._second_norms(residual, has_experts), *self._mlp_shapes(has_experts)]
             shapes += [(f"layers.{i}.{role}", shape) for role, shape in layer]
         if model["attention"]["kind"] == "relative":
             table = (model["attention"]["num_buckets"], model["attention"]["num_heads"])
             shapes += [("encoder_position_bias", table)] if model.get("encoder") is not None else []
             shapes.append(("position_bias", table))
         shapes += self._norm_shapes("encoder_norm") if model.get("encoder") is not None else []
-        shapes += self._norm_shapes("norm")
+        if (residual := model.get("residual")) is not None:
+            shapes += stream_shapes(residual, "streams", d)
+        if residual is None or residual["kind"] != "gated_streams":
+            shapes += self._norm_shapes("norm")
         if not model["tied_head"]:
             shapes.append(("head", (model["vocab_size"], d)))
         return [*shapes, ("head_bias", (model["vocab_size"],))] if model["head_bias"] else shapes
+
+    def _first_norms(self, residual: dict[str, Any] | None) -> list[tuple[str, Shape]]:
+        """What stands before the roles of attention or of a mixer."""
+        if residual is None or residual["kind"] in ("shortcut", "parallel"):
+            return self._norm_shapes("attention_norm")
+        if residual["kind"] != "normed":
+            shapes = stream_shapes(residual, "attention_streams", self._d)
+            return shapes if residual["kind"] == "gated_streams" else [*shapes, *self._norm_shapes("attention_norm")]
+        shapes = self._norm_shapes("attention_norm") if residual["before"] else []
+        return [*shapes, *self._norm_shapes("attention_post_norm")] if "attention" in residual["after"] else shapes
+
+    def _second_norms(self, residual: dict[str, Any] | None, has_experts: bool) -> list[tuple[str, Shape]]:
+        """What stands before the roles of experts or of a dense expert."""
+        if residual is None or residual["kind"] == "shortcut":
+            return self._norm_shapes("mlp_norm")
+        if residual["kind"] == "parallel":
+            return []
+        if residual["kind"] != "normed":
+            shapes = stream_shapes(residual, "mlp_streams", self._d)
+            return shapes if residual["kind"] == "gated_streams" else [*shapes, *self._norm_shapes("mlp_norm")]
+        apart = residual["apart"] and has_experts
+        shapes = self._norm_shapes("mlp_norm") if residual["before"] and not apart else []
+        if apart:
+            for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
+                shapes += self._norm_shapes(name)
+        if "mlp" in residual["after"] or (has_experts and "experts" in residual["after"]):
+            shapes += self._norm_shapes("mlp_post_norm")
+        return [*shapes, ("scale", (1,))] if residual["scaled"] else shapes
 
     def _norm_shapes(self, role: str) -> list[tuple[str, Shape]]:
         biased = self.manifest["model"]["norm"]["kind"] == "layer"
@@ -553,6 +586,23 @@ class SecondReader:
     def _neurons(self, role: str, size: int) -> list[tuple[str, Shape]]:
         shapes: dict[str, Shape] = {"gate": (size, self._d), "up": (size, self._d), "down": (self._d, size)}
         return [(f"{role}.{name}", shapes[name]) for name in self.manifest["model"]["expert"]["matrices"]]
+
+
+def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
+    """The roles of several residual streams, for a half or after the last layer (section 9)."""
+    n, is_half = residual.get("streams", 0), name != "streams"
+    if residual["kind"] == "gated_streams":
+        rank = residual["rank"]
+        shapes: dict[str, Shape] = {"norm": (n * d,), "down": (rank, n * d), "up": (n * d, rank)}
+        shapes |= {"inject": (n, n * d)} if is_half else {}
+    elif residual["kind"] == "mixed_streams":
+        mixes = residual["mixing"] > 0
+        number = (2 * n + n * n if mixes else 2 * n) if is_half else n
+        scales = (3 if mixes else 2) if is_half else 1
+        shapes = {"weights": (number, n * d), "base": (number,), "scale": (scales,)}
+    else:
+        return []
+    return [(f"{name}.{role}", shape) for role, shape in shapes.items()]
 
 
 def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
