@@ -300,7 +300,7 @@ def _calibrated_quantizer(
     if not is_calibrated(recipe.plan, formats):
         return None
     assert recipe.calibration is not None, "a calibrated plan comes with a profile"
-    function = recipe.layout.spec.expert.function
+    function = recipe.layout.spec.expert_function(item.layer)
     return guarded_quantizer(recipe.calibration, (item.layer, item.expert), formats, function, rotation, stored)
 
 

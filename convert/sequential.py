@@ -106,7 +106,7 @@ class StoredInputs:
             x = to_experts(tokens.expert_inputs(token_idx), self._weights, layer_idx)
             y = resting_output(x, stored)
             for block in stored.blocks():
-                y.addmm_(activations(x, block, self._spec.expert.function).h, block.down)
+                y.addmm_(activations(x, block, self._spec.expert_function(layer_idx)).h, block.down)
             return token_idx, router_weights, from_experts(y, self._weights, layer_idx)
 
         for added in in_order(work, range(self._spec.router.num_experts), self._workers):

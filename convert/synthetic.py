@@ -73,7 +73,15 @@ _HIDDEN_RMS = 32.0
 # token, which shifts the popularity of experts: at 0.05 by less than a tenth.
 _TURN = 0.05
 # Of h(g, u) for normal g and u of deviation 1.
-_ACTIVE_RMS: dict[NeuronFunction, float] = {"silu": 0.5965, "relu": 0.7071, "relu2": 1.2247, "clamped_swiglu": 0.9187}
+_ACTIVE_RMS: dict[NeuronFunction, float] = {
+    "silu": 0.5965,  # limits are far above such values
+    "clipped_silu": 0.5965,
+    "capped_silu": 0.5965,
+    "gelu_tanh": 0.6521,
+    "relu": 0.7071,
+    "relu2": 1.2247,
+    "clamped_swiglu": 0.9187,
+}
 _ROWS_AT_ONCE = 512
 
 
@@ -611,16 +619,18 @@ def _thresholds(spec: ModelSpec, plan: Plan, traits: SyntheticTraits) -> NDArray
     if traits.theta is not None:
         return np.full(shape, traits.theta, np.float32)
     thresholds = np.zeros(shape, np.float32)
-    known: dict[tuple[ExpertFormat, float], float] = {}
+    known: dict[tuple[ExpertFormat, NeuronFunction, float], float] = {}
     for (l, e), sparsity in np.ndenumerate(np.broadcast_to(np.asarray(traits.sparsity), shape)):
-        key = (plan.experts[l][e], float(sparsity))
+        key = (plan.experts[l][e], spec.expert_function(l), float(sparsity))
         if sparsity > 0 and key not in known:
             known[key] = _quantile(spec, plan, *key, traits.seed)
         thresholds[l, e] = known[key] if sparsity > 0 else 0.0
     return thresholds
 
 
-def _quantile(spec: ModelSpec, plan: Plan, expert: ExpertFormat, sparsity: float, seed: int) -> float:
+def _quantile(
+    spec: ModelSpec, plan: Plan, expert: ExpertFormat, function: NeuronFunction, sparsity: float, seed: int
+) -> float:
     """Returns the quantile of `abs(a)` over random tokens and experts of one format."""
     tokens = _random_tokens(spec, seed)
     layout = expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
@@ -628,7 +638,7 @@ def _quantile(spec: ModelSpec, plan: Plan, expert: ExpertFormat, sparsity: float
     while sum(sample.shape[1] for sample in samples) < _SAMPLE_NEURONS:
         extent = torch.from_numpy(_random_extent(spec, layout, (seed, _SAMPLE, number)))
         for block in PackedExpert(layout, extent).blocks():
-            samples.append(activations(tokens, block, spec.expert.function).of(plan.selector).abs())
+            samples.append(activations(tokens, block, function).of(plan.selector).abs())
         number += 1
     return float(np.quantile(torch.cat(samples, dim=1).numpy(), sparsity))
 

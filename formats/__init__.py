@@ -20,6 +20,7 @@ from moe_pack.formats.safetensors import RangeReader
 from moe_pack.formats.spec import (
     MATRICES,
     ExpertSpec,
+    LimitedFunction,
     Matrix,
     ModelSpec,
     NeuronFunction,
@@ -41,6 +42,7 @@ __all__ = [
     "ExpertFormat",
     "ExpertLayout",
     "ExpertSpec",
+    "LimitedFunction",
     "Matrix",
     "ModelSpec",
     "NeuronFunction",

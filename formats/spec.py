@@ -57,7 +57,19 @@ Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
 Selector = Literal["up", "gate", "both", "none"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
-NeuronFunction = Literal["silu", "relu", "relu2", "clamped_swiglu"]
+NeuronName = Literal["silu", "relu", "relu2", "clamped_swiglu", "gelu_tanh", "clipped_silu", "capped_silu"]
+LimitedName = Literal["clipped_silu", "capped_silu"]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedFunction:
+    """A neuron function whose values are limited: `name` says where, `limit` how."""
+
+    name: LimitedName
+    limit: float
+
+
+NeuronFunction = NeuronName | LimitedFunction  # of an expert; a limited one always has its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +116,62 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitSpec:
+    """The limits of the neuron functions of some `layers`, rising; null: of all layers.
+
+    `routed`: of the routed experts. `unrouted`: of the shared or the dense expert. Null: none.
+    """
+
+    layers: tuple[int, ...] | None
+    routed: float | None
+    unrouted: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
     A neuron's `h(g, u)` is `act(g) * factor(u)`; `g` and `u` are the products of its gate and up rows with the input.
-    Without a gate, `h` is `act(u)`. `silu`, `relu` and its square `relu2` are `act`, and `factor(u) = u`.
-    `clamped_swiglu` needs a gate:
-    `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
+    Without a gate, `h` is `act(u)`. `silu`, `relu`, its square `relu2`, and GELU in its approximation by tanh,
+    `gelu_tanh`, are `act`, and `factor(u) = u`. The others need a gate:
+    `clamped_swiglu`: `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
+    `clipped_silu`: `act(g) = silu(min(g, limit))`, `factor(u) = clamp(u, -limit, limit)`.
+    `capped_silu`: `act(g) = min(silu(g), limit)`, and the same factor. `limits` has the limits of the layers; without
+    one, both are `silu`.
     `bias` lists the matrices with a bias. The bias of gate or up is one value a neuron, in the neuron's row. The bias
     of down is `d` float32 values, which a chosen expert adds to its output whichever neurons run. `extra_floats` is
     their number, or 0.
     `repeats`: of a pack, how many neurons have two rows. `intermediate_size` counts both. Such a neuron has the same
     gate and up in both rows, and its down is the sum of both, so that it has twice the bits.
-    Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts.
+    Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts; `clipped_silu`: models/deepseek_v4,
+    DeepseekV4Experts; `capped_silu`: models/step3p7, Step3p7Experts.
     """
 
-    function: NeuronFunction
+    function: NeuronName
     intermediate_size: int
     matrices: tuple[Matrix, ...]
     bias: tuple[Matrix, ...]
     extra_floats: int
     repeats: int = added(0)
+    limits: tuple[LimitSpec, ...] = added(())
+
+    def routed_function(self, layer: int) -> NeuronFunction:
+        """Returns the neuron function of a layer's routed experts."""
+        limit = self._limit(layer)
+        return self._limited(None if limit is None else limit.routed)
+
+    def unrouted_function(self, layer: int) -> NeuronFunction:
+        """Returns the neuron function of a layer's shared or dense expert."""
+        limit = self._limit(layer)
+        return self._limited(None if limit is None else limit.unrouted)
+
+    def _limit(self, layer: int) -> LimitSpec | None:
+        return next((limit for limit in self.limits if limit.layers is None or layer in limit.layers), None)
+
+    def _limited(self, limit: float | None) -> NeuronFunction:
+        if self.function != "clipped_silu" and self.function != "capped_silu":
+            return self.function
+        return "silu" if limit is None else LimitedFunction(self.function, limit)
 
     @property
     def source_size(self) -> int:
@@ -219,6 +266,10 @@ class ModelSpec:
     def rope_of(self, layer: int) -> RopeSpec | None:
         """Returns the rotary positions of a layer; None if it does not rotate."""
         return self.attention_kinds[self.attention_kind(layer)][1]
+
+    def expert_function(self, layer_idx: int) -> NeuronFunction:
+        """Returns the neuron function of the routed experts of a MoE layer, counted from 0."""
+        return self.expert.routed_function(self.moe_layers[layer_idx])
 
     def has_first(self, layer: int) -> bool:
         """Returns whether a layer has its first half, attention or a mixer."""
@@ -453,6 +504,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _residual_fault(spec)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
+        or _limits_fault(spec.expert, spec.num_hidden_layers)
     )
 
 
@@ -594,7 +646,7 @@ def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
     ordered = tuple(matrix for matrix in MATRICES if matrix in expert.matrices)
     if expert.matrices != ordered or "up" not in ordered or "down" not in ordered:
         return f"expert matrices are {expert.matrices}, expected ('gate', 'up', 'down') or ('up', 'down')"
-    if expert.function == "clamped_swiglu" and "gate" not in ordered:
+    if expert.function in ("clamped_swiglu", "clipped_silu", "capped_silu") and "gate" not in ordered:
         return f"expert function {expert.function} needs a gate"
     if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
         return f"expert bias names {expert.bias}, expected some of {expert.matrices} in this order"
@@ -603,4 +655,20 @@ def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
     expected = hidden_size if "down" in expert.bias else 0
     if expert.extra_floats != expected:
         return f"extra_floats is {expert.extra_floats}, expected {expected}, the number of values in the bias of down"
+    return None
+
+
+def _limits_fault(expert: ExpertSpec, num_layers: int) -> str | None:
+    if (expert.function in ("clipped_silu", "capped_silu")) != bool(expert.limits):
+        return f"expert function {expert.function} with {len(expert.limits)} limits; clipped and capped ones need some"
+    listed = [layer for limit in expert.limits for layer in limit.layers or ()]
+    whole = any(limit.layers is None for limit in expert.limits)
+    if len(set(listed)) < len(listed) or (whole and len(expert.limits) > 1):
+        return "expert limits must list each layer once at most"
+    for limit in expert.limits:
+        if limit.layers is not None and (not limit.layers or not are_layers(limit.layers, num_layers)):
+            return "expert limits must list decoder layers, at least one each, in rising order"
+        given = [bound for bound in (limit.routed, limit.unrouted) if bound is not None]
+        if not given or not all(0 < bound < 1e6 for bound in given):
+            return f"expert limits are {limit.routed} and {limit.unrouted}, expected one at least, between 0 and 1e6"
     return None

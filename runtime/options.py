@@ -38,7 +38,9 @@ def cpu_only(spec: ModelSpec) -> str | None:
         parts[f"a {spec.residual.kind} residual"] = True
     if spec.mixer is not None:
         parts[f"layers of {spec.mixer.kind}"] = True
-    parts |= {"experts of relu2": spec.expert.function == "relu2", "no rotary positions": spec.rope is None}
+    function = spec.expert.function
+    parts |= {f"experts of {function}": function not in ("silu", "relu", "clamped_swiglu")}
+    parts["no rotary positions"] = spec.rope is None
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
     if isinstance(attention, LatentSpec):

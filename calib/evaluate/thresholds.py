@@ -285,7 +285,7 @@ class _Run:
         histogram = Histogram()
         for x, _ in input_chunks(tokens, self._weights, layer_idx, token_idx, self._device):
             for block in self._weights.expert(layer_idx, expert).blocks():
-                values = activations(x, block, self._spec.expert.function)
+                values = activations(x, block, self._spec.expert_function(layer_idx))
                 histogram.add(values.of(self._weights.selector).abs())
             self._progress.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
         return histogram

@@ -230,7 +230,7 @@ def run_counted(
         expert = weights.expert(*number)
         y, runs_of = resting_output(x, expert), torch.zeros(len(x), device=x.device)
         for block in expert.blocks():
-            values = activations(x, block, spec.expert.function)
+            values = activations(x, block, spec.expert_function(number[0]))
             a = values.of(weights.selector)
             runs = running(a, threshold)
             y.addmm_(torch.where(runs, values.h, 0.0), block.down)

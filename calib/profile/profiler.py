@@ -324,7 +324,7 @@ class _Run:
                 tokens = inputs.of_expert(expert)
             is_better = is_rotated_better(
                 self._weights.expert(layer_idx, expert),
-                self._spec.expert.function,
+                self._spec.expert_function(layer_idx),
                 tokens,
                 LayerRotation.of(vectors, layer_idx),
             )

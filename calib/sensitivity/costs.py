@@ -238,7 +238,7 @@ class Trial:
 
     @property
     def _function(self) -> NeuronFunction:
-        return self._spec.expert.function
+        return self._spec.expert_function(0)
 
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
         width = self._spec.hidden_size if width is None else width

@@ -45,7 +45,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
-from moe_pack.runtime.model import NEURONS, Activations, Expert, NeuronBlock, Operations, Weights, activations
+from moe_pack.runtime.model import Activations, Expert, NeuronBlock, Operations, Weights, activations, neuron_of
 from moe_pack.runtime.model import Matrix as DenseMatrix
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -131,7 +131,7 @@ def add_change(
     product = x @ rounded.T
     if bias is not None:
         product = product + bias
-    neuron = NEURONS[function]
+    neuron = neuron_of(function)
     if matrix == "up":
         h = neuron.act(product) if block.gate is None else values.gate * neuron.factor(product)
     else:

@@ -146,7 +146,7 @@ class ExactPass:
     def _output(self, tokens: LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int) -> Tensor:
         rotation = LayerRotation(model.rotation(layer_idx))
         x = rotation.inputs(tokens.expert_inputs(token_idx).to(self._device))
-        y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
+        y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert_function(layer_idx), "none", 0.0)
         return rotation.outputs(y)
 
     def _copies(self, layer: int, base: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:

@@ -35,7 +35,6 @@ from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, rounding_squares
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, Selector
 from moe_pack.runtime.model import (
-    NEURONS,
     Activations,
     Expert,
     Matrix,
@@ -44,6 +43,7 @@ from moe_pack.runtime.model import (
     Weights,
     head,
     linear,
+    neuron_of,
 )
 from moe_pack.runtime.model.layer import router_logits
 from moe_pack.runtime.model.matrix import InMemoryMatrix
@@ -277,7 +277,7 @@ def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds
 
 def _neurons(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> tuple[Activations, tuple[Tensor, Tensor]]:
     """Returns what a block's neurons compute, and the derivatives of h by the products with gate and with up."""
-    neuron = NEURONS[function]
+    neuron = neuron_of(function)
     with torch.inference_mode(mode=False), torch.enable_grad():
         up = _products(x, block.up, block.up_bias)
         if block.gate is None:

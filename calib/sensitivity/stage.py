@@ -243,7 +243,7 @@ class SensitivityPass:
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
             x = rotation.inputs(tokens.expert_inputs(token_idx[chunk]).to(self.device))
-            output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert.function, "none", 0.0)
+            output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert_function(layer_idx), "none", 0.0)
             states.add(tokens, token_idx[chunk], weights[chunk], rotation.outputs(output))
 
     # --- back
@@ -348,7 +348,7 @@ class SensitivityPass:
         Args:    above: with respect to the weighted sum of their outputs, float32 [T, d].
         """
         spec, layer_idx = self.spec, self.spec.moe_layers.index(layer)
-        E, function = spec.router.num_experts, spec.expert.function
+        E, function = spec.router.num_experts, spec.expert_function(layer_idx)
         thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
         by_weight = torch.zeros_like(tokens.weights)
         rotation = self._rotation(layer_idx)
@@ -443,7 +443,7 @@ class SensitivityPass:
         calibration = replace(calibration, inputs=on_cpu.inputs(calibration.inputs))
         model_expert = self.stored_experts.expert(layer_idx, expert)
         gradients = above[token_idx[judged]].square().mean(dim=1).sqrt()
-        function, weights = self.spec.expert.function, (weights[judged] * gradients).to(x.device)
+        function, weights = self.spec.expert_function(layer_idx), (weights[judged] * gradients).to(x.device)
         anchor = calibrated_anchor(every)
         formats = every if reference is None else (anchor,)
         found = calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()

@@ -351,7 +351,7 @@ def measure_layer(
             add_output(expert, token_idx[places], router_weights[places], output)
 
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
-        on_output, function = keep if workers > 1 else add, spec.expert.function
+        on_output, function = keep if workers > 1 else add, spec.expert_function(layer_idx)
         measured = measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
         return expert, token_idx, router_weights, outputs, measured
 

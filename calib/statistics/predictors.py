@@ -465,7 +465,8 @@ def _judge_neurons(
         token_idx = token_idx[sample_places(len(token_idx), _NEURON_TOKENS)]
         if len(token_idx):
             inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
-            _count(weights.expert(layer_idx, expert), weights.spec.expert.function, inputs, thresholds[expert], counts)
+            function = weights.spec.expert_function(layer_idx)
+            _count(weights.expert(layer_idx, expert), function, inputs, thresholds[expert], counts)
     return np.asarray(
         [[(c.recall, c.precision) if c.num_actual else (np.nan, np.nan) for c in row] for row in counts], np.float32
     )

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
+from moe_pack.formats import ExpertLayout, LimitedFunction, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
 from moe_pack.formats.layout import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
@@ -50,7 +50,15 @@ _PART_NUMBERS = 8  # kPartNumbers in layout.h
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
-_FUNCTIONS: dict[NeuronFunction, int] = {"silu": 0, "relu": 1, "clamped_swiglu": 2, "relu2": 3}
+_FUNCTIONS: dict[NeuronFunction, int] = {
+    "silu": 0,
+    "relu": 1,
+    "clamped_swiglu": 2,
+    "relu2": 3,
+    "gelu_tanh": 4,
+    "clipped_silu": 5,
+    "capped_silu": 6,
+}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
 _SELECTOR_ROW, _RECORD = 1, 2  # places of a part
 
@@ -372,14 +380,17 @@ def open_kernels(threads: int | None = None) -> Kernels | None:
 
 @lru_cache(maxsize=4096)
 def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> Numbers:
-    """Returns an expert's layout and neuron function as the kernels take them: int32 [31], read-only.
+    """Returns an expert's layout and neuron function as the kernels take them: int32 [32], read-only.
 
     The numbers: d, f, selector kind, bytes of a selector row, of a record, of the row of extra values (0: none), neuron
-    function; then the parts gate, up and down.
+    function, the bits of its limit as a float32 (0: none); then the parts gate, up and down.
     """
     numbers = [layout.records.num_cols, layout.num_rows, _SELECTORS[selector]]
     numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes, layout.extra_bytes]
-    numbers.append(_FUNCTIONS[function])
+    if isinstance(function, LimitedFunction):
+        numbers += [_FUNCTIONS[function.name], int(np.float32(function.limit).view(np.int32))]
+    else:
+        numbers += [_FUNCTIONS[function], 0]
     for name in ("gate", "up", "down"):
         selected = layout.selector.part(name) if layout.selector else None
         part = selected or layout.records.part(name)

@@ -3,7 +3,15 @@
 from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
 from moe_pack.runtime.model.decoder import Decoder
 from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
-from moe_pack.runtime.model.expert import NEURONS, Activations, Expert, NeuronBlock, activations, run_expert, running
+from moe_pack.runtime.model.expert import (
+    Activations,
+    Expert,
+    NeuronBlock,
+    activations,
+    neuron_of,
+    run_expert,
+    running,
+)
 from moe_pack.runtime.model.kv_cache import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
@@ -29,7 +37,6 @@ from moe_pack.runtime.model.pack_weights import (
 from moe_pack.runtime.model.weights import Weights
 
 __all__ = [
-    "NEURONS",
     "PREFILL_TOKENS",
     "TORCH",
     "Activations",
@@ -58,6 +65,7 @@ __all__ = [
     "head",
     "linear",
     "mlp_input",
+    "neuron_of",
     "open_weights",
     "operations_for",
     "read_neurons",

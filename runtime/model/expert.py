@@ -17,12 +17,13 @@ neuron whose activation is NaN runs, so that the error shows in the output.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moe_pack.formats import NeuronFunction, Selector
+from moe_pack.formats import LimitedFunction, NeuronFunction, Selector
 
 # ---- the neuron functions -------------------------------------------------------------------------------------------
 
@@ -58,12 +59,38 @@ def _clamped_plus_one(up: Tensor) -> Tensor:
     return up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1
 
 
-NEURONS: dict[NeuronFunction, Neuron] = {
+def _gelu_tanh(gate: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def _clipped_silu(limit: float, gate: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate.clamp(max=limit))
+
+
+def _capped_silu(limit: float, gate: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate).clamp(max=limit)
+
+
+def _within(limit: float, up: Tensor) -> Tensor:
+    return up.clamp(-limit, limit)
+
+
+_NEURONS: dict[NeuronFunction, Neuron] = {
     "silu": Neuron(torch.nn.functional.silu, _identity),
     "relu": Neuron(torch.relu, _identity),
     "relu2": Neuron(_squared_relu, _identity),
     "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
+    "gelu_tanh": Neuron(_gelu_tanh, _identity),
 }
+_LIMITED: dict[str, Callable[[float, Tensor], Tensor]] = {"clipped_silu": _clipped_silu, "capped_silu": _capped_silu}
+
+
+def neuron_of(function: NeuronFunction) -> Neuron:
+    """Returns what a neuron function computes."""
+    if not isinstance(function, LimitedFunction):
+        return _NEURONS[function]
+    return Neuron(partial(_LIMITED[function.name], function.limit), partial(_within, function.limit))
+
 
 # ---- the weights of an expert ---------------------------------------------------------------------------------------
 
@@ -133,7 +160,7 @@ class Activations:
 
 def activations(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> Activations:
     """Returns what a block's neurons compute for tokens x float32 [T, d]; without a gate all three are h."""
-    neuron = NEURONS[function]
+    neuron = neuron_of(function)
     u = x @ block.up.T
     if block.up_bias is not None:
         u = u + block.up_bias

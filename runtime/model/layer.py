@@ -24,7 +24,7 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.formats.parts.residual import Half, has_input_norm, has_output_norm
 from moe_pack.runtime.model.attention import attend
-from moe_pack.runtime.model.expert import NEURONS, run_expert
+from moe_pack.runtime.model.expert import neuron_of, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
 from moe_pack.runtime.model.mixer import mix
@@ -344,7 +344,7 @@ def experts_norm(weights: Weights, layer: int) -> Tensor | None:
 
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
     """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
-    y, function = torch.zeros_like(x), weights.spec.expert.function
+    y, function = torch.zeros_like(x), weights.spec.expert_function(layer_idx)
     x, router_weights = expert_inputs(x, router_weights, weights, layer_idx)
     x = to_experts(x, weights, layer_idx)
     for number in torch.unique(experts).tolist():  # in rising order, so that sums have one order
@@ -361,13 +361,14 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
     Returns: float32 [T, d]; None where the family has no shared expert.
     """
     spec, role = weights.spec, f"layers.{layer}"
+    function = spec.expert.unrouted_function(layer)
     if layer not in spec.moe_layers:
-        return run_dense_expert(x, weights, f"{role}.mlp", spec.expert.function)
+        return run_dense_expert(x, weights, f"{role}.mlp", function)
     if spec.shared_expert is None:
         return None
     if isinstance(spec.residual, NormedResidualSpec) and spec.residual.apart:
         x = x * weights.vector(f"{role}.shared_norm")
-    output = run_dense_expert(x, weights, f"{role}.shared", spec.expert.function)
+    output = run_dense_expert(x, weights, f"{role}.shared", function)
     if spec.shared_expert.gated:
         output = output * torch.sigmoid(linear(x, weights.matrix(f"{role}.shared_router")))
     return output
@@ -381,7 +382,7 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFun
     """
     up = linear(x, weights.matrix(f"{role}.up"))
     gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
-    return linear(NEURONS[function].h(gate, up), weights.matrix(f"{role}.down"))
+    return linear(neuron_of(function).h(gate, up), weights.matrix(f"{role}.down"))
 
 
 # ---- after the layers -----------------------------------------------------------------------------------------------

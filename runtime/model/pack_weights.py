@@ -224,8 +224,9 @@ class MappedPackWeights(PackWeights, ExpertRunner):
             with named_if_cut(place):
                 mapped = self._pack.map_extent(layer_idx, expert, self.operations.kernels.checksum)
             layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
+            function = self.spec.expert_function(layer_idx)
             mapped_expert = self._mapped[layer_idx, expert] = MappedExpert(
-                layout, self.selector, self.spec.expert.function, threshold, mapped, self.operations, place
+                layout, self.selector, function, threshold, mapped, self.operations, place
             )
         return mapped_expert
 

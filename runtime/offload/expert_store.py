@@ -220,6 +220,7 @@ class PagedExpert:
         row_is_checked: NDArray[np.bool_] | None = None,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
+        self.function: NeuronFunction = function
         self.num_blocks = -(-layout.num_bytes // DISK_BLOCK_BYTES)
         self._selector_stays = selector_rows is not None
         self._first_block = begin_block(layout) if self._selector_stays else 0
@@ -398,8 +399,7 @@ class PagedWork(NamedTuple):
 class PagedOperations:
     """Computes in plain torch with a copy of each expert, which must be resident whole."""
 
-    def __init__(self, function: NeuronFunction, selector: Selector) -> None:
-        self._function: NeuronFunction = function
+    def __init__(self, selector: Selector) -> None:
         self._selector: Selector = selector
 
     def stitch(self, expert: PagedExpert) -> None:
@@ -413,15 +413,15 @@ class PagedOperations:
         """Runs whole experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
         for work in works:
             some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
-            y = run_expert(some, work.expert, self._function, self._selector, threshold)
+            y = run_expert(some, work.expert, work.expert.function, self._selector, threshold)
             outputs[work.places] = work.weights[:, None] * y.numpy()
 
 
 class NativePagedOperations(PagedOperations):
     """Computes with native kernels on the pages; with a selector, the rows of running neurons suffice."""
 
-    def __init__(self, function: NeuronFunction, selector: Selector, kernels: Kernels) -> None:
-        super().__init__(function, selector)
+    def __init__(self, selector: Selector, kernels: Kernels) -> None:
+        super().__init__(selector)
         self._kernels = kernels
 
     def stitch(self, expert: PagedExpert) -> None:
@@ -454,11 +454,11 @@ class NativePagedOperations(PagedOperations):
         return self._kernels.select_each(x, [(expert.rows, tokens) for expert, tokens in works])
 
 
-def paged_operations(operations: Operations, function: NeuronFunction, selector: Selector) -> PagedOperations:
+def paged_operations(operations: Operations, selector: Selector) -> PagedOperations:
     """Returns the operations on experts in pages that go with the `operations` of the dense part."""
     if isinstance(operations, NativeOperations):
-        return NativePagedOperations(function, selector, operations.kernels)
-    return PagedOperations(function, selector)
+        return NativePagedOperations(selector, operations.kernels)
+    return PagedOperations(selector)
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,7 +526,7 @@ class ExpertStore:
         self._trace = trace
         self._traced: dict[ExpertKey, int] = {}
         self._pack, self._verify = pack, verify
-        self.operations = paged_operations(operations, pack.spec.expert.function, pack.manifest.selector)
+        self.operations = paged_operations(operations, pack.manifest.selector)
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
         self._rows_below = 0.0 if self.by_rows is None else rows_below
@@ -566,7 +566,7 @@ class ExpertStore:
             self._arena,
             layout,
             self._pack.manifest.selector,
-            self._pack.spec.expert.function,
+            self._pack.spec.expert_function(layer_idx),
             float(self._pack.thresholds[key]),
             self._pack.layout.offsets[layer_idx][key.expert],
             self._pack.manifest.expert_files[layer_idx].name,

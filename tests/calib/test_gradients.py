@@ -21,9 +21,9 @@ from moe_pack.calib.sensitivity.gradients import (
     prediction_gradient,
     router_gradient,
 )
-from moe_pack.formats import NeuronFunction
+from moe_pack.formats import LimitedFunction, NeuronFunction
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import NEURONS, CheckpointWeights, NeuronBlock, embed, head, route_tokens, run_expert
+from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, embed, head, neuron_of, route_tokens, run_expert
 
 CPU = torch.device("cpu")
 S = 12
@@ -67,6 +67,9 @@ EXPERTS: dict[str, tuple[Blocks, NeuronFunction]] = {
     "biases, clamped": (an_expert(biases=True), "clamped_swiglu"),
     "without a gate": (an_expert(gate=False), "relu"),
     "squared, without a gate": (an_expert(gate=False), "relu2"),
+    "clipped": (an_expert(biases=True), LimitedFunction("clipped_silu", 0.5)),
+    "capped": (an_expert(), LimitedFunction("capped_silu", 0.3)),
+    "gelu": (an_expert(), "gelu_tanh"),
     "one neuron": (an_expert(f=1), "silu"),
 }
 X, ABOVE, ROUTER = random(9, 128, seed=9), random(9, 128, seed=10), torch.linspace(0.1, 1, 9)
@@ -93,7 +96,7 @@ def test_what_rounding_costs_is_the_sum_over_neurons_and_columns() -> None:
     """Each neuron's derivative by torch; an input's square is that of its group of 64, as an error's gradient is."""
     for name, (expert, function) in EXPERTS.items():
         with case(name):
-            w, neuron, found = expert.whole, NEURONS[function], gone_back(name)
+            w, neuron, found = expert.whole, neuron_of(function), gone_back(name)
             u = (X @ w.up.T + (0 if w.up_bias is None else w.up_bias)).requires_grad_()
             g = None
             if w.gate is not None:

@@ -27,6 +27,7 @@ FILES = [
 ]
 REQUIRED = ["index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"]
 ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sparsemixer")
+FUNCTIONS = ("silu", "relu", "relu2", "clamped_swiglu", "gelu_tanh", "clipped_silu", "capped_silu")
 
 
 def setting(value: object, *path: str | int) -> Change:
@@ -239,7 +240,7 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
         (setting(None, "quantizer"), setting("absmax", "quantizer"),
          "quantizer: found None, expected one of hqq, absmax, nearest, calibrated"),
         (setting("gelu", "model", "expert", "function"), setting("silu", "model", "expert", "function"),
-         "model: expert: function: found 'gelu', expected one of silu, relu, relu2, clamped_swiglu"),
+         "model: expert: function: found 'gelu', expected one of " + ", ".join(FUNCTIONS)),
         (setting(64.0, "model", "hidden_size"), setting(64, "model", "hidden_size"),
          "model: hidden_size: found 64.0, expected int"),
         (setting(1, "model", "router", "normalize"), setting(False, "model", "router", "normalize"),

@@ -329,6 +329,36 @@ def test_a_neuron_function_of_gate_and_up_is_refused_without_a_gate() -> None:
     assert_refused_beside_legal(two, "expert function", "clamped_swiglu", "relu", message)
 
 
+def test_limits_that_cannot_be_are_refused() -> None:
+    def limits(*each: object) -> list[Values]:
+        return [dict(zip(("layers", "routed", "unrouted"), limit, strict=True)) for limit in each]
+
+    right = limits([[0, 2], 7.0, None], [[1], 7.0, 16.0])
+    unlimited = changed(GROUPED, "expert limits", right)
+    limited = changed(unlimited, "expert function", "clipped_silu")
+    some = "expert function {} with {} limits; clipped and capped ones need some"
+    assert spec_fault(unlimited) == some.format("silu", 2)
+    assert_refused_beside_legal(limited, "expert limits", [], right, some.format("clipped_silu", 0))
+    once = "expert limits must list each layer once at most"
+    listed = "expert limits must list decoder layers, at least one each, in rising order"
+    bounds = "expert limits are {} and {}, expected one at least, between 0 and 1e6"
+    cases = [
+        (limits([[0, 1], 7.0, None], [[1], 7.0, None]), once),
+        (limits([None, 7.0, None], [[1], 7.0, None]), once),
+        (limits([[], 7.0, None]), listed),
+        (limits([[3], 7.0, None]), listed),
+        (limits([[1, 0], 7.0, None]), listed),
+        (limits([[0], None, None]), bounds.format(None, None)),
+        (limits([[0], 0.0, 7.0]), bounds.format(0.0, 7.0)),
+        (limits([None, 7.0, 1e6]), bounds.format(7.0, 1e6)),
+    ]
+    for wrong, message in cases:
+        with case(wrong):
+            assert_refused_beside_legal(limited, "expert limits", wrong, right, message)
+    two = changed(limited, "expert matrices", ["up", "down"])
+    assert spec_fault(two) == "expert function clipped_silu needs a gate"
+
+
 WINDOWED = "windowed_layers must list some decoder layers, but not all, in rising order"
 
 

@@ -85,10 +85,10 @@ struct Neuron {
 
     // What the rows at a place say, times what is known.
     Near at(Place place, Near known, const float* x) const {
-        if (layout.up.place == place) known = product_of(known, layout.has_gate() ? factor_of(layout.function, plain_dot(up, x))
+        if (layout.up.place == place) known = product_of(known, layout.has_gate() ? factor_of(layout, plain_dot(up, x))
                                                                                    : plain_dot(up, x));
-        if (layout.gate.place == place) known = product_of(known, activation_of(layout.function, plain_dot(gate, x)));
-        return layout.up.place == place && !layout.has_gate() ? activation_of(layout.function, known) : known;
+        if (layout.gate.place == place) known = product_of(known, activation_of(layout, plain_dot(gate, x)));
+        return layout.up.place == place && !layout.has_gate() ? activation_of(layout, known) : known;
     }
     Near a(const float* x) const { return at(Place::selector, exactly(1), x); }
     Near h(const Near& a, const float* x) const { return at(Place::record, a, x); }

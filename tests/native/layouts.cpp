@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <tuple>
 
 #include "cases.h"
@@ -127,7 +128,7 @@ Sizes random_sizes(Random& random) {
 Numbers random_expert(Random& random, const Sizes& sizes) {
     Numbers made;
     made.values.assign(kExpertNumbers, 0);
-    int32_t *n = made.values.data(), *parts = n + 7, d = sizes.num_cols;
+    int32_t *n = made.values.data(), *parts = n + kHeadNumbers, d = sizes.num_cols;
     n[0] = d;
     n[1] = sizes.num_rows;
     bool has_gate = random.chance(75);
@@ -139,7 +140,9 @@ Numbers random_expert(Random& random, const Sizes& sizes) {
     n[3] = place_parts(random, parts, 3, d, Place::selector);
     n[4] = place_parts(random, parts, 3, d, Place::record);
     n[5] = random.chance(40) ? 4 * d + (int32_t)random.between(0, 20) : 0;
-    n[6] = (int32_t)random.between(0, has_gate ? 2 : 1);
+    n[6] = has_gate ? (int32_t)random.between(0, 6) : random.pick({0, 1, 3, 4});
+    const float limit = random.pick({0.01f, 1.0f, 7.0f, 100.0f});
+    if (n[6] >= (int)Function::clipped_silu) std::memcpy(n + 7, &limit, 4);
     tamper(random, &made);
     return made;
 }
@@ -163,14 +166,16 @@ void check_expert(const ExpertLayout& layout, const std::vector<int32_t>& n) {
     require(layout.records_bytes() == (uint64_t)n[1] * (uint64_t)n[4] && n[4] >= 1, "bytes of the records");
     const PlacedPart* parts[3] = {&layout.gate, &layout.up, &layout.down};
     for (int i = 0; i < 3; i++) {
-        require((int)parts[i]->place == n[7 + i * kPartNumbers + kPlace], "where a part lies");
-        check_part(*parts[i], &n[7 + i * kPartNumbers], n[0], parts[i]->place == Place::selector ? n[3] : n[4]);
+        require((int)parts[i]->place == n[kHeadNumbers + i * kPartNumbers + kPlace], "where a part lies");
+        check_part(*parts[i], &n[kHeadNumbers + i * kPartNumbers], n[0],
+                   parts[i]->place == Place::selector ? n[3] : n[4]);
     }
     require(layout.down.place == Place::record && layout.up.place != Place::none, "up and down");
     require(layout.selector == Selector::none || n[3] >= 1, "a selector has bytes");
     require(layout.extra_row_bytes == n[5] && (n[5] == 0 || n[5] / 4 >= n[0]), "bytes of the extra values");
-    require((int)layout.function == n[6] && n[6] >= 0 && n[6] <= 2, "the neuron function");
-    require(layout.function != Function::clamped_swiglu || layout.has_gate(), "a gate where it is needed");
+    require((int)layout.function == n[6] && n[6] >= 0 && n[6] <= 6, "the neuron function");
+    require(layout.has_limit() == (n[6] >= 5) && (layout.has_limit() ? layout.limit > 0 : n[7] == 0), "the limit");
+    require((layout.function != Function::clamped_swiglu && n[6] < 5) || layout.has_gate(), "a gate where it is needed");
 }
 
 void check_rows(const RowsLayout& layout, const std::vector<int32_t>& n) {

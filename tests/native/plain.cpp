@@ -204,17 +204,37 @@ Near plain_dot(const PlainRow& row, const float* x) {
 
 Near exactly(double value) { return {value, 0}; }
 
-// No activation is steeper than 1.1.
-Near activation_of(Function function, const Near& v) {
-    const double c = std::min(v.value, 7.0);
-    const double found = function == Function::relu   ? std::max(v.value, 0.0)
-                         : function == Function::silu ? v.value / (1 + std::exp(-v.value))
-                                                      : c / (1 + std::exp(-1.702 * c));
-    return {found, 1.1 * v.slack + kRoundings * (std::fabs(found) + 1e-30)};
+namespace {
+
+double silu(double v) { return v / (1 + std::exp(-v)); }
+
+double plain_activation(const ExpertLayout& layout, double v) {
+    const double c = std::min(v, 7.0), limit = layout.limit;
+    switch (layout.function) {
+        case Function::silu: return silu(v);
+        case Function::relu: return std::max(v, 0.0);
+        case Function::relu2: return v > 0 ? v * v : 0.0;
+        case Function::gelu_tanh: return v / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+        case Function::clipped_silu: return silu(std::min(v, limit));
+        case Function::capped_silu: return std::min(silu(v), limit);
+        case Function::clamped_swiglu: break;
+    }
+    return c / (1 + std::exp(-1.702 * c));
 }
 
-Near factor_of(Function function, const Near& v) {
-    if (function != Function::clamped_swiglu) return v;
+}  // namespace
+
+// No activation is steeper than 1.13, but for the square. Where GELU vanishes, 1 + tanh is rounded.
+Near activation_of(const ExpertLayout& layout, const Near& v) {
+    const double found = plain_activation(layout, v.value);
+    double slope = layout.function == Function::relu2 ? 2 * std::fabs(v.value) + v.slack : 1.13;
+    double tail = layout.function == Function::gelu_tanh ? 1e-14 : 0.0;
+    return {found, slope * v.slack + tail + kRoundings * (std::fabs(found) + 1e-30)};
+}
+
+Near factor_of(const ExpertLayout& layout, const Near& v) {
+    if (layout.has_limit()) return {std::clamp<double>(v.value, -layout.limit, layout.limit), v.slack};
+    if (layout.function != Function::clamped_swiglu) return v;
     return {std::clamp(v.value, -7.0, 7.0) + 1, v.slack + kRoundings * (std::fabs(v.value) + 1)};
 }
 

@@ -29,8 +29,8 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row);
 // row . x (+ its bias).
 Near plain_dot(const PlainRow& row, const float* x);
 
-Near activation_of(Function function, const Near& v);
-Near factor_of(Function function, const Near& v);
+Near activation_of(const ExpertLayout& layout, const Near& v);
+Near factor_of(const ExpertLayout& layout, const Near& v);
 Near product_of(const Near& a, const Near& b);
 Near exactly(double value);
 

@@ -11,8 +11,8 @@ import torch
 from cases import case
 from specs import GROUPED
 
-from moe_pack.formats import Matrix, Selector
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats import LimitedFunction, Matrix, Selector
+from moe_pack.formats.spec import SELECTORS, LimitedName, LimitSpec, spec_fault
 from moe_pack.runtime.model import NeuronBlock, StoredMatrix, activations, run_expert
 from moe_pack.runtime.model.layer import run_dense_expert
 
@@ -154,6 +154,47 @@ def test_the_clamped_swiglu_is_its_formula_on_both_sides_of_its_limits() -> None
     torch.testing.assert_close(found.up, ups)
     torch.testing.assert_close(found.h, gates * ups)
     assert torch.equal(found.of("up"), found.up) and torch.equal(found.of("gate"), found.gate)
+
+
+def test_limited_functions_are_their_formulas_on_both_sides_of_their_limits() -> None:
+    """One limits what SiLU takes, the other what it gives; both limit up, and let a NaN pass."""
+    for limit in [0.5, 7.0]:
+        formulas: dict[LimitedName, list[float]] = {
+            "clipped_silu": [silu(min(g, limit)) for g in GATES],
+            "capped_silu": [min(silu(g), limit) for g in GATES],
+        }
+        for name, gates in formulas.items():
+            with case(name, limit):
+                found = activations(torch.zeros(1, 1), CLAMPED, LimitedFunction(name, limit))
+                torch.testing.assert_close(found.gate[0], torch.tensor(gates))
+                assert found.up[0].tolist() == [min(max(u, -limit), limit) for u in UPS]
+                assert torch.equal(found.h, found.gate * found.up)
+                bad = replace(CLAMPED, gate_bias=torch.full((9,), torch.nan), up_bias=torch.full((9,), torch.nan))
+                found = activations(torch.zeros(1, 1), bad, LimitedFunction(name, limit))
+                assert found.gate.isnan().all() and found.up.isnan().all()
+
+
+def test_gelu_is_the_approximation_by_tanh() -> None:
+    def gelu(g: float) -> float:
+        return g / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+
+    found = activations(torch.zeros(1, 1), CLAMPED, "gelu_tanh")
+    torch.testing.assert_close(found.gate[0], torch.tensor([gelu(g) for g in GATES]))
+    assert found.up[0].tolist() == torch.tensor(UPS).tolist()
+
+
+def test_layers_have_limits_of_their_own() -> None:
+    """In layer 0 the routed experts alone, in layer 2, which is dense, the dense expert alone, in layer 1 neither."""
+    limits = (LimitSpec((0,), 7.0, None), LimitSpec((2,), None, 16.0))
+    expert = replace(GROUPED.expert, function="capped_silu", limits=limits)
+    spec = replace(GROUPED, expert=expert)
+    assert spec_fault(spec) is None
+    assert [spec.expert_function(idx) for idx in range(2)] == [LimitedFunction("capped_silu", 7.0), "silu"]
+    unrouted = [expert.unrouted_function(layer) for layer in range(3)]
+    assert unrouted == ["silu", "silu", LimitedFunction("capped_silu", 16.0)]
+    everywhere = replace(expert, limits=(LimitSpec(None, 10.0, None),))
+    assert everywhere.routed_function(1) == LimitedFunction("capped_silu", 10.0)
+    assert everywhere.unrouted_function(1) == "silu"
 
 
 @pytest.mark.parametrize(("selector", "runs"), [("up", [1, 3, 5]), ("gate", [0, 1, 4]), ("both", [0, 1, 4])])

@@ -17,6 +17,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
         changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
         "router weights on the input of experts",
     ),
+    (changed(GROUPED, "expert function", "gelu_tanh"), "experts of gelu_tanh"),
     (changed(GROUPED, "attention rotated_layers", [0]), "layers that do not rotate"),
     (changed(GROUPED, "attention chunked", True), "attention in chunks"),
     (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),

@@ -23,7 +23,7 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.formats import BF16, ExpertFormat, PartFormat, Selector, part_format, trellis_format
+from moe_pack.formats import BF16, ExpertFormat, LimitedFunction, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, SelectedNeurons
@@ -31,6 +31,7 @@ from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_ex
 
 TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
 SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}  # each in its one format
+LIMITED = (LimitedFunction("clipped_silu", 0.2), LimitedFunction("capped_silu", 0.1))  # where many neurons reach them
 CODECS = (1, 2, 3, 4, 8, 16, *SOURCES, *TRELLISES)
 CHOICES: dict[str, tuple[object, ...]] = {
     "gate": (*CODECS, None),
@@ -40,7 +41,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale_bits": (16, 8),
     "selector": SELECTORS,
     "bias": ((), ("up",), ("gate", "up"), ("down",), ("gate", "up", "down")),
-    "function": ("silu", "relu", "relu2", "clamped_swiglu"),
+    "function": ("silu", "relu", "relu2", "clamped_swiglu", "gelu_tanh", *LIMITED),
     "num_rows": (1, 7, 33, 65, 129, 257),
     "num_cols": (64, 70, 192, 320, 640, 1088),  # multiples of a block but not of a chunk; 70 with bf16 alone
     "num_tokens": (1, 2, 3, 4, 5, 17, 64, 65, 100),
@@ -55,7 +56,7 @@ def can_be(c: Combination) -> bool:
     widths = [c[name] for name in ("gate", "up", "down") if c[name] is not None]
     if c["gate"] is None and (c["selector"] in ("gate", "both") or "gate" in c["bias"]):  # type: ignore[operator]
         return False
-    if c["gate"] is None and c["function"] == "clamped_swiglu":
+    if c["gate"] is None and c["function"] in ("clamped_swiglu", *LIMITED):
         return False
     if c["num_cols"] % 64:  # type: ignore[operator]
         return widths.count(16) == len(widths)

@@ -1,5 +1,7 @@
 #include "layout.h"
 
+#include <cstring>
+
 namespace moe_pack {
 namespace {
 
@@ -96,19 +98,21 @@ const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayou
     if (e.num_cols < 1 || e.num_cols > kMaxCols || e.num_rows < 1 || e.num_rows > kMaxRows) return "sizes out of range";
     e.extra_row_bytes = numbers[5];
     if (numbers[2] < 0 || numbers[2] > 3) return "unknown selector kind";
-    if (numbers[6] < 0 || numbers[6] > 3) return "unknown neuron function";
+    if (numbers[6] < 0 || numbers[6] > 6) return "unknown neuron function";
     if (e.selector_row_bytes < 0 || e.record_row_bytes < 0 || e.extra_row_bytes < 0) return "sizes out of range";
     if (e.extra_row_bytes && e.extra_row_bytes / 4 < e.num_cols) return "the row of extra values is too short";
     e.selector = (Selector)numbers[2];
     e.function = (Function)numbers[6];
+    std::memcpy(&e.limit, numbers + 7, 4);
+    if (e.has_limit() ? !(e.limit > 0.0f) : numbers[7] != 0) return "the limit does not go with the neuron function";
     PlacedPart* parts[3] = {&e.gate, &e.up, &e.down};
     for (int i = 0; i < 3; i++) {
         const char* fault =
-            read_part(numbers + 7 + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
+            read_part(numbers + kHeadNumbers + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
         if (fault) return fault;
     }
     if (const char* fault = check_kind(e)) return fault;
-    if (e.function == Function::clamped_swiglu && !e.has_gate()) return "the neuron function needs a gate";
+    if ((e.function == Function::clamped_swiglu || e.has_limit()) && !e.has_gate()) return "the neuron function needs a gate";
     *layout = e;
     return nullptr;
 }

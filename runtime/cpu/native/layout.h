@@ -23,10 +23,21 @@ struct PlacedPart {
 };
 
 enum class Selector : int32_t { none = 0, up = 1, gate = 2, both = 3 };
-enum class Function : int32_t { silu = 0, relu = 1, clamped_swiglu = 2, relu2 = 3 };  // docs/format.md, section 11, "Expert"
+// docs/format.md, section 11, "Expert"
+enum class Function : int32_t {
+    silu = 0,
+    relu = 1,
+    clamped_swiglu = 2,
+    relu2 = 3,
+    gelu_tanh = 4,
+    clipped_silu = 5,
+    capped_silu = 6,
+};
 
-// d, f, selector, bytes of a selector row, of a record, of the row of extra values (0: none), function; parts
-constexpr int kExpertNumbers = 7 + 3 * kPartNumbers;
+// d, f, selector, bytes of a selector row, of a record, of the row of extra values (0: none), function, bits of its
+// limit; parts
+constexpr int kHeadNumbers = 8;
+constexpr int kExpertNumbers = kHeadNumbers + 3 * kPartNumbers;
 
 // An expert's rows: gate, up and down, the first of which some families lack.
 struct ExpertLayout {
@@ -34,11 +45,13 @@ struct ExpertLayout {
     Selector selector;
     int32_t selector_row_bytes, record_row_bytes, extra_row_bytes;
     Function function;
+    float limit;  // of the functions that have one
     PlacedPart gate, up, down;
 
     size_t selector_bytes() const { return (size_t)num_rows * selector_row_bytes; }
     size_t records_bytes() const { return (size_t)num_rows * record_row_bytes; }
     bool has_gate() const { return gate.place != Place::none; }
+    bool has_limit() const { return function == Function::clipped_silu || function == Function::capped_silu; }
 };
 
 // Rows of one length: in one piece, or in the pages of an extent.

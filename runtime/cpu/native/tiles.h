@@ -18,29 +18,39 @@ constexpr int32_t kTileBytes = 256 << 10;  // of rows: what stays in the second 
 constexpr int32_t kAheadBytes = 8192;  // how far before its use a row is fetched
 
 // A neuron's h is activation(g) * factor(u), or activation(u) without a gate. A NaN stays one.
-inline float activation(Function function, float v) {
-    if (function == Function::silu) return v / (1.0f + std::exp(-v));
-    if (function == Function::relu) return v < 0.0f ? 0.0f : v;
-    if (function == Function::relu2) return v < 0.0f ? 0.0f : v * v;
-    const float clamped = v > 7.0f ? 7.0f : v;
+inline float at_most(float v, float limit) { return v > limit ? limit : v; }
+inline float within(float v, float limit) { return v < -limit ? -limit : at_most(v, limit); }
+inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
+
+inline float activation(const ExpertLayout& layout, float v) {
+    switch (layout.function) {
+        case Function::silu: return silu(v);
+        case Function::relu: return v < 0.0f ? 0.0f : v;
+        case Function::relu2: return v < 0.0f ? 0.0f : v * v;
+        case Function::clipped_silu: return silu(at_most(v, layout.limit));
+        case Function::capped_silu: return at_most(silu(v), layout.limit);
+        case Function::gelu_tanh:  // (1 + tanh(z)) / 2 is the sigmoid of 2 z, here 2 sqrt(2 / pi) (v + 0.044715 v^3)
+            return v / (1.0f + std::exp(-1.5957691216f * v * (1.0f + 0.044715f * v * v)));
+        case Function::clamped_swiglu: break;
+    }
+    const float clamped = at_most(v, 7.0f);
     return clamped / (1.0f + std::exp(-1.702f * clamped));
 }
-inline float factor(Function function, float u) {
-    if (function != Function::clamped_swiglu) return u;
-    return (u < -7.0f ? -7.0f : u > 7.0f ? 7.0f : u) + 1.0f;
+inline float factor(const ExpertLayout& layout, float u) {
+    if (layout.has_limit()) return within(u, layout.limit);
+    return layout.function == Function::clamped_swiglu ? within(u, 7.0f) + 1.0f : u;
 }
 
 // `a` of neuron i from what its selector rows give: null where the selector has no such row.
 inline float selected(const ExpertLayout& layout, const float* u, const float* g, int32_t i) {
-    const Function function = layout.function;
-    if (g == nullptr) return layout.has_gate() ? factor(function, u[i]) : activation(function, u[i]);
-    return u == nullptr ? activation(function, g[i]) : activation(function, g[i]) * factor(function, u[i]);
+    if (g == nullptr) return layout.has_gate() ? factor(layout, u[i]) : activation(layout, u[i]);
+    return u == nullptr ? activation(layout, g[i]) : activation(layout, g[i]) * factor(layout, u[i]);
 }
 
 // h of neuron i that runs from `a` of its selector rows and what its records give: null where they have no such row.
 inline float completed(const ExpertLayout& layout, float a, const float* u, const float* g, int32_t i) {
-    if (g != nullptr) return activation(layout.function, g[i]) * a;
-    return u == nullptr ? a : a * factor(layout.function, u[i]);
+    if (g != nullptr) return activation(layout, g[i]) * a;
+    return u == nullptr ? a : a * factor(layout, u[i]);
 }
 
 // Neither zero nor below the threshold; a NaN runs, and is seen.

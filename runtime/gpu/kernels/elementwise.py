@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 
 SILU, RELU, CLAMPED_SWIGLU = (tl.constexpr(number) for number in range(3))
-FUNCTIONS = {"silu": SILU.value, "relu": RELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
+FUNCTIONS: dict[NeuronFunction, int] = {"silu": SILU.value, "relu": RELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
 _LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)  # of the clamped SwiGLU
 
 

@@ -340,7 +340,7 @@ def _run_experts(
 
     Args:    is_learned: bool [T], the tokens that the rule learns from.
     """
-    function = weights.spec.expert.function
+    function = weights.spec.expert.routed_function(layer)
     blocks = [_whole(weights.expert(layer, expert)) for expert in range(weights.spec.router.num_experts)]
     if not isinstance(rule, AllRun):
         learned = []

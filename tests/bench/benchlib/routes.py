@@ -236,7 +236,7 @@ def neuron_rows(
 
 def magnitudes(weights: CheckpointWeights, l: int, e: int, x: Tensor, kind: str) -> NDArray[np.float32]:
     """Returns the absolute activations of an expert's neurons for x float32 [T, d]: [T, f]."""
-    function = weights.spec.expert.function
+    function = weights.spec.expert_function(l)
     blocks = [getattr(activations(x, block, function), kind).abs() for block in weights.expert(l, e).blocks()]
     found: NDArray[np.float32] = torch.cat(blocks, dim=1).numpy()
     return found

@@ -78,7 +78,6 @@ from moe_pack.runtime.gpu.kernels.router import route as route_kernel
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import WHOLE, RunningNeurons
 from moe_pack.runtime.model import (
-    NEURONS,
     TORCH,
     Matrix,
     RowMatrix,
@@ -86,6 +85,7 @@ from moe_pack.runtime.model import (
     Weights,
     activations,
     linear,
+    neuron_of,
     run_expert,
 )
 from moe_pack.runtime.model.attention import attend_latent
@@ -218,7 +218,7 @@ def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Pr
         stored.append(StoredRows(rows.to(device), _part(name, d)))
         products.append(linear(plain(x)[None], matrix)[0])
     weight, out = torch.tensor([0.5], device=device), nans((f,), device)
-    expected = 0.5 * NEURONS[function].h(products[0], products[1])
+    expected = 0.5 * neuron_of(function).h(products[0], products[1])
     launch = partial(gated, x.to(device), stored[0], stored[1], function, out, norm=there, weight=weight)
     return Prepared(launch, lambda: Difference(against_rms(out, expected), 16 * _FLOAT32))
 

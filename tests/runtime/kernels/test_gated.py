@@ -11,7 +11,7 @@ from moe_pack.runtime.gpu.kernels import matmul as module
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gated
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
-from moe_pack.runtime.model import NEURONS, TORCH, RowMatrix
+from moe_pack.runtime.model import TORCH, RowMatrix, neuron_of
 
 TWO, THREE, FOUR = (part_format(width, 64) for width in (2, 3, 4))
 EDGES = [-30.0, -7.1, -7.0, -6.9, -1.0, -0.0, 0.0, 1.0, 6.9, 7.0, 7.1, 30.0, torch.nan]
@@ -68,7 +68,7 @@ def test_every_function_is_the_references_on_both_sides_of_its_limits(
         rows[:, 0] = products
         matrices.append(StoredRows(rows, stored_part("F32", 4)))
     found = neurons(x, matrices[0] if has_gate else None, matrices[1], function, kernel_device)
-    expected = NEURONS[function].h(gate if has_gate else None, up)
+    expected = neuron_of(function).h(gate if has_gate else None, up)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
@@ -105,7 +105,7 @@ def test_neurons_are_torchs_in_any_two_formats_with_and_without_norm_and_weight(
                 g = gate_values @ normed
                 bound = 1.1 * (gate_values.abs() @ normed.abs()) * u.abs() + g.abs() * u_bound
             factor = 1.0 if weight is None else weight
-            error = (found - factor * NEURONS["silu"].h(g, u)).abs()
+            error = (found - factor * neuron_of("silu").h(g, u)).abs()
             assert (error <= 4e-6 * factor * bound).all()  # sums in float32, and two of a norm
 
 
