@@ -102,9 +102,8 @@ def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
     """Returns the distributions of the weights of gate, up and down."""
     router = spec.router
     # Router weights from sigmoids that are not normalized add up to at most the number of active experts.
-    weight = router.scaling_factor * (
-        router.num_experts_per_tok if router.kind == "sigmoid_topk" and not router.normalize else 1
-    )
+    is_sum = router.kind in ("sigmoid_topk", "sqrtsoftplus_topk") and not router.normalize
+    weight = router.scaling_factor * (router.num_experts_per_tok if is_sum else 1)
     rows = WeightDistribution(0.0, spec.hidden_size**-0.5)
     return {"gate": rows, "up": rows, "down": _down(spec, spec.expert.intermediate_size, weight)}
 
@@ -145,6 +144,8 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, _branch(spec) - role.offset, np.float32)
     if _is_of_streams(role):  # gates of a half; streams enter and mix alike, whatever they are
         return np.full(num_values, 2.0 - role.offset if name == "norm" else 0.0, np.float32)
+    if name == "router_scale":
+        return np.full(num_values, math.sqrt(num_values), np.float32)  # by whose root the router divides
     usual = 0.0 if name.endswith(("bias", "sinks")) else 1.0 - role.offset
     return np.full(num_values, usual, np.float32)
 
@@ -367,12 +368,16 @@ def popular_logits(shares: Floats, router: RouterSpec, seed: int) -> Floats:
 
 
 def router_weights(spec: ModelSpec, popularity: Floats, path_correlation: float, seed: int) -> Iterator[Floats]:
-    """Yields the router of each MoE layer: [E, d].
+    """Yields the router of each MoE layer: [E, d], and with `num_identity` a row for each of these experts.
 
     Args:    popularity: [L, E], the share of tokens for each expert.   path_correlation: from 0 (a layer's choice
              predicts the next layer's no better than popularity) to 1 (it determines it).
     """
-    E, d = spec.router.num_experts, spec.hidden_size
+    E, Z, d = spec.router.num_outputs, spec.router.num_identity, spec.hidden_size
+    # Experts that return their input are as popular as the mean of the others.
+    router = replace(spec.router, num_experts=E, num_identity=0)
+    even = np.repeat(popularity.mean(axis=1, keepdims=True), Z, axis=1)
+    popularity = np.concatenate((popularity, even), axis=1) * ((E - Z) / E)
     generator = np.random.Generator(random_stream(seed, _ROWS))
     by_shares: dict[bytes, Floats] = {}
     own = np.empty((0, d))
@@ -386,7 +391,7 @@ def router_weights(spec: ModelSpec, popularity: Floats, path_correlation: float,
         # Groups consist of neighbours: with groups, an expert's popularity also depends on its number.
         key = shares if spec.router.n_group > 1 else shares[by_rank]
         if key.tobytes() not in by_shares:
-            by_shares[key.tobytes()] = popular_logits(key, spec.router, seed)
+            by_shares[key.tobytes()] = popular_logits(key, router, seed)
         popular = by_shares[key.tobytes()].copy()
         if spec.router.n_group == 1:
             popular[by_rank] = by_shares[key.tobytes()]

@@ -90,17 +90,22 @@ class RouterSpec:
 
     `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
     then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `topk_sigmoid`: the largest
-    logits, then the sigmoid of each. `sparsemixer`: the largest
+    logits, then the sigmoid of each. `sqrtsoftplus_topk`: the root of each logit's softplus, then the largest.
+    `sparsemixer`: the largest
     logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
     `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
     size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
     the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`
     multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
     expert runs for so many tokens of a forward pass, the first in order, and not for later ones; null: for all.
-    `on_input`: the weight multiplies the input of the one expert of a token, not its output.
+    `on_input`: the weight multiplies the input of the one expert of a token, not its output. `input_scale`: the
+    router's input is multiplied by a vector of its own and by `hidden_size ** -0.5`. `expert_scale`: each expert has a
+    factor for its weight, last of all. `num_identity`: so many more experts, after the others, return their input and
+    have no weights; one of them may be chosen as any other.
+    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash.
     """
 
-    kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sparsemixer"]
+    kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
     num_experts: int
     num_experts_per_tok: int
     normalize: bool
@@ -113,6 +118,14 @@ class RouterSpec:
     least_sum: float = added(0.0)
     capacity: int | None = added(None)
     on_input: bool = added(False)
+    input_scale: bool = added(False)
+    expert_scale: bool = added(False)
+    num_identity: int = added(0)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of the router's logits."""
+        return self.num_experts + self.num_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,11 +357,16 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
         assert spec.dense_intermediate_size is not None, "a checked spec"
         yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
         return
-    yield DenseRole("router", (spec.router.num_experts, spec.hidden_size), False)
-    if spec.router.logit_bias:
-        yield DenseRole("router_logit_bias", (spec.router.num_experts,), False)
-    if spec.router.bias:
-        yield DenseRole("router_bias", (spec.router.num_experts,), False)
+    router = spec.router
+    yield DenseRole("router", (router.num_outputs, spec.hidden_size), False)
+    if router.logit_bias:
+        yield DenseRole("router_logit_bias", (router.num_outputs,), False)
+    if router.bias:
+        yield DenseRole("router_bias", (router.num_outputs,), False)
+    if router.input_scale:
+        yield DenseRole("router_scale", (spec.hidden_size,), False)
+    if router.expert_scale:
+        yield DenseRole("router_expert_scale", (router.num_experts,), False)
     if spec.shared_expert is not None:
         yield from _mlp(spec, "shared", spec.shared_expert.intermediate_size)
         if spec.shared_expert.gated:
@@ -572,6 +590,8 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
         return f"attention is {spec.attention.kind}, but a model with an encoder needs relative"
     if not 0 < encoder.num_layers < spec.num_hidden_layers:
         return f"the encoder has {encoder.num_layers} of {spec.num_hidden_layers} layers, expected some, but not all"
+    if spec.router.num_identity:
+        return "a model with an encoder cannot have num_identity"
     if not 0 <= encoder.start_token < spec.vocab_size:
         return f"start_token is {encoder.start_token}, expected 0 to {spec.vocab_size - 1}"
     return None
@@ -623,9 +643,16 @@ def _router_fault(router: RouterSpec) -> str | None:
             f"num_experts_per_tok is {router.num_experts_per_tok}, "
             f"but topk_group leaves only {router.topk_group * group_size} experts"
         )
-    grouped = router.kind in ("softmax_topk", "sigmoid_topk")
-    if not grouped and (router.n_group > 1 or router.bias or router.normalize):
+    if not router.kind.endswith("_topk") and (router.n_group > 1 or router.bias or router.normalize):
         return f"a {router.kind} router cannot have n_group, bias or normalize"
+    if router.kind == "sqrtsoftplus_topk" and router.n_group > 1:
+        return f"a {router.kind} router cannot have n_group"
+    if not 0 <= router.num_identity < 2**20:
+        return f"router num_identity is {router.num_identity}, expected 0 to 2^20 - 1"
+    if router.num_identity and (
+        router.kind != "softmax_topk" or router.n_group > 1 or router.normalize or router.capacity or router.on_input
+    ):
+        return "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
     if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
         return f"n_group is {router.n_group}, but sigmoid_topk needs at least two experts in each group"
     if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):

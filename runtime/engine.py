@@ -186,7 +186,7 @@ class Engine:
     # ---- the engines on the CPU -------------------------------------------------------------------------------------
 
     def _build_for_cpu(self) -> None:
-        self.options.check_cpu(has_encoder=self._pack.spec.encoder is not None)
+        self.options.check_cpu(self._pack.spec)
         budget_bytes = self._cpu_budget()
         if budget_bytes is None:
             self._build_mapped()

@@ -33,6 +33,9 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "an encoder": spec.encoder is not None,
         "several kinds of attention": bool(spec.others),
         "router weights on the input of experts": spec.router.on_input,
+        "scaled routers": spec.router.input_scale or spec.router.expert_scale,
+        "experts that return their input": spec.router.num_identity > 0,
+        "routers of sqrtsoftplus_topk": spec.router.kind == "sqrtsoftplus_topk",
     }
     if spec.residual is not None:
         parts[f"a {spec.residual.kind} residual"] = True
@@ -202,13 +205,19 @@ class EngineOptions:
         """Lists the given options that have a meaning for offloaded experts only."""
         return given(self, mark=_OFFLOAD) + given(self, mark=_APPROXIMATION)
 
-    def check_cpu(self, has_encoder: bool) -> None:
-        """Refuses options that have no effect on the CPU, or that a model with an encoder cannot follow.
+    def check_cpu(self, spec: ModelSpec) -> None:
+        """Refuses options that have no effect on the CPU, or that the model cannot follow.
 
         Raises:  RunError.
         """
-        if has_encoder and self.record is not None:
+        if spec.encoder is not None and self.record is not None:
             raise RunError("--record does not support models with an encoder; remove it")
+        if spec.router.num_identity:
+            approximations = self.approximations
+            chosen = {"--record": self.record is not None, "--substitute": approximations.substitute is not None}
+            chosen["--trust-experts"] = approximations.runs_predicted
+            for name in (name for name, is_given in chosen.items() if is_given):
+                raise RunError(f"{name} does not support models with experts that return their input; remove it")
         names = given(self, mark=_GPU)
         if self.kv_dtype == "bf16":
             names.append("--kv-dtype bf16")

@@ -52,7 +52,7 @@ from moe_pack.runtime.model import (
     route_tokens,
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
-from moe_pack.runtime.model.layer import enter_second, experts_norm, run_unrouted
+from moe_pack.runtime.model.layer import enter_second, experts_norm, run_unrouted, with_returned
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
@@ -283,9 +283,10 @@ MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
 class LayerTokens:
     """All tokens inside a layer, T = sequences times their length, in order.
 
-    `x` float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts.   `inputs` float32
-    [T, d]: the input of the router and the experts.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; [T, 0]
-    in a layer without a router. An expert beyond its capacity has the weight 0 and does not run for that token.
+    `x` float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts, and of experts that
+    return their input.   `inputs` float32 [T, d]: the input of the router and the experts.   `experts` int64 [T, k],
+    `weights` float32 [T, k]: routes; [T, 0] in a layer without a router. An expert with the weight 0, as beyond its
+    capacity, does not run for that token.
     `scales` float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then.
     `own_norm` float32 [d]: what multiplies the input of routed experts alone.
     `outputs` float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`; `x` is then
@@ -414,8 +415,10 @@ class LayerStates:
         inputs = mlp_input(x, weights, layer)
         if self.spec.residual is not None:
             return x, inputs
-        unrouted = run_unrouted(inputs, weights, layer)
-        return x if unrouted is None else enter_second(x, unrouted, None, weights, layer), inputs
+        unrouted, returned = run_unrouted(inputs, weights, layer), with_returned(None, inputs, weights, layer)
+        if unrouted is None and returned is None:
+            return x, inputs
+        return enter_second(x, unrouted, returned, weights, layer), inputs
 
     def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: Weights) -> Tensor:
         """Returns hidden states after a layer, float32 [n, w], for what `half_of` returned.
@@ -426,6 +429,7 @@ class LayerStates:
         if outputs is None:
             return x
         routed = outputs.to(self.device) if layer in self.spec.moe_layers else None
+        routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
 
     @torch.inference_mode()

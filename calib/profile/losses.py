@@ -149,7 +149,8 @@ def losses_of(profile: Profile) -> Losses:
         sparse=_sparse(with_experts, tokens),
         dense_widths=(16, *DENSE_WIDTHS),
         dense=_dense(layers, effects, spec),
-        popularity=np.stack([layer.chosen() for layer in statistics]).astype(np.float64) / profile.num_tokens,
+        popularity=np.stack([layer.chosen(profile.spec.router) for layer in statistics]).astype(np.float64)
+        / profile.num_tokens,
         nll_per_kl=float(effects.nll_per_kl[0]),
         quantiles=np.stack([layer.quantiles for layer in statistics]),
         origin=f"profile of {text}, {profile.num_tokens:,} tokens",

@@ -508,7 +508,7 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
     kept = _kept_tokens(profile, length, most_tokens)
     for layer_idx in layers:
         counted = profile.statistics(layer_idx)
-        popularity.append(counted.chosen())
+        popularity.append(counted.chosen(profile.spec.router))
         mass.append(counted.mass)
         routes.append(counted.routes[kept])
     recalls = np.full((len(layers), len(PREDICTORS), 3), np.nan, "<f4")

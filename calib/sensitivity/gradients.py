@@ -45,11 +45,10 @@ from moe_pack.runtime.model import (
     linear,
     neuron_of,
 )
-from moe_pack.runtime.model.layer import router_logits
+from moe_pack.runtime.model.layer import router_logits, weights_of_experts
 from moe_pack.runtime.model.matrix import InMemoryMatrix
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.model.router import router_weights
 
 SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
 
@@ -189,7 +188,7 @@ def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer:
     with torch.inference_mode(mode=False), torch.enable_grad():
         x = tokens.inputs.to(above.device).clone().requires_grad_()
         experts, runs = tokens.experts.to(x.device).clone(), (tokens.weights != 0).to(x.device)
-        chosen = router_weights(router_logits(x, weights, layer), experts, weights.spec.router)
+        chosen = weights_of_experts(router_logits(x, weights, layer), experts, weights, layer)
         (gradient,) = torch.autograd.grad(chosen, x, above * runs)
     return gradient
 

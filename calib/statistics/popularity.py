@@ -35,7 +35,7 @@ from moe_pack.calib.forward import (
     measure_expert,
     num_workers,
 )
-from moe_pack.formats import CheckpointError, ModelSpec, PackError
+from moe_pack.formats import CheckpointError, ModelSpec, PackError, RouterSpec
 
 Routes = NDArray[np.integer[Any]]
 
@@ -64,14 +64,17 @@ def count_tokens(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
     return np.stack(layers).astype(np.uint32)
 
 
-def count_pairs(earlier: Routes, later: Routes, num_experts: int) -> NDArray[np.uint32]:
+def count_pairs(
+    earlier: Routes, later: Routes, num_experts: int, runs: NDArray[np.bool_] | None = None
+) -> NDArray[np.uint32]:
     """Returns `count[e', e]`: how many tokens chose `e'` among `earlier` and `e` among `later`.
 
-    Args:    earlier, later: [T, k], experts of the same tokens.
+    Args:    earlier, later: [T, k], experts of the same tokens.   runs: [T, k], which of both count; None: all.
     Returns: [E, E].
     """
     cells = earlier[:, :, None].astype(np.int64) * num_experts + later[:, None, :]  # [T, k, k]
-    counts = np.bincount(cells.ravel(), minlength=num_experts**2)
+    counted = cells.ravel() if runs is None else cells[runs[:, :, None] & runs[:, None, :]]
+    counts = np.bincount(counted, minlength=num_experts**2)
     return counts.reshape(num_experts, num_experts).astype(np.uint32)
 
 
@@ -235,7 +238,8 @@ class LayerStatistics:
     `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
     `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
     `coactivation` u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal.   If experts have a
-    capacity, all but `routes` count only the tokens that they run for.
+    capacity, or some return their input, all but `routes` count only the tokens that they run for; `routes` then
+    also has the best experts that do not run.
     `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer.
     `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
     `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
@@ -284,8 +288,10 @@ class LayerStatistics:
             )
         return cls(**arrays)
 
-    def chosen(self) -> Array:
-        """Returns how many tokens chose each expert, within its capacity or not: u32 [E]."""
+    def chosen(self, router: RouterSpec) -> Array:
+        """Returns how many tokens chose each expert of the router, within its capacity or not: u32 [E]."""
+        if router.num_identity:
+            return self.tokens
         return np.bincount(self.routes.ravel(), minlength=len(self.tokens)).astype(np.uint32)
 
     def at_sparsities(self, sparsities: Sequence[float]) -> Array:
@@ -373,18 +379,17 @@ def _statistics(
 ) -> LayerStatistics:
     """Returns the statistics of a layer from its routes and its experts' activity."""
     E = num_experts
-    routes = tokens.experts.numpy()
-    running = (tokens.weights != 0).any(dim=1).numpy()
-    held_out = routes[running & (np.arange(len(routes)) >= len(routes) - num_held_out_tokens)]
+    routes, runs = tokens.experts.numpy(), (tokens.weights != 0).numpy()  # [T, k]
+    held_out = slice(len(routes) - num_held_out_tokens, None)
     mass = np.bincount(routes.ravel(), tokens.weights.numpy().ravel().astype(np.float64), minlength=E)
-    reached = np.bincount(routes[running].ravel(), minlength=E)
+    reached = np.bincount(routes[runs], minlength=E)
     pooled = np.stack([Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in activity.pooled])
     return LayerStatistics(
         tokens=reached.astype(np.uint32),
-        held_out_tokens=np.bincount(held_out.ravel(), minlength=E).astype(np.uint32),
+        held_out_tokens=np.bincount(routes[held_out][runs[held_out]], minlength=E).astype(np.uint32),
         mass=mass.astype(np.float32),
         routes=routes.astype(np.uint16),
-        coactivation=coactivation(routes[running][:, None], E)[0],
+        coactivation=count_pairs(routes, routes, E, runs),
         quantiles=np.where(reached[:, None, None] > 0, np.stack(activity.quantiles), pooled),
         hot_thresholds=np.stack(activity.hot_thresholds),
         hot=np.stack(activity.hot),

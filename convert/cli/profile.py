@@ -138,6 +138,8 @@ def _capacity_lines(profile: Profile, tokens: list[NDArray[np.uint32]]) -> list[
     share = 1 - sum(int(layer.sum()) for layer in tokens) / num_chosen
     if not share:
         return []
+    if profile.spec.router.num_identity:
+        return [f"{share:.1%} of choices were experts that return their input, which need no weights"]
     return [
         f"{share:.1%} of choices were beyond an expert's capacity of {profile.spec.router.capacity} tokens in half a "
         "sequence, and the expert did not run; shorter sequences (--sequence-length) have fewer such choices"

@@ -31,6 +31,7 @@ from moe_pack.runtime.model.layer import (
     route_tokens,
     run_experts,
     run_unrouted,
+    with_returned,
 )
 from moe_pack.runtime.model.weights import Weights
 
@@ -164,6 +165,7 @@ class Decoder:
         if layer in self._layer_idx:
             experts, router_weights = route_tokens(inputs, weights, layer)
             routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+            routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)
 
     def _partial_state(self, x: Tensor, layer: int, angles: tuple[Angles, ...]) -> PartialState | None:
@@ -173,8 +175,9 @@ class Decoder:
             return None
 
         def partial_state(y: Tensor) -> Tensor:
-            unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
-            partial = enter_second(x, unrouted, y, weights, layer)
+            inputs = mlp_input(x, weights, layer)
+            routed = with_returned(y, inputs, weights, layer)
+            partial = enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
             kind = self.spec.attention_kind(after)
             return add_attention(partial, weights, after, self.cache.trial(after), angles[kind])
 

@@ -29,6 +29,7 @@ from moe_pack.runtime.model.kv_cache import Angles, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
 from moe_pack.runtime.model.mixer import mix
 from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
@@ -250,17 +251,37 @@ def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | L
 
 
 def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the logits of a layer's router, float32 [T, E], for `mlp_input` x."""
-    role = f"layers.{layer}"
-    bias = weights.vector(f"{role}.router_logit_bias") if weights.spec.router.logit_bias else None
+    """Returns the logits of a layer's router for `mlp_input` x: float32 [T, E], or more with `num_identity`."""
+    role, spec = f"layers.{layer}", weights.spec
+    bias = weights.vector(f"{role}.router_logit_bias") if spec.router.logit_bias else None
+    if spec.router.input_scale:
+        x = x * (weights.vector(f"{role}.router_scale") * spec.hidden_size**-0.5)
     return linear(x, weights.matrix(f"{role}.router"), bias)
 
 
 def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each token, int64 [T, k], and their weights, float32 [T, k], for `mlp_input` x."""
-    router = weights.spec.router
-    bias = weights.vector(f"layers.{layer}.router_bias") if router.bias else None
-    return weights.operations.route(router_logits(x, weights, layer), router, bias)
+    """Returns the experts of each token, int64 [T, k], and their weights, float32 [T, k], for `mlp_input` x.
+
+    An expert with the weight 0 does not run for the token.
+    """
+    logits, bias = router_logits(x, weights, layer), _router_bias(weights, layer)
+    experts, router_weights = weights.operations.route(logits, weights.spec.router, bias)
+    return experts, _scaled_by_expert(router_weights, experts, weights, layer)
+
+
+def weights_of_experts(logits: Tensor, experts: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns the weights float32 [T, k] of given experts int64 [T, k], from `router_logits`."""
+    return _scaled_by_expert(router_weights(logits, experts, weights.spec.router), experts, weights, layer)
+
+
+def _scaled_by_expert(router_weights: Tensor, experts: Tensor, weights: Weights, layer: int) -> Tensor:
+    if not weights.spec.router.expert_scale:
+        return router_weights
+    return router_weights * weights.vector(f"layers.{layer}.router_expert_scale")[experts]
+
+
+def _router_bias(weights: Weights, layer: int) -> Tensor | None:
+    return weights.vector(f"layers.{layer}.router_bias") if weights.spec.router.bias else None
 
 
 def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -270,9 +291,9 @@ def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
     """
     spec, logits = weights.spec.router, router_logits(x, weights, layer)
     if not spec.bias:
-        return logits
-    scores = logits.sigmoid() if spec.kind == "sigmoid_topk" else logits.softmax(dim=-1)
-    return scores + weights.vector(f"layers.{layer}.router_bias")
+        return logits[:, : spec.num_experts]
+    bias = weights.vector(f"layers.{layer}.router_bias")
+    return expert_scores(logits, spec) + bias[: spec.num_experts]
 
 
 # ---- the second half of a layer: experts ----------------------------------------------------------------------------
@@ -348,11 +369,27 @@ def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: 
     x, router_weights = expert_inputs(x, router_weights, weights, layer_idx)
     x = to_experts(x, weights, layer_idx)
     for number in torch.unique(experts).tolist():  # in rising order, so that sums have one order
-        token_idx, place = torch.where((experts == number) & (router_weights != 0))  # zero: beyond its capacity
+        token_idx, place = torch.where((experts == number) & (router_weights != 0))  # zero: it does not run
+        if not len(token_idx):
+            continue
         expert, threshold = weights.expert(layer_idx, number), weights.threshold(layer_idx, number)
         output = run_expert(x[token_idx], expert, function, weights.selector, threshold)
         y[token_idx] += router_weights[token_idx, place, None] * output
     return from_experts(y, weights, layer_idx)
+
+
+def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int) -> Tensor | None:
+    """Returns the sum of all routed experts of a layer, float32 [T, d], from that of the experts that have weights.
+
+    The others return their input. Their weights are computed again, so that a pass that runs experts elsewhere, or
+    later, needs nothing more than the `mlp_input` x.
+    Args:    routed: None in a layer without routed experts, and for their part alone.
+    """
+    router = weights.spec.router
+    if not router.num_identity or layer not in weights.spec.moe_layers:
+        return routed
+    returned = x * identity_share(router_logits(x, weights, layer), router, _router_bias(weights, layer))
+    return returned if routed is None else routed + returned
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:

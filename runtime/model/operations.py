@@ -59,7 +59,8 @@ class Operations:
         """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
 
         The weight is zero if the token is beyond the expert's capacity.
-        Args:    logits: float32 [T, E].   bias: float32 [E], added for the choice only; None if the spec has none.
+        Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the
+                 same width, added for the choice only; None if the spec has none.
         """
         experts, weights = self._choose(logits, spec, bias)
         return experts, limit_to_capacity(experts, weights, spec)
@@ -291,7 +292,7 @@ class NativeOperations(Operations):
         return self.kernels.rms_norm(x, weight, eps)
 
     def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if spec.kind == "topk_sigmoid":  # the kernel lacks it: one expert a token takes torch no time
+        if spec.kind == "topk_sigmoid" or spec.num_identity:  # the kernel lacks them
             return choose(logits, spec, bias)
         return self.kernels.route(logits, spec, bias, least_sum(spec))
 

@@ -272,25 +272,25 @@ def open_weights(pack: Pack, device: torch.device, operations: Operations = TORC
 
 
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Yields each chosen expert with its tokens and their weights, in rising order, so that sums have one order.
+    """Yields each expert that runs with its tokens and their weights, in rising order, so that sums have one order.
 
-    Tokens beyond an expert's capacity have weight zero; they are left out, unless the expert has no others.
+    An expert does not run for a token for which it has the weight zero, as beyond its capacity.
     Args:    experts, weights: int64 and float32 [T, k].
     """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
     if num_tokens == 1:
         for place in order:
-            yield chosen[place], _FIRST_TOKEN, flat[place : place + 1]
+            if flat[place] != 0:
+                yield chosen[place], _FIRST_TOKEN, flat[place : place + 1]
         return
     tokens, flat, start = np.array(order, np.int64) // k, flat[order], 0
     none_is_zero = bool(flat.all())
     for number, places in groupby(order, key=chosen.__getitem__):
         stop = start + len(list(places))
         counting = slice(start, stop) if none_is_zero else start + np.flatnonzero(flat[start:stop])
-        if not len(tokens[counting]):
-            counting = slice(start, stop)
-        yield number, tokens[counting], flat[counting]
+        if len(tokens[counting]):
+            yield number, tokens[counting], flat[counting]
         start = stop
 
 

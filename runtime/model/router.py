@@ -14,11 +14,37 @@ from moe_pack.formats import RouterSpec
 def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, best first, and their weights, without regard to capacity.
 
-    Args:    logits: float32 [T, E].   bias: float32 [E], added for the choice only; None if the spec has none.
+    With experts that return their input, these are the k best of the others. Those that were not chosen have weight 0.
+    Args:    logits: float32 [T, E + Z], Z = `num_identity`.   bias: float32 [E + Z], added for the choice only; None if
+             the spec has none.
     Returns: int64 [T, k] and float32 [T, k].
     """
+    if spec.num_identity:
+        return _choose_among_identities(logits, spec, bias)
     experts = _CHOICES[spec.kind](logits, spec, bias)
     return experts, router_weights(logits, experts, spec)
+
+
+def _choose_among_identities(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the same where some experts return their input: the best others, with weight 0 if not chosen.
+
+    Source: transformers, models/longcat_flash, LongcatFlashTopkRouter.
+    """
+    scores, k = _softmax_scores(logits, bias), spec.num_experts_per_tok
+    num_chosen = (_largest(scores, k) < spec.num_experts).sum(dim=-1, keepdim=True)
+    experts = _largest(scores[:, : spec.num_experts], k)
+    is_left = torch.arange(k, device=logits.device) >= num_chosen
+    return experts, router_weights(logits, experts, spec).masked_fill(is_left, 0.0)
+
+
+def identity_share(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """Returns the weights of each token's experts that return their input, added up: float32 [T, 1].
+
+    Args:    as for `choose`.
+    """
+    experts = _CHOICES[spec.kind](logits, spec, bias)
+    weights = router_weights(logits, experts, spec)
+    return (weights * (experts >= spec.num_experts)).sum(dim=-1, keepdim=True)
 
 
 def limit_to_capacity(experts: Tensor, weights: Tensor, spec: RouterSpec) -> Tensor:
@@ -54,16 +80,19 @@ def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns a score from 0 to 1 of every expert for each token, chosen or not: float32 [T, E].
+    """Returns a score of every expert for each token, chosen or not, and never negative: float32 [T, E].
 
-    It is the sigmoid of the logits if the family has that, else their softmax.
+    It is the sigmoid of the logits, or the root of their softplus, if the family has that, else their softmax.
     """
-    return torch.sigmoid(logits) if "sigmoid" in spec.kind else torch.softmax(logits, dim=-1)
+    if spec.kind == "sqrtsoftplus_topk":
+        return _root_of_softplus(logits)
+    scores = torch.sigmoid(logits) if "sigmoid" in spec.kind else torch.softmax(logits, dim=-1)
+    return scores[:, : spec.num_experts]
 
 
 def least_sum(spec: RouterSpec) -> float:
     """Returns what is added to a sum of weights before dividing by it; the sum of vanishing sigmoids would be zero."""
-    return max(spec.least_sum, 1e-20 if spec.kind == "sigmoid_topk" else 0.0)
+    return max(spec.least_sum, 1e-20 if spec.kind in ("sigmoid_topk", "sqrtsoftplus_topk") else 0.0)
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
@@ -71,8 +100,12 @@ def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tens
 
     Source: transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
     """
+    return _choose(_softmax_scores(logits, bias), spec, best_of_group=1)
+
+
+def _softmax_scores(logits: Tensor, bias: Tensor | None) -> Tensor:
     scores = torch.softmax(logits, dim=-1)
-    return _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
+    return scores if bias is None else scores + bias
 
 
 def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
@@ -90,6 +123,19 @@ def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tens
     """
     scores = torch.sigmoid(logits)
     return _choose(scores if bias is None else scores + bias, spec, best_of_group=2)
+
+
+def _sqrtsoftplus_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """Chooses the largest roots of softplus.
+
+    Source: transformers, models/deepseek_v4, DeepseekV4TopKRouter.
+    """
+    scores = _root_of_softplus(logits)
+    return _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
+
+
+def _root_of_softplus(logits: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(logits).sqrt()
 
 
 def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
@@ -142,6 +188,7 @@ _CHOICES: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], Tensor]] = {
     "topk_softmax": _topk_softmax,
     "sigmoid_topk": _sigmoid_topk,
     "topk_sigmoid": _topk_softmax,
+    "sqrtsoftplus_topk": _sqrtsoftplus_topk,
     "sparsemixer": _sparsemixer,
 }
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, RouterSpec], Tensor]] = {
@@ -149,5 +196,6 @@ _WEIGHTS: dict[str, Callable[[Tensor, Tensor, RouterSpec], Tensor]] = {
     "topk_softmax": lambda logits, experts, spec: torch.softmax(logits.gather(1, experts), dim=-1),
     "sigmoid_topk": lambda logits, experts, spec: torch.sigmoid(logits).gather(1, experts),
     "topk_sigmoid": lambda logits, experts, spec: torch.sigmoid(logits.gather(1, experts)),
+    "sqrtsoftplus_topk": lambda logits, experts, spec: _root_of_softplus(logits.gather(1, experts)),
     "sparsemixer": _shares_near,
 }

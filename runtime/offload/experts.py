@@ -25,9 +25,8 @@ from moe_pack.runtime.model import (
     PartialState,
     tokens_by_expert,
 )
-from moe_pack.runtime.model.layer import expert_inputs, router_logits
+from moe_pack.runtime.model.layer import expert_inputs, router_logits, weights_of_experts
 from moe_pack.runtime.model.router import expert_scores
-from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
@@ -260,7 +259,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Args:    predicted: the experts that run in any case; None if the router chooses.
         """
         spec = self.spec.router
-        logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
+        layer = self.spec.moe_layers[layer_idx]
+        logits = router_logits(x, self, layer)
         scores = expert_scores(logits, spec).numpy()
         alpha, chosen = self.approximations.substitute, experts.numpy()
         if predicted is not None:
@@ -273,7 +273,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit
             experts = torch.from_numpy(chosen)
-            router_weights = weights_of(logits, experts, spec)
+            router_weights = weights_of_experts(logits, experts, self, layer)
         return experts, router_weights, scores.mean(axis=0)
 
     def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:

@@ -26,7 +26,7 @@ FILES = [
     "thresholds.safetensors",
 ]
 REQUIRED = ["index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"]
-ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sparsemixer")
+ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer")
 FUNCTIONS = ("silu", "relu", "relu2", "clamped_swiglu", "gelu_tanh", "clipped_silu", "capped_silu")
 
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from families import BASE, Tiny, write
 from models import Tensors, TinyMixtral, pack
 from numpy.typing import NDArray
 from random_codes import every_window
 from reseal import JsonObject, edit_array, reseal
 from second_reader import BadPackError, Part, Rows, SecondReader
-from specs import RESIDUALS
-from synthetic import made, plan_for
+from specs import RESIDUALS, changed
+from synthetic import made, plan_for, small
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
@@ -87,6 +88,34 @@ def assert_read_alike(folder: Path) -> None:
                 for matrix, theirs in found.items():
                     ours = torch.cat([getattr(block, matrix) for block in blocks])
                     np.testing.assert_array_equal(bits(theirs[second.order[l, e]]), bits(ours.numpy()), matrix)
+
+
+# Parts of a model that published families have one by one: what to change in a small Mixtral.
+PARTS: dict[str, dict[str, object]] = {
+    "a scaled router": {"router input_scale": True, "router expert_scale": True},
+    "experts that return their input": {
+        "router num_identity": 3, "router normalize": False, "router bias": True, "router logit_bias": True,
+    },
+    "limits": {"expert limits": [{"layers": [0], "routed": 7.0, "unrouted": None}], "expert function": "capped_silu"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def part_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A synthetic pack with each of these parts."""
+    packs = {}
+    for name, changes in PARTS.items():
+        spec = small(num_layers=2, num_experts=3, hidden_size=128, intermediate_size=20)
+        for path, value in changes.items():
+            spec = changed(spec, path, value)
+        packs[name] = made(spec, tmp_path_factory.mktemp("part") / "pack")
+    return packs
+
+
+def test_models_with_rare_parts_are_read_alike(part_packs: dict[str, Path]) -> None:
+    for name, folder in part_packs.items():
+        with case(name):
+            assert_read_alike(folder)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -168,8 +197,11 @@ def documented_roles() -> set[str]:
     return {name for row in re.findall(r"^\| (`[^|]*)", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}
 
 
-def test_between_them_these_models_have_every_documented_role(family_packs: dict[str, Path]) -> None:
-    roles = {role for folder in family_packs.values() for role in SecondReader(folder).dense_roles}
+def test_between_them_these_models_have_every_documented_role(
+    family_packs: dict[str, Path], part_packs: dict[str, Path]
+) -> None:
+    folders = (*family_packs.values(), *part_packs.values())
+    roles = {role for folder in folders for role in SecondReader(folder).dense_roles}
     assert {re.sub(r"^layers\.\d+\.", "", role) for role in roles} == documented_roles()
 
 

@@ -283,6 +283,27 @@ def test_a_router_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(GROUPED, "router", router | wrong, router | right, message)
 
 
+def test_a_router_with_experts_that_return_their_input_is_a_softmax_of_all() -> None:
+    only = "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
+    range_of = "router num_identity is {}, expected 0 to 2^20 - 1"
+    some = SOFT | {"num_identity": 3}
+    cases: list[tuple[Values, Values, str]] = [
+        ({"num_identity": -1}, {"num_identity": 0}, range_of.format(-1)),
+        ({"num_identity": 2**20}, {"num_identity": 2**20 - 1}, range_of.format(2**20)),
+        ({"kind": "sigmoid_topk"}, {"bias": True}, only),
+        ({"n_group": 2, "topk_group": 2}, {"scaling_factor": 6.0}, only),
+        ({"normalize": True}, {"logit_bias": True}, only),
+        ({"num_experts_per_tok": 1, "capacity": 2}, {"num_experts_per_tok": 1}, only),
+        ({"num_experts_per_tok": 1, "on_input": True}, {"expert_scale": True, "input_scale": True}, only),
+    ]
+    for wrong, right, message in cases:
+        with case(wrong, right):
+            assert_refused_beside_legal(GROUPED, "router", some | wrong, some | right, message)
+    roots = SOFT | {"kind": "sqrtsoftplus_topk", "bias": True, "normalize": True}
+    message = "a sqrtsoftplus_topk router cannot have n_group"
+    assert_refused_beside_legal(GROUPED, "router", roots | {"n_group": 2, "topk_group": 2}, roots, message)
+
+
 @pytest.mark.parametrize("router", [SOFT, SIGMA], ids=["softmax_topk", "sigmoid_topk"])
 def test_routers_with_scores_for_all_may_have_groups_bias_and_normalized_weights(router: Values) -> None:
     rich = router | {"n_group": 3, "topk_group": 2, "bias": True, "normalize": True, "scaling_factor": 2.5}

@@ -219,7 +219,7 @@ void check_sources() {
 
 void check_limits() {
     // No gate; up in f32 behind nothing, down behind it.
-    std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX, INT_MAX, 1};
+    std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX, INT_MAX, 1, 0};
     numbers.insert(numbers.end(), {0, 0, 0, 0, 0, 0, 0, 0});
     numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 0, 0, 0, 2});
     numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 4 * kMaxCols, 0, 0, 2});

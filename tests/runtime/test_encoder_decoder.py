@@ -206,7 +206,8 @@ def test_a_record_is_refused(opened: Pack, tmp_path: Path) -> None:
 def test_tokens_beyond_an_expert_s_capacity_are_left_out_of_its_work() -> None:
     experts, weights = torch.tensor([[0], [0], [1], [0], [2]]), torch.tensor([[0.5], [0.0], [0.25], [0.75], [0.0]])
     found = [(number, tokens.tolist(), held.tolist()) for number, tokens, held in tokens_by_expert(experts, weights)]
-    assert found == [(0, [0, 3], [0.5, 0.75]), (1, [2], [0.25]), (2, [4], [0.0])]
+    assert found == [(0, [0, 3], [0.5, 0.75]), (1, [2], [0.25])]
+    assert list(tokens_by_expert(experts[:1], torch.zeros(1, 1))) == []
 
 
 def text_of(ids: list[int]) -> str:

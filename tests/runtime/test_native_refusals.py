@@ -377,8 +377,8 @@ VALUES: dict[str, tuple[str, Change, str]] = {
         lambda a: a.update(cosines=floats(T, 11), sines=floats(T, 11)),
         "cosines: more than a head has pairs of values",
     ),
-    "kind below 0": ("route", put("kind", -1), "kind: expected 0 to 3"),
-    "kind too high": ("route", put("kind", 4), "kind: expected 0 to 3"),
+    "kind below 0": ("route", put("kind", -1), "kind: expected 0 to 4"),
+    "kind too high": ("route", put("kind", 5), "kind: expected 0 to 4"),
     "no experts": ("route", put("num_experts", 0), "experts: expected 1 to 2^20"),
     "experts without end": ("route", put("num_experts", 2**30), "experts: expected 1 to 2^20"),
     "none chosen": ("route", put("chosen", 0), "chosen: more than there are, or none"),
@@ -420,7 +420,8 @@ def test_the_first_and_last_of_everything_pass() -> None:
 
 # Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
 # row of extra values, function; then come eight for each of gate, up and down. The expert here has up in its selector.
-GATE, UP, DOWN = 7, 15, 23
+GATE, UP, DOWN = 8, 16, 24
+ONE = 0x3F800000  # the bits of 1.0, a limit
 CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, SCALES, BIAS, PLACE = range(8)
 NOT_THERE = "layout: a part is not where its selector kind puts it"
 UNFIT = "layout: a part does not fit its row"
@@ -440,9 +441,13 @@ EXPERT_LAYOUTS = {
     "record below 0": ({4: -16}, "layout: sizes out of range"),
     "extra row below 0": ({5: -16}, "layout: sizes out of range"),
     "extra row too short": ({5: 4 * D - 1}, "layout: the row of extra values is too short"),
-    "unknown function": ({6: 4}, "layout: unknown neuron function"),
+    "unknown function": ({6: 7}, "layout: unknown neuron function"),
     "function below 0": ({6: -1}, "layout: unknown neuron function"),
     "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
+    "no gate to clip": ({6: 5, 7: ONE, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
+    "no limit": ({6: 5}, "layout: the limit does not go with the neuron function"),
+    "limit below 0": ({6: 6, 7: -1}, "layout: the limit does not go with the neuron function"),
+    "limit without use": ({7: ONE}, "layout: the limit does not go with the neuron function"),
     "selector row too short": ({3: 63}, UNFIT),
     "record too short": ({4: 128}, SCALES_UNFIT),
     "unknown codec": ({GATE + CODEC: 8}, "layout: unknown codec"),

@@ -71,6 +71,12 @@ def sigmoid_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Ch
     return finished(largest(in_best_groups(biased, spec, 2), spec.num_experts_per_tok), scores, spec)
 
 
+def sqrtsoftplus_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    scores = [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
+    biased = [score + b for score, b in zip(scores, bias, strict=True)]
+    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
+
+
 def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
     running, made, band = dict(enumerate(logits)), [], 2 * spec.jitter
     for _ in range(spec.num_experts_per_tok):
@@ -86,6 +92,7 @@ RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
     "softmax_topk": softmax_topk,
     "topk_softmax": topk_softmax,
     "sigmoid_topk": sigmoid_topk,
+    "sqrtsoftplus_topk": sqrtsoftplus_topk,
     "sparsemixer": sparsemixer,
 }
 ROUTERS = [
@@ -101,6 +108,8 @@ ROUTERS = [
     RouterSpec("sigmoid_topk", 8, 2, False),
     RouterSpec("sigmoid_topk", 12, 4, True, bias=True, n_group=4, topk_group=2),
     RouterSpec("sigmoid_topk", 12, 3, True, bias=True, n_group=6, topk_group=2),
+    RouterSpec("sqrtsoftplus_topk", 8, 3, True, bias=True, scaling_factor=1.5),
+    RouterSpec("sqrtsoftplus_topk", 8, 2, False),
     RouterSpec("sparsemixer", 8, 2, False, jitter=0.01),
     RouterSpec("sparsemixer", 8, 2, False, jitter=0.3),
     RouterSpec("sparsemixer", 8, 3, False, jitter=0.1),
@@ -242,7 +251,11 @@ def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec)
         return sparsemixer_weights(logits, experts, router)
     if router.kind == "topk_softmax":
         return [share * router.scaling_factor for share in softmax([logits[i] for i in experts])]
-    scores = softmax(logits) if router.kind == "softmax_topk" else [1 / (1 + math.exp(-logit)) for logit in logits]
+    scores = {
+        "softmax_topk": softmax(logits),
+        "sigmoid_topk": [1 / (1 + math.exp(-logit)) for logit in logits],
+        "sqrtsoftplus_topk": [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
+    }[router.kind]
     return [weight for _, weight in finished(experts, scores, router)]
 
 
@@ -262,6 +275,44 @@ def test_scores_of_all_experts_are_shares_or_sigmoids() -> None:
     torch.testing.assert_close(shares, torch.tensor([[0.25, 0.75]]))
     sigmoids = routers.expert_scores(logits, RouterSpec("sigmoid_topk", 2, 1, False))
     torch.testing.assert_close(sigmoids, torch.tensor([[0.5, 0.75]]))
+    roots = routers.expert_scores(logits, RouterSpec("sqrtsoftplus_topk", 2, 1, False))
+    torch.testing.assert_close(roots, torch.tensor([[math.log(2.0), math.log(4.0)]]).sqrt())
+    some = routers.expert_scores(logits, RouterSpec("softmax_topk", 1, 1, False, num_identity=1))
+    torch.testing.assert_close(some, torch.tensor([[0.25]]))
+
+
+IDENTITIES = [
+    RouterSpec("softmax_topk", 5, 3, False, bias=True, scaling_factor=6.0, num_identity=4),
+    RouterSpec("softmax_topk", 5, 5, False, num_identity=9),
+    RouterSpec("softmax_topk", 2, 1, False, num_identity=3),
+]
+
+
+def test_of_experts_that_return_their_input_the_share_is_told_and_the_places_weigh_nothing(route: Route) -> None:
+    """The others that were chosen come first, best first, and then the best that were not."""
+    for router in IDENTITIES:
+        with case(router):
+            E, k = router.num_experts, router.num_experts_per_tok
+            rng = random.Random(7)
+            logits = [[rng.gauss(0, 1.5) for _ in range(router.num_outputs)] for _ in range(200)]
+            bias = [rng.randrange(-2, 3) / 8 if router.bias else 0.0 for _ in range(router.num_outputs)]
+            given = torch.tensor(bias) if router.bias else None
+            experts, weights = route(torch.tensor(logits), router, given)
+            shares = routers.identity_share(torch.tensor(logits), router, given)
+            nums = set()
+            for token, row in enumerate(logits):
+                scores = softmax(row)
+                biased = [score + b for score, b in zip(scores, bias, strict=True)]
+                chosen = largest(biased, k)
+                running = [(e, scores[e] * router.scaling_factor) for e in chosen if e < E]
+                nums.add(len(running))
+                assert experts[token].tolist() == largest(biased[:E], k), row
+                assert experts[token, : len(running)].tolist() == [e for e, _ in running]
+                expected = [*(w for _, w in running), *[0.0] * (k - len(running))]
+                torch.testing.assert_close(weights[token], torch.tensor(expected), rtol=2e-5, atol=1e-7)
+                left = sum(scores[e] for e in chosen if e >= E) * router.scaling_factor
+                torch.testing.assert_close(shares[token], torch.tensor([left]), rtol=2e-5, atol=1e-7)
+            assert len(nums) > 1 and 0 in nums, "some tokens run no expert, others do"
 
 
 def by_hand(experts: list[int], capacity: int) -> list[bool]:

@@ -47,6 +47,7 @@ def test_a_routers_scores_rank_experts_as_it_chooses_them() -> None:
             ("softmax_topk", True),
             ("sigmoid_topk", False),
             ("sigmoid_topk", True),
+            ("sqrtsoftplus_topk", True),
             ("topk_softmax", False),
             ("sparsemixer", False),
         ],

@@ -572,11 +572,16 @@ class SecondReader:
         model, d = self.manifest["model"], self._d
         if not has_experts:
             return self._neurons("mlp", model["dense_intermediate_size"])
-        shapes: list[tuple[str, Shape]] = [("router", (self._E, d))]
-        if model["router"].get("logit_bias", False):
-            shapes.append(("router_logit_bias", (self._E,)))
-        if model["router"]["bias"]:
-            shapes.append(("router_bias", (self._E,)))
+        router, num_logits = model["router"], self._E + model["router"].get("num_identity", 0)
+        shapes: list[tuple[str, Shape]] = [("router", (num_logits, d))]
+        if router.get("logit_bias", False):
+            shapes.append(("router_logit_bias", (num_logits,)))
+        if router["bias"]:
+            shapes.append(("router_bias", (num_logits,)))
+        if router.get("input_scale", False):
+            shapes.append(("router_scale", (d,)))
+        if router.get("expert_scale", False):
+            shapes.append(("router_expert_scale", (self._E,)))
         if (shared := model["shared_expert"]) is not None:
             shapes += self._neurons("shared", shared["intermediate_size"])
             if shared["gated"]:

@@ -23,7 +23,7 @@ from moe_pack.runtime.model import (
     run_experts,
 )
 from moe_pack.runtime.model.kv_cache import LayerRopes
-from moe_pack.runtime.model.layer import enter_second, run_unrouted
+from moe_pack.runtime.model.layer import enter_second, run_unrouted, with_returned
 
 CPU = torch.device("cpu")
 
@@ -132,7 +132,7 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
                 experts, router_weights = route_tokens(inputs, weights, layer)
                 routes.append(experts.numpy())
                 routed = run_experts(inputs, experts, router_weights, weights, spec.moe_layers.index(layer))
-            x = enter_second(x, unrouted, routed, weights, layer)
+            x = enter_second(x, unrouted, with_returned(routed, inputs, weights, layer), weights, layer)
             rms.append(float(x.pow(2).mean().sqrt()))
         return Run(routes, rms, head(x, weights))
 

@@ -32,6 +32,9 @@ void softmax(const float* logits, int32_t count, float* scores) {
     for (int32_t i = 0; i < count; i++) scores[i] /= sum;
 }
 
+// ln(1 + e^v), which float32 cannot tell from v where v is large. A NaN stays one.
+inline float softplus(float v) { return v > 20.0f ? v : std::log1p(std::exp(v)); }
+
 // Scores of the groups that do not stay become the lowest of all.
 void keep_best_groups(const RouterWork& work, float* scores, float* room) {
     int32_t size = work.num_experts / work.num_groups;
@@ -82,6 +85,8 @@ void route_token(const RouterWork& work, const float* logits, float* room, int64
     }
     if (work.kind == RouterKind::softmax_topk)
         softmax(logits, num_experts, scores);
+    else if (work.kind == RouterKind::sqrtsoftplus_topk)
+        for (int32_t i = 0; i < num_experts; i++) scores[i] = std::sqrt(softplus(logits[i]));
     else
         for (int32_t i = 0; i < num_experts; i++) scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
     for (int32_t i = 0; i < num_experts; i++) deciding[i] = work.bias ? scores[i] + work.bias[i] : scores[i];
