@@ -48,6 +48,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         parts["attention temperature"] = attention.temperature is not None
     if isinstance(attention, LatentSpec):
         parts["sparse attention"] = attention.indexer is not None
+        parts["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
     if isinstance(attention, GroupedQuerySpec):
         parts |= {
             "layers that do not rotate": attention.rotated_layers is not None,

@@ -41,7 +41,8 @@ class Stacked:
 class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
 
-    `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert; a name without `{e}` is that
+    `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in
+    `dense_names`); a name without `{e}` is that
     of a tensor of all experts of the layer, `[E, rows, columns]`. A matrix is stored as `[out, in]` (gate and up
     `[f, d]`, down `[d, f]`), or as `[in, out]` if `transposed`. If gate and up have the same name, the neurons of
     gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
@@ -59,10 +60,11 @@ class ExpertNames:
 class Family:
     """One `model_type`.
 
-    `dense_names` maps roles to source names, with `{i}` for the layer; if a role has several names, a checkpoint has
-    one of them. If one tensor has several roles, each of them maps to the same `Stacked`. A checkpoint follows one of
-    the `expert_names`. For an encoder, the roles of its layers begin with `encoder.{i}` here, its experts follow
-    `encoder_expert_names`, and the layers of both stacks count from 0.
+    `dense_names` maps roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the
+    source counts two of our layers as one; if a role has several names, a checkpoint has one of them. If one tensor has
+    several roles, each of them maps to the same `Stacked`. A checkpoint follows one of the `expert_names`. For an
+    encoder, the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the
+    layers of both stacks count from 0.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config.
@@ -228,7 +230,12 @@ def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
     names = family.dense_names[key]
     if isinstance(names, Stacked):
         names = names.name
-    return tuple(name.format(i=layer) for name in ((names,) if isinstance(names, str) else names))
+    return tuple(named(name, layer) for name in ((names,) if isinstance(names, str) else names))
+
+
+def named(template: str, layer: int, expert: int = 0) -> str:
+    """Returns a tensor's name."""
+    return template.format(i=layer, pair=layer // 2, side=layer % 2, e=expert)
 
 
 def _present(names: Iterable[str], tensors: Tensors) -> str:
@@ -260,10 +267,10 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
     is_encoding, _ = _in_stack(spec, layer)
     known = family.encoder_expert_names if is_encoding else family.expert_names
     first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
-    found = [names for names in known if names.matrices["up"].format(i=first, e=0) in tensors] or [known[0]]
+    found = [names for names in known if named(names.matrices["up"], first) in tensors] or [known[0]]
 
     def fits(names: ExpertNames) -> bool:
-        name = names.matrices["up"].format(i=first, e=0)
+        name = named(names.matrices["up"], first)
         _, shape = _matrix_place(spec, names, "up", name, 0)
         return name in tensors and tensors[name][1][-2:] == shape
 
@@ -277,11 +284,11 @@ def _claim_matrix(
     template, claims = spelling.matrices[matrix], ExpertSources()
     fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
-        name = template.format(i=number, e=expert)
+        name = named(template, number, expert)
         source, shape = _matrix_place(spec, spelling, matrix, name, expert if fused else 0)
-        whole = (num_experts, *shape) if fused else shape
+        whole = (_num_fused(spec, tensors, name), *shape) if fused else shape
         if matrix in spelling.scales:
-            source = replace(source, codec="mxfp4", scales=spelling.scales[matrix].format(i=number, e=expert))
+            source = replace(source, codec="mxfp4", scales=named(spelling.scales[matrix], number, expert))
         elif not fused:
             source = _with_scales(source, tensors, codec)
         if not fused or expert == 0:
@@ -290,12 +297,18 @@ def _claim_matrix(
     return claims
 
 
+def _num_fused(spec: ModelSpec, tensors: Tensors, name: str) -> int:
+    """Returns how many experts a fused tensor has; those that return their input may have rows that mean nothing."""
+    is_with_identity = name in tensors and tensors[name][1][:1] == (spec.router.num_outputs,)
+    return spec.router.num_outputs if is_with_identity else spec.router.num_experts
+
+
 def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int) -> ExpertSources:
     """Returns the places of the bias of a matrix of all experts of a layer."""
     template, claims = spelling.biases[matrix], ExpertSources()
     fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
-        name = template.format(i=number, e=expert)
+        name = named(template, number, expert)
         source, shape = _bias_place(spec, spelling, matrix, name, expert if fused else 0)
         if not fused or expert == 0:
             _check_tensor(name, (num_experts, *shape) if fused else shape, tensors)

@@ -89,7 +89,8 @@ class LatentSpec:
 
     The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
     Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
-    with `lora_norm_eps`. `indexer`: null if a query attends to all positions before it.
+    with `lora_norm_eps`; `q_latent_scale` and `kv_latent_scale` multiply them then. `indexer`: null if a query attends
+    to all positions before it.
     Source: DeepSeek-V2 (2405.04434), section 2.1.
     """
 
@@ -104,6 +105,8 @@ class LatentSpec:
     lora_norm_eps: float
     temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
     indexer: IndexerSpec | None = added(None)  # noqa: RUF009  # likewise
+    q_latent_scale: float = added(1.0)
+    kv_latent_scale: float = added(1.0)
 
     @property
     def cached_width(self) -> int:
@@ -240,6 +243,9 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     if isinstance(attention, LatentSpec):
         if not 0 < attention.lora_norm_eps < 1:
             return f"lora_norm_eps is {attention.lora_norm_eps}, expected between 0 and 1"
+        for scale in (attention.q_latent_scale, attention.kv_latent_scale):
+            if not 0 < scale < 1e6:
+                return f"a latent's scale is {scale}, expected between 0 and 1e6"
         indexer = attention.indexer
         if indexer is not None and (attention.q_lora_rank is None or indexer.head_dim < attention.qk_rope_head_dim):
             return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"

@@ -106,6 +106,7 @@ def attend_latent(
         q = q * _temperature(spec.temperature, start, len(x), x.device)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
+    latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
     width = spec.kv_lora_rank + rope_dim
     cache.keys[0, start:stop, :width] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
     if spec.indexer is not None and q_latent is not None:
@@ -133,6 +134,7 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[
     else:
         latent = linear(x, weights.matrix(f"{role}.q_a"))
         latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
+        latent = latent if spec.q_latent_scale == 1 else latent * spec.q_latent_scale
         q = linear(latent, weights.matrix(f"{role}.q_b"))
     return q.view(len(x), spec.num_heads, -1).transpose(0, 1), latent
 

@@ -559,6 +559,13 @@ def test_residuals_that_cannot_be_are_refused() -> None:
     assert spec_fault(replace(with_residual["shortcut"], halves=HalvesSpec((), (0,)))) == halves
 
 
+def test_scales_of_latents_that_cannot_be_are_refused() -> None:
+    for name in ("q_latent_scale", "kv_latent_scale"):
+        with case(name):
+            message = "a latent's scale is 0.0, expected between 0 and 1e6"
+            assert_refused_beside_legal(LATENT, f"attention {name}", 0.0, 2.0, message)
+
+
 def test_halves_that_cannot_be_are_refused() -> None:
     rising = "halves {} must list decoder layers, in rising order"
     legal = {"first": [], "second": [1]}

@@ -215,6 +215,11 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4; " + _ONLY("2")),
+    Close("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'; " + _ONLY("'identity'")),
+    Close("longcat_flash", {"attention_method": "MHA"}, "attention_method is 'MHA'; " + _ONLY("'MLA'")),
+    Close("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora is False; " + _ONLY("True")),
+    Close("longcat_flash", {"mla_scale_kv_lora": False}, "mla_scale_kv_lora is False; " + _ONLY("True")),
+    Close("longcat_flash", {"num_hidden_layers": 2}, "num_hidden_layers is 2; " + _ONLY("4")),
     Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; " + _ONLY("None")),
     Close(
         "granitemoe",

@@ -117,12 +117,6 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason("step3p7", "Step-3.7-Flash", "the text model of `step3p5` in a multimodal config"),
     Reason(
-        "longcat_flash",
-        "LongCat-Flash",
-        "two attentions and two dense blocks a layer with the experts in parallel to them, experts that return their "
-        "input",
-    ),
-    Reason(
         "bailing_hybrid",
         "Ling-3.0-Flash",
         "Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for each head",

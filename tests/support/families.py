@@ -205,6 +205,21 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": 40,
     },
+    "longcat_flash": {
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "ffn_hidden_size": 80,
+        "expert_ffn_hidden_size": 48,
+        "n_routed_experts": 6,
+        "zero_expert_num": 3,
+        "moe_topk": 3,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 40,
+    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -476,6 +491,11 @@ TINY: tuple[Tiny, ...] = (
         "flex_olmo",
         "own keys, bias, normalized",
         {"num_key_value_heads": 4, "attention_bias": True, "norm_topk_prob": True},
+    ),
+    Tiny(
+        "longcat_flash",
+        "no experts that return their input, other scale",
+        {"zero_expert_num": 0, "routed_scaling_factor": 1.5},
     ),
     Tiny("granitemoe", "own head, bias", {"tie_word_embeddings": False, "attention_bias": True}),
     Tiny(

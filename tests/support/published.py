@@ -106,6 +106,7 @@ UNPUBLISHED = {
     "flint": "no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
+    "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
     "qwen3_5_moe_text": "its models are published inside multimodal checkpoints, qwen3_5_moe",
 }
