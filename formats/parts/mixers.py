@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.parts.roles import DenseRole, Shape, are_layers
 
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
@@ -40,6 +41,7 @@ class GatedDeltaSpec:
     `num_key_heads` queries and keys serve `num_value_heads` values. Queries, keys and values go through a causal
     convolution of `conv_kernel` taps and silu first. `interleaved`: the projections lie together, in two matrices, key
     head after key head; else each has its own matrix, but for queries, keys and values, which share one.
+    `gate`: the function of the output's gates, which come after its norm.
     Source: Gated Delta Networks (2412.06464); transformers, models/qwen3_next, Qwen3NextGatedDeltaNet.
     """
 
@@ -51,6 +53,7 @@ class GatedDeltaSpec:
     value_head_dim: int
     conv_kernel: int
     interleaved: bool
+    gate: Literal["silu", "sigmoid"] = added("silu")
 
     @property
     def key_width(self) -> int:

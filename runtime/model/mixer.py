@@ -46,7 +46,8 @@ def _gated_delta(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, s
     v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
     y = operations.recur(q * spec.key_head_dim**-0.5, k, v, log_decay, b.sigmoid(), state)
     y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
-    return linear(y.flatten(1) * torch.nn.functional.silu(z), weights.matrix(f"{role}.o"))
+    gate = torch.nn.functional.silu if spec.gate == "silu" else torch.sigmoid
+    return linear(y.flatten(1) * gate(z), weights.matrix(f"{role}.o"))
 
 
 def _interleaved(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
