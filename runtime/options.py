@@ -46,6 +46,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
     parts["no rotary positions"] = spec.rope is None
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
+        parts["gates of attention"] = attention.gate is not None
     if isinstance(attention, LatentSpec):
         parts["sparse attention"] = attention.indexer is not None
         parts["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
@@ -54,7 +55,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "layers that do not rotate": attention.rotated_layers is not None,
             "attention in chunks": attention.chunked,
             "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
-            "gates of attention": attention.gated,
+            "gates of attention": attention.gated or attention.gate is not None,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

@@ -30,6 +30,22 @@ class TemperatureSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputGateSpec:
+    """Gates of what heads give, from a matrix of their own: `function` of it times the layer's input.
+
+    `each`: whether each head has one gate, or each value of it.
+    Source: transformers, models/afmoe (values, sigmoid), models/laguna (softplus), models/step3p7 (heads).
+    """
+
+    each: Literal["head", "value"]
+    function: Literal["sigmoid", "softplus"]
+
+    def width(self, num_heads: int, head_dim: int) -> int:
+        """Returns the number of gates for heads that give `head_dim` values."""
+        return num_heads if self.each == "head" else num_heads * head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedQuerySpec:
     """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
 
@@ -41,7 +57,7 @@ class GroupedQuerySpec:
     logit of its own in its softmax, to which no value belongs. `rotated_layers`: the layers, rising, that rotate
     queries and keys; null means all. `chunked`: the window does not slide: a position sees those before it back to the
     last multiple of `sliding_window`. `gated`: the projection of queries has a gate after each head's query; the head's
-    output is multiplied by its sigmoid.
+    output is multiplied by its sigmoid. `gate`: other gates of outputs; null if there are none.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
     transformers, models/qwen3_next.
     """
@@ -60,6 +76,7 @@ class GroupedQuerySpec:
     chunked: bool = added(False)
     temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
     gated: bool = added(False)
+    gate: OutputGateSpec | None = added(None)  # noqa: RUF009  # likewise
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
@@ -90,7 +107,7 @@ class LatentSpec:
     The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
     Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
     with `lora_norm_eps`; `q_latent_scale` and `kv_latent_scale` multiply them then. `indexer`: null if a query attends
-    to all positions before it.
+    to all positions before it. `gate`: gates of outputs; null if there are none.
     Source: DeepSeek-V2 (2405.04434), section 2.1.
     """
 
@@ -107,6 +124,7 @@ class LatentSpec:
     indexer: IndexerSpec | None = added(None)  # noqa: RUF009  # likewise
     q_latent_scale: float = added(1.0)
     kv_latent_scale: float = added(1.0)
+    gate: OutputGateSpec | None = added(None)  # noqa: RUF009
 
     @property
     def cached_width(self) -> int:
@@ -179,12 +197,18 @@ def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> I
         yield DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
             yield DenseRole(f"attention.{name}_bias", shape[:1], False)
+    yield from _gate_role(attention.gate, attention.num_heads, attention.head_dim, d)
     if attention.sinks:
         yield DenseRole("attention.sinks", (attention.num_heads,), False)
     if attention.qk_norm not in ("none", "unit"):
         whole = attention.qk_norm == "projection"
         yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, offset)
         yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, offset)
+
+
+def _gate_role(gate: OutputGateSpec | None, num_heads: int, head_dim: int, d: int) -> Iterator[DenseRole]:
+    if gate is not None:
+        yield DenseRole("attention.gate", (gate.width(num_heads, head_dim), d), gate.each == "value")
 
 
 def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
@@ -201,6 +225,7 @@ def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     yield DenseRole("attention.kv_a_norm", (rank,), False)
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
     yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
+    yield from _gate_role(attention.gate, num_heads, attention.v_head_dim, d)
     if attention.indexer is not None:
         heads, width = attention.indexer.num_heads, attention.indexer.head_dim
         yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
@@ -263,6 +288,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     if attention.sliding_window is None and (attention.windowed_layers is not None or attention.chunked):
         name = "chunked" if attention.windowed_layers is None else "windowed_layers"
         return f"{name} is given without a sliding_window"
+    if attention.gated and attention.gate is not None:
+        return "attention has gated and gate, of which only one can be"
     scaling = None if rope is None else rope.scaling
     if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
         return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, RelativeSpec, TemperatureSpec
+from moe_pack.formats.parts import (
+    GroupedQuerySpec,
+    IndexerSpec,
+    LatentSpec,
+    OutputGateSpec,
+    RelativeSpec,
+    TemperatureSpec,
+)
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
@@ -74,7 +81,18 @@ def _attend_grouped(
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = is_interleaved(weights.spec, layer)
     mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
-    return project("o", mixed if gate is None else mixed * gate.sigmoid())
+    if gate is not None:
+        mixed = mixed * gate.sigmoid()
+    return project("o", _gated(mixed, x, weights, spec.gate, spec.head_dim, role))
+
+
+def _gated(mixed: Tensor, x: Tensor, weights: Weights, spec: OutputGateSpec | None, head_dim: int, role: str) -> Tensor:
+    """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
+    if spec is None:
+        return mixed
+    gates = linear(x, weights.matrix(f"{role}.gate"))
+    gates = gates.sigmoid() if spec.function == "sigmoid" else torch.nn.functional.softplus(gates)
+    return mixed * (gates.repeat_interleave(head_dim, dim=1) if spec.each == "head" else gates)
 
 
 def is_interleaved(spec: ModelSpec, layer: int) -> bool:
@@ -116,7 +134,8 @@ def attend_latent(
             mask = _indexed(x, q_latent, weights, spec.indexer, role, angles, index_keys, mask)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
     mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop, :width].float(), mask)))  # [heads, T, v]
-    return linear(mixed.transpose(0, 1).flatten(1), weights.matrix(f"{role}.o"))
+    mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
+    return linear(mixed, weights.matrix(f"{role}.o"))
 
 
 def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:

@@ -403,12 +403,14 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 def _attention_width(attention: AttentionSpec) -> int:
     """Returns the most floats of one token while a layer attends."""
     if isinstance(attention, GroupedQuerySpec):
-        return (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+        gates = 0 if attention.gate is None else attention.num_heads
+        return (2 * attention.num_heads + 2 * attention.num_kv_heads + gates) * attention.head_dim
     if isinstance(attention, RelativeSpec):
         return 4 * attention.num_heads * attention.head_dim
     indexer = attention.indexer
     indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
-    return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed
+    gates = 0 if attention.gate is None else attention.num_heads * attention.v_head_dim
+    return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
 
 
 def _mixer_floats(spec: ModelSpec) -> int:

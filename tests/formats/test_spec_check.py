@@ -404,6 +404,12 @@ def test_rotated_layers_and_chunks_that_cannot_be_are_refused() -> None:
     assert_refused_beside_legal(without, "attention chunked", True, False, "chunked is given without a sliding_window")
 
 
+def test_outputs_with_two_kinds_of_gates_are_refused() -> None:
+    message = "attention has gated and gate, of which only one can be"
+    gated = changed(GROUPED, "attention gated", True)
+    assert_refused_beside_legal(gated, "attention gate", {"each": "head", "function": "sigmoid"}, None, message)
+
+
 TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": True, "is_unrotated": True}
 
 

@@ -17,6 +17,8 @@ REFUSED: list[tuple[ModelSpec, str]] = [
         changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
         "router weights on the input of experts",
     ),
+    (changed(GROUPED, "attention gate", {"each": "head", "function": "sigmoid"}), "gates of attention"),
+    (changed(LATENT, "attention gate", {"each": "value", "function": "sigmoid"}), "gates of attention"),
     (changed(GROUPED, "router input_scale", True), "scaled routers"),
     (changed(GROUPED, "router expert_scale", True), "scaled routers"),
     (changed(changed(GROUPED, "router normalize", False), "router num_identity", 2), "experts that return their input"),

@@ -616,6 +616,14 @@ def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]
     return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
 
 
+def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str, Shape]]:
+    """The role of gates of heads that give `size` values (section 9)."""
+    if (gate := attention.get("gate")) is None:
+        return []
+    require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
+    return [("gate", (attention["num_heads"] * (size if gate["each"] == "value" else 1), d))]
+
+
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     """The roles of a layer's attention (section 9)."""
     shapes: list[tuple[str, Shape]] = []
@@ -627,6 +635,7 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes.append((name, shape))
             if name in attention["bias"]:
                 shapes.append((f"{name}_bias", (shape[0],)))
+        shapes += gate_shapes(attention, size, d)
         if attention.get("sinks", False):
             shapes.append(("sinks", (attention["num_heads"],)))
         if attention["qk_norm"] in ("head", "rotated_head"):
@@ -645,6 +654,7 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", (h * (n + r), q_rank))]
         shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
         shapes.append(("o", (d, h * v)))
+        shapes += gate_shapes(attention, v, d)
         if "indexer" in attention:
             heads, width = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
             shapes += [("index_q", (heads * width, q_rank)), ("index_k", (width, d)), ("index_k_norm", (width,))]
