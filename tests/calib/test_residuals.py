@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from random_weights import RandomWeights
-from specs import RESIDUALS
+from specs import RESIDUALS, ROUTED
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences
@@ -23,9 +23,9 @@ N, S = 3, 10
 IDS = torch.randint(96, (N, S), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(params=RESIDUALS, ids=lambda name: name.replace(" ", "-"))
+@pytest.fixture(params=[*RESIDUALS, *ROUTED], ids=lambda name: name.replace(" ", "-"))
 def weights(request: pytest.FixtureRequest) -> LayerwiseWeights:
-    spec = RESIDUALS[request.param]
+    spec = (RESIDUALS | ROUTED)[request.param]
     assert spec_fault(spec) is None
     return LayerwiseWeights(RandomWeights(spec))
 
@@ -136,7 +136,8 @@ def test_a_copy_with_one_worse_expert_is_a_run_with_it(weights: LayerwiseWeights
         for expert in range(spec.router.num_experts):
             token_idx, shares = tokens.of_expert(expert)
             model = stage._at_2 if expert == 0 else stage._at_4
-            y = run_expert(tokens.expert_inputs(token_idx), model.expert(0, expert), spec.expert.function, "none", 0.0)
+            function = spec.expert_function(0)
+            y = run_expert(tokens.expert_inputs(token_idx), model.expert(0, expert), function, "none", 0.0)
             states.add(tokens, token_idx, shares, y)
         states.leave(0, tokens)
     for place in range(number):
@@ -163,7 +164,8 @@ def test_partial_states_are_those_of_resident_experts_alone(weights: LayerwiseWe
     with torch.inference_mode():
         for expert in sorted(resident):
             token_idx, shares = few.of_expert(expert)
-            y = run_expert(few.expert_inputs(token_idx), weights.expert(0, expert), spec.expert.function, "none", 0.0)
+            function = spec.expert_function(0)
+            y = run_expert(few.expert_inputs(token_idx), weights.expert(0, expert), function, "none", 0.0)
             again.add(few, token_idx, shares, y)
         again.leave(0, few)
     torch.testing.assert_close(partial_x, again.before(0), atol=1e-4, rtol=1e-4)

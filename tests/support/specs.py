@@ -28,7 +28,7 @@ from moe_pack.formats.parts import (
     RopeSpec,
     ShortcutResidualSpec,
 )
-from moe_pack.formats.spec import EncoderSpec
+from moe_pack.formats.spec import EncoderSpec, LimitSpec
 
 Values = dict[str, Any]
 
@@ -104,6 +104,25 @@ RESIDUALS = {
     "mixed streams": replace(GROUPED, residual=MixedStreamsSpec("mixed_streams", 3, mixing=4, magnitude=2.0, eps=1e-6)),
     "streams that do not mix": replace(
         GROUPED, residual=MixedStreamsSpec("mixed_streams", 2, mixing=0, magnitude=1.5, eps=1e-6)
+    ),
+}
+_IDENTITY = RouterSpec("softmax_topk", 6, 3, normalize=False, scaling_factor=2.0, num_identity=4)
+# Models whose routers and experts have rare parts, some of them with such a residual.
+ROUTED = {
+    "experts that return their input": replace(GROUPED, residual_multiplier=0.7, router=_IDENTITY),
+    "the same a layer later": replace(RESIDUALS["shortcut"], router=_IDENTITY),
+    "scaled routers and norms apart": replace(
+        RESIDUALS["norms apart"],
+        router=RouterSpec("softmax_topk", 6, 2, normalize=True, input_scale=True, expert_scale=True),
+    ),
+    "limits in some layers": replace(
+        GROUPED,
+        router=RouterSpec("sqrtsoftplus_topk", 6, 2, normalize=True, bias=True),
+        expert=replace(
+            GROUPED.expert,
+            function="capped_silu",
+            limits=(LimitSpec((0, 2), 0.5, 0.6), LimitSpec((1,), None, 0.4)),
+        ),
     ),
 }
 # An encoder of two layers and a decoder of two, each stack's second with experts.
