@@ -228,7 +228,8 @@ class ModelSpec:
     The other layers have one dense expert of `dense_intermediate_size` for every token (null if there are none).
     `encoder`: null if all layers are a decoder's. `rope`: null if attention is not rotary.
     The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
-    and logits are divided by `logits_scaling`. `mixer`: what some layers have in place of attention; null if all have
+    and logits are divided by `logits_scaling`, and then bounded: `logits_softcap * tanh(logits / logits_softcap)`,
+    unless that is null. `mixer`: what some layers have in place of attention; null if all have
     attention. `halves`: the layers with attention, or experts, alone; null if all have both.
     `others`: layers whose attention or rotary positions are not `attention` and `rope`. `residual`: how the halves of
     layers read and change the hidden state; null if they add to it.
@@ -257,6 +258,7 @@ class ModelSpec:
     halves: HalvesSpec | None = added(None)  # noqa: RUF009
     others: tuple[OtherAttentionSpec, ...] = added(())
     residual: ResidualSpec | None = added(None)  # noqa: RUF009
+    logits_softcap: float | None = added(None)
 
     @property
     def stream_width(self) -> int:
@@ -576,6 +578,8 @@ def _numbers_fault(spec: ModelSpec) -> str | None:
         "logits_scaling": spec.logits_scaling,
         "router scaling_factor": spec.router.scaling_factor,
     }
+    if spec.logits_softcap is not None:
+        positive["logits_softcap"] = spec.logits_softcap
     for name, number in positive.items():
         if not 0 < number < 1e6:
             return f"{name} is {number}, expected between 0 and 1e6"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -32,6 +32,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
     parts = {
         "an encoder": spec.encoder is not None,
         "several kinds of attention": bool(spec.others),
+        "a softcap of logits": spec.logits_softcap is not None,
+        "partly rotated pairs": spec.rope is not None and isinstance(spec.rope.scaling, ProportionalSpec),
         "router weights on the input of experts": spec.router.on_input,
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "experts that return their input": spec.router.num_identity > 0,
@@ -56,6 +58,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "attention in chunks": attention.chunked,
             "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
             "gates of attention": attention.gated or attention.gate is not None,
+            "keys that are values": attention.keys_as_values,
+            "norms of values": attention.v_norm,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

@@ -24,11 +24,12 @@ from moe_pack.formats.parts import (
     LongRopeSpec,
     MixerSpec,
     Projection,
+    ProportionalSpec,
     RopeSpec,
     YarnSpec,
 )
 
-Scaling = Literal["yarn", "longrope", "llama3", "ntk_alpha"]
+Scaling = Literal["yarn", "longrope", "llama3", "proportional", "ntk_alpha"]
 # How a head's values are divided among the three numbers of a position, which are the same for text.
 MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
 
@@ -61,7 +62,7 @@ def read_rope(
     if kind not in ("default", *scalings):
         known = ", ".join(("default", *scalings)).replace("ntk_alpha", "dynamic with an alpha")
         raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
-    scaling: YarnSpec | LongRopeSpec | Llama3Spec | None = None
+    scaling: YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec | None = None
     if group is not None and kind == "yarn":
         scaling = _yarn(config, group)
     elif group is not None and kind == "llama3":
@@ -69,6 +70,9 @@ def read_rope(
         scaling = Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
     elif group is not None and kind == "longrope":
         scaling = _longrope(config, group)
+    elif group is not None and kind == "proportional":
+        scaling = ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
+        factor = 1.0
     if group is not None:
         group.refuse_unread(ignored)
     return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)

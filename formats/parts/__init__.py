@@ -31,7 +31,7 @@ from moe_pack.formats.parts.residual import (
     ShortcutResidualSpec,
 )
 from moe_pack.formats.parts.roles import DenseRole
-from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
 
 __all__ = [
     "PROJECTIONS",
@@ -55,6 +55,7 @@ __all__ = [
     "OutputGateSpec",
     "ParallelResidualSpec",
     "Projection",
+    "ProportionalSpec",
     "RelativeSpec",
     "ResidualSpec",
     "RopeSpec",

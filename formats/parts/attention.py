@@ -58,8 +58,10 @@ class GroupedQuerySpec:
     queries and keys; null means all. `chunked`: the window does not slide: a position sees those before it back to the
     last multiple of `sliding_window`. `gated`: the projection of queries has a gate after each head's query; the head's
     output is multiplied by its sigmoid. `gate`: other gates of outputs; null if there are none.
+    `keys_as_values`: there is no projection of values; they are that of keys, before their norm and rotation.
+    `v_norm`: each head's values are normed (rms, the model's eps), without a weight.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
-    transformers, models/qwen3_next.
+    transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
     """
 
     kind: Literal["grouped_query"]
@@ -77,6 +79,8 @@ class GroupedQuerySpec:
     temperature: TemperatureSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
     gated: bool = added(False)
     gate: OutputGateSpec | None = added(None)  # noqa: RUF009  # likewise
+    keys_as_values: bool = added(False)
+    v_norm: bool = added(False)
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
@@ -193,6 +197,8 @@ def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> I
     """Yields the dense tensors of a layer's attention, for a hidden size d; `offset`: of the norms of heads."""
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     shapes = {"q": (2 * q if attention.gated else q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    if attention.keys_as_values:
+        del shapes["v"]
     for name, shape in shapes.items():
         yield DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
@@ -288,6 +294,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     if attention.sliding_window is None and (attention.windowed_layers is not None or attention.chunked):
         name = "chunked" if attention.windowed_layers is None else "windowed_layers"
         return f"{name} is given without a sliding_window"
+    if attention.keys_as_values and "v" in attention.bias:
+        return "attention bias names v, but keys_as_values leaves no projection of values"
     if attention.gated and attention.gate is not None:
         return "attention has gated and gate, of which only one can be"
     scaling = None if rope is None else rope.scaling

@@ -53,6 +53,19 @@ class Llama3Spec:
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalSpec:
+    """Only the first `rotated_pairs` pairs are rotated; all frequencies are divided by `factor`.
+
+    Unlike with a smaller `rotary_dim`, pairs and frequencies are those of a head that rotates as a whole.
+    Source: transformers, modeling_rope_utils.py, _compute_proportional_rope_parameters; models/gemma4.
+    """
+
+    kind: Literal["proportional"]
+    rotated_pairs: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
 
@@ -62,7 +75,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     interleaved: bool
-    scaling: YarnSpec | LongRopeSpec | Llama3Spec | None
+    scaling: YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec | None
 
 
 def scaling_fault(rope: RopeSpec) -> str | None:
@@ -71,7 +84,18 @@ def scaling_fault(rope: RopeSpec) -> str | None:
         return _yarn_fault(rope.scaling)
     if isinstance(rope.scaling, LongRopeSpec):
         return _longrope_fault(rope.scaling, rope.rotary_dim)
+    if isinstance(rope.scaling, ProportionalSpec):
+        return _proportional_fault(rope.scaling, rope.rotary_dim)
     return _llama3_fault(rope.scaling) if isinstance(rope.scaling, Llama3Spec) else None
+
+
+def _proportional_fault(proportional: ProportionalSpec, rotary_dim: int) -> str | None:
+    if not 0 < proportional.rotated_pairs <= rotary_dim // 2 or not 0 < proportional.factor < 1e6:
+        return (
+            f"proportional rotated_pairs is {proportional.rotated_pairs} and factor is {proportional.factor}, expected "
+            f"1 to {rotary_dim // 2}, and between 0 and 1e6"
+        )
+    return None
 
 
 def _llama3_fault(llama3: Llama3Spec) -> str | None:

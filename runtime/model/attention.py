@@ -60,7 +60,11 @@ def _attend_grouped(
         bias = weights.vector(f"{role}.{name}_bias") if name in spec.bias else None
         return linear(inputs, weights.matrix(f"{role}.{name}"), bias)
 
-    q, k, v = (project(name, x) for name in "qkv")
+    q, k = project("q", x), project("k", x)
+    v = k if spec.keys_as_values else project("v", x)
+    if spec.v_norm:
+        heads = v.view(len(x), spec.num_kv_heads, spec.head_dim)
+        v = operations.rms_norm(heads, torch.ones(spec.head_dim, device=x.device), eps).flatten(1)
     gate = None
     if spec.gated:
         q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))

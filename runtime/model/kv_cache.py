@@ -17,6 +17,7 @@ from moe_pack.formats.parts import (
     LatentSpec,
     Llama3Spec,
     LongRopeSpec,
+    ProportionalSpec,
     RopeSpec,
     YarnSpec,
 )
@@ -54,6 +55,9 @@ class Rope:
             self._factor, self._long_factor = spec.scaling.short_mscale, spec.scaling.long_mscale
         elif isinstance(spec.scaling, Llama3Spec):
             self._frequencies = self._long = _llama3(1.0 / powers, spec.scaling)
+        elif isinstance(spec.scaling, ProportionalSpec):
+            is_still = torch.arange(len(powers), device=device) >= spec.scaling.rotated_pairs
+            self._frequencies = self._long = (1.0 / powers).masked_fill(is_still, 0.0) / spec.scaling.factor
         else:
             self._frequencies = self._long = 1.0 / powers
 

@@ -431,4 +431,7 @@ def head(x: Tensor, weights: Weights) -> Tensor:
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
     logits = linear(_final_stream(x, weights), matrix, bias)
-    return logits if spec.logits_scaling == 1.0 else logits / spec.logits_scaling
+    if spec.logits_scaling != 1.0:
+        logits = logits / spec.logits_scaling
+    cap = spec.logits_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)

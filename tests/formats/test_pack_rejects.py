@@ -217,7 +217,7 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
         (setting({}, "model", "rope", "scaling"), setting(YARN, "model", "rope", "scaling"),
          "model: rope: scaling: key 'kind' is missing"),
         (setting({"kind": "ntk"}, "model", "rope", "scaling"), setting(LONGROPE, "model", "rope", "scaling"),
-         "model: rope: scaling: kind: found 'ntk', expected one of yarn, longrope, llama3"),
+         "model: rope: scaling: kind: found 'ntk', expected one of yarn, longrope, llama3, proportional"),
         (setting(1, "model", "shared_expert"), setting(None, "model", "shared_expert"),
          "model: shared_expert: found 1, expected an object"),
         (setting(None, "model", "norm"), setting({"kind": "rms", "eps": 1e-6}, "model", "norm"),

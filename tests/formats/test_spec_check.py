@@ -99,6 +99,7 @@ def test_a_multiplier_that_is_not_between_0_and_a_million_is_refused() -> None:
         (GROUPED, "embedding_multiplier", "embedding_multiplier"),
         (GROUPED, "residual_multiplier", "residual_multiplier"),
         (GROUPED, "logits_scaling", "logits_scaling"),
+        (GROUPED, "logits_softcap", "logits_softcap"),
         (GROUPED, "attention scale", "attention scale"),
         (LATENT, "attention scale", "attention scale"),
         (GROUPED, "router scaling_factor", "router scaling_factor"),
@@ -178,6 +179,8 @@ def test_rotary_attention_may_have_no_rope_and_has_no_encoder(spec: ModelSpec) -
 
 YARN_FACTORS = "yarn factor {} or attention_factor {} is out of range"
 YARN_BETAS = "yarn beta_slow {} and beta_fast {} must satisfy 0 < beta_slow <= beta_fast"
+PROPORTIONAL: Values = {"kind": "proportional", "rotated_pairs": 4, "factor": 1.0}
+PAIRS = "proportional rotated_pairs is {} and factor is {}, expected 1 to 16, and between 0 and 1e6"
 LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
 LENGTH = "original_max_position_embeddings is {}, expected 1 to 2^31 - 1"
 
@@ -194,6 +197,10 @@ def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
         (YARN, {"beta_slow": 0.0}, {"beta_slow": 1e-6}, YARN_BETAS.format(0.0, 32.0)),
         (YARN, {"beta_slow": 33.0}, {"beta_slow": 32.0}, YARN_BETAS.format(33.0, 32.0)),
         (YARN, {"beta_fast": 1e6}, {"beta_fast": 999_999.0}, YARN_BETAS.format(1.0, 1e6)),
+        (PROPORTIONAL, {"rotated_pairs": 0}, {"rotated_pairs": 1}, PAIRS.format(0, 1.0)),
+        (PROPORTIONAL, {"rotated_pairs": 17}, {"rotated_pairs": 16}, PAIRS.format(17, 1.0)),
+        (PROPORTIONAL, {"factor": 0.0}, {"factor": 0.5}, PAIRS.format(4, 0.0)),
+        (PROPORTIONAL, {"factor": 1e6}, {"factor": 8.0}, PAIRS.format(4, 1e6)),
         (LONGROPE, {"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
         (LONGROPE, {"original_max_position_embeddings": MAX + 1}, {"original_max_position_embeddings": MAX},
          LENGTH.format(MAX + 1)),
@@ -402,6 +409,12 @@ def test_rotated_layers_and_chunks_that_cannot_be_are_refused() -> None:
             assert_refused_beside_legal(GROUPED, "attention rotated_layers", wrong, [0, 2], message)
     without = changed(GROUPED, "attention sliding_window", None)
     assert_refused_beside_legal(without, "attention chunked", True, False, "chunked is given without a sliding_window")
+
+
+def test_a_bias_of_values_that_are_keys_is_refused() -> None:
+    shared = changed(GROUPED, "attention keys_as_values", True)
+    message = "attention bias names v, but keys_as_values leaves no projection of values"
+    assert_refused_beside_legal(shared, "attention bias", ["q", "v"], ["q", "k"], message)
 
 
 def test_outputs_with_two_kinds_of_gates_are_refused() -> None:

@@ -17,6 +17,13 @@ REFUSED: list[tuple[ModelSpec, str]] = [
         changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
         "router weights on the input of experts",
     ),
+    (changed(GROUPED, "logits_softcap", 30.0), "a softcap of logits"),
+    (
+        changed(GROUPED, "rope scaling", {"kind": "proportional", "rotated_pairs": 4, "factor": 1.0}),
+        "partly rotated pairs",
+    ),
+    (changed(changed(GROUPED, "attention bias", []), "attention keys_as_values", True), "keys that are values"),
+    (changed(GROUPED, "attention v_norm", True), "norms of values"),
     (changed(GROUPED, "attention gate", {"each": "head", "function": "sigmoid"}), "gates of attention"),
     (changed(LATENT, "attention gate", {"each": "value", "function": "sigmoid"}), "gates of attention"),
     (changed(GROUPED, "router input_scale", True), "scaled routers"),

@@ -5,16 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 from native import operations_limited_to
+from random_weights import RandomWeights
 from specs import GROUPED, LATENT
 from torch import Tensor, nn
 from transformers import AfmoeConfig, BailingHybridConfig, LagunaConfig, PreTrainedConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoeAttention
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridAttention
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 from transformers.models.laguna.modeling_laguna import LagunaAttention
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, OutputGateSpec, RopeSpec
-from moe_pack.runtime.model import TORCH, KVCache, LayerRopes, Operations, StoredMatrix
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, OutputGateSpec, ProportionalSpec, RopeSpec
+from moe_pack.runtime.model import TORCH, KVCache, LayerRopes, Operations, StoredMatrix, head
 from moe_pack.runtime.model.attention import attend
 
 D, T, CPU = 64, 12, torch.device("cpu")
@@ -142,3 +145,35 @@ def test_gates_of_latent_heads_are_ling_s(operations: Operations) -> None:
         gate=OutputGateSpec("head", "sigmoid"),
     )  # fmt: skip
     check(module, with_attention(attention, rope, 1e-6), expected[0], x, operations)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_sliding", [True, False])
+def test_values_that_are_keys_and_their_norms_are_gemma_s(operations: Operations, is_sliding: bool) -> None:
+    """Layers with a window have values of their own; the others have wider and fewer heads, partly rotated."""
+    config = eager(Gemma4TextConfig(
+        hidden_size=D, num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+        num_global_key_value_heads=1, attention_k_eq_v=True, num_hidden_layers=2, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+    ))  # fmt: skip
+    module, x = randomized(Gemma4TextAttention(config, 0 if is_sliding else 1)), inputs()
+    size, window = (16, 5) if is_sliding else (32, None)
+    scaling = None if is_sliding else ProportionalSpec("proportional", 4, 1.0)
+    rope = RopeSpec(1e4, size, interleaved=False, scaling=scaling)
+    expected, _ = module(x[None], angles_of(rope, size), mask_of(window), {})
+    attention = GroupedQuerySpec(
+        "grouped_query", 4, 2 if is_sliding else 1, size, window, 1.0, (), "head",
+        keys_as_values=not is_sliding, v_norm=True,
+    )  # fmt: skip
+    assert (module.v_proj is None) == attention.keys_as_values
+    check(module, with_attention(attention, rope, config.rms_norm_eps), expected[0], x, operations)
+
+
+@torch.no_grad()
+def test_a_softcap_bounds_the_logits_after_their_scaling() -> None:
+    plain = replace(GROUPED, logits_scaling=0.5)
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(3)) * 4
+    logits = head(x, RandomWeights(plain))
+    found = head(x, RandomWeights(replace(plain, logits_softcap=1.5)))
+    torch.testing.assert_close(found, 1.5 * torch.tanh(logits / 1.5))
+    assert logits.abs().max() > 3 > 1.5 >= found.abs().max()

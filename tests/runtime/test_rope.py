@@ -11,7 +11,7 @@ from families import Tiny, original, token_ids, write
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts import LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
 from moe_pack.runtime.model.kv_cache import Rope, rotate
 
@@ -46,6 +46,22 @@ def test_yarn_is_transformers_yarn() -> None:
             angles = POSITIONS[:, None].float() * frequencies
             torch.testing.assert_close(cos, angles.cos() * attention_factor)
             torch.testing.assert_close(sin, angles.sin() * attention_factor)
+
+
+def test_proportional_positions_are_transformers_own() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for share, factor in product([0.25, 0.3, 1.0], [1.0, 8.0]):
+        with case(share, factor):
+            values = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share, "factor": factor}
+            frequencies, _ = ROPE_INIT_FUNCTIONS["proportional"](Qwen3MoeConfig(head_dim=64, rope_parameters=values))
+            proportional = ProportionalSpec("proportional", int(share * 64 // 2), factor)
+            cos, sin = Rope(RopeSpec(1e6, 64, False, proportional), CPU)(POSITIONS, 5)
+            angles = POSITIONS[:, None].float() * frequencies
+            torch.testing.assert_close(cos, angles.cos())
+            torch.testing.assert_close(sin, angles.sin())
+            assert int((sin[2] != 0).sum()) == proportional.rotated_pairs
 
 
 def test_pairs_are_turned_against_each_other_and_the_rest_stays() -> None:

@@ -632,6 +632,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
         q, kv = attention["num_heads"] * size, attention["num_kv_heads"] * size
         queries = 2 * q if attention.get("gated", False) else q
         for name, shape in {"q": (queries, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}.items():
+            if name == "v" and attention.get("keys_as_values", False):
+                continue
             shapes.append((name, shape))
             if name in attention["bias"]:
                 shapes.append((f"{name}_bias", (shape[0],)))
