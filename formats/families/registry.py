@@ -4,6 +4,7 @@ A family is data, one file a `model_type`. Code outside this folder knows specs 
 """
 
 from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek import DEEPSEEK
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         PHIMOE,
         OLMOE,
         FLEX_OLMO,
+        AFMOE,
         LONGCAT_FLASH,
         GRANITEMOE,
         GRANITEMOEHYBRID,

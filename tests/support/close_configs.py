@@ -215,6 +215,12 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4; " + _ONLY("2")),
+    Close("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("afmoe", {"route_norm": False}, "route_norm is False; " + _ONLY("True")),
+    *(
+        Close("afmoe", {key: 2}, f"{key} is 2; " + _ONLY("1"))
+        for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
+    ),
     Close("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type is 'copy'; " + _ONLY("'identity'")),
     Close("longcat_flash", {"attention_method": "MHA"}, "attention_method is 'MHA'; " + _ONLY("'MLA'")),
     Close("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora is False; " + _ONLY("True")),

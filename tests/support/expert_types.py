@@ -143,11 +143,6 @@ REASONS: tuple[Reason, ...] = (
         "two sets of experts a layer, for tokens of text and for those of images; nothing takes out the text's alone",
     ),
     Reason(
-        "afmoe",
-        "Trinity Mini, Nano, Large",
-        "norms also after attention and after experts, a gate for each value of the heads from a matrix of its own",
-    ),
-    Reason(
         "laguna",
         "Laguna XS.2",
         "a number of heads that differs by layer, gates of softplus, a rotary base and share for each kind of layer",

@@ -94,6 +94,7 @@ PUBLISHED = (
     Published("k-exaone-236b-a23b", "236", "23"),
     Published("mistral-small-4", "119", "6"),
     Published("llama-4-scout-17b-16e", "108", "17"),
+    Published("trinity-mini", "26", "3"),
     Published("switch-base-16", "1.1", "0.223"),
     Published("switch-base-128", "7.4", "0.22"),
     Published("switch-large-128", "26", "0.74"),
