@@ -81,7 +81,7 @@ LONGCAT_FLASH = Family(
     dense_names={
         **{
             role: _by_halves(str(name)) if role.startswith("layers.") else name
-            for role, name in (DENSE_NAMES | LATENT_NAMES).items()
+            for role, name in {**DENSE_NAMES, **LATENT_NAMES}.items()
         },
         **{
             f"layers.{{i}}.{role}.{matrix}": f"{_LAYER}mlps.{side}.{matrix}_proj.weight"

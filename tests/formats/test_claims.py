@@ -404,8 +404,11 @@ def test_families_without_such_layers_drop_none(tmp_path: Path) -> None:
 
 
 def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
-    """The values of each tensor are those of the matrices in it, none left and none twice."""
-    claims, counts = checkpoint.claims, dict[str, Any]()
+    """The values of each tensor are those of the matrices in it, none left and none twice.
+
+    Experts that return their input have rows in a fused tensor, which mean nothing.
+    """
+    claims, counts, router = checkpoint.claims, dict[str, Any](), checkpoint.spec.router
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.account()[1]}
     for source in [*claims.dense.values(), *claims.experts.values(), *claims.expert_biases.values()]:
         count = counts.setdefault(source.tensor, np.zeros(shapes[source.tensor], int).reshape(-1, source.row_size))
@@ -414,6 +417,9 @@ def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
     for tensor in checkpoint.account()[1]:
         claimed = counts.pop(tensor.name, None)
         assert (claimed is None) == (tensor.fate == "dropped") == bool(tensor.reason), tensor.name
+        if router.num_identity and len(tensor.shape) == 3 and tensor.shape[0] == router.num_outputs:
+            claimed, spare = np.split(claimed, [router.num_experts * len(claimed) // router.num_outputs])
+            assert not spare.any(), tensor.name
         assert claimed is None or (claimed == 1).all(), tensor.name
     assert not counts
 

@@ -240,7 +240,7 @@ BASE: dict[str, Values] = {
         "route_scale": 1.7,
         "sliding_window": 7,
         "mup_enabled": True,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "global_attn_every_n_layers": 2,
     },
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "num_key_value_heads": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},

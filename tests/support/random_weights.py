@@ -1,5 +1,7 @@
 """A model of any spec with random weights in memory, as a source of weights."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,9 @@ class RandomExpert:
     def down_bias(self) -> None:
         """None: there is no bias."""
 
-    def blocks(self) -> list[NeuronBlock]:
+    def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons."""
-        return [self.block]
+        yield self.block
 
 
 class RandomWeights:
