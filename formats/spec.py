@@ -520,7 +520,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _encoder_fault(spec)
         or _mixer_fault(spec)
         or rope_fault(spec.rope, spec.attention)
-        or others_fault(spec.others, spec.num_hidden_layers)
+        or others_fault(spec.others, spec.attention, attending(spec), spec.num_hidden_layers)
         or _residual_fault(spec)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
@@ -604,7 +604,8 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
 def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and spec.encoder is not None:
         return "a model with an encoder cannot have a mixer in place of attention"
-    if spec.norm.zero_centered and (spec.norm.kind != "rms" or not isinstance(spec.attention, GroupedQuerySpec)):
+    is_grouped = all(isinstance(attention, GroupedQuerySpec) for attention, _ in spec.attention_kinds)
+    if spec.norm.zero_centered and (spec.norm.kind != "rms" or not is_grouped):
         return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
     if spec.halves is not None and (fault := halves_fault(spec.halves, spec.num_hidden_layers)) is not None:
         return fault

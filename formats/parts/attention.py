@@ -167,15 +167,23 @@ class OtherAttentionSpec:
     rope: RopeSpec | None
 
 
-def others_fault(others: tuple[OtherAttentionSpec, ...], num_layers: int) -> str | None:
-    """Returns why layers cannot have attention of their own in a model of so many layers, or None."""
+def others_fault(
+    others: tuple[OtherAttentionSpec, ...], attention: AttentionSpec, attending: list[int], num_layers: int
+) -> str | None:
+    """Returns why layers cannot have attention of their own, or None.
+
+    Args:    attention: that of the other layers.   attending: the layers with attention, of `num_layers`.
+    """
     listed = [layer for other in others for layer in other.layers]
-    if len(set(listed)) < len(listed) or len(listed) >= num_layers:
+    if len(set(listed)) < len(listed) or (listed and len(listed) >= len(attending)):
         return "others must list each layer once at most, and not all layers"
+    if others and isinstance(attention, RelativeSpec):
+        return f"{attention.kind} attention cannot have others"
     for other in others:
-        if not other.layers or not are_layers(other.layers, num_layers):
-            return "others must list decoder layers, at least one each, in rising order"
-        for name, size in attention_sizes(other.attention).items():
+        if not other.layers or not are_layers(other.layers, num_layers) or set(other.layers) - set(attending):
+            return "others must list decoder layers with attention, at least one each, in rising order"
+        sizes = attention_sizes(other.attention) | {"rotary_dim": other.rope.rotary_dim if other.rope else None}
+        for name, size in sizes.items():
             if size is not None and not 0 < size < 2**31:
                 return f"{name} of others is {size}, expected 1 to 2^31 - 1"
         fault = attention_fault(other.attention, other.rope, num_layers) or rope_fault(other.rope, other.attention)

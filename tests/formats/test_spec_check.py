@@ -133,6 +133,64 @@ def test_an_attention_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(GROUPED, path, wrong, right, message)
 
 
+def with_others(*others: Values) -> list[Values]:
+    """A list for the key `others`: each is like the model's attention in layer 1, but for what is given."""
+    same = {"layers": [1], "attention": dump(GROUPED.attention), "rope": dump(GROUPED.rope)}
+    return [same | other for other in others]
+
+
+ONCE = "others must list each layer once at most, and not all layers"
+DECODER = "others must list decoder layers with attention, at least one each, in rising order"
+
+
+def test_attention_of_some_layers_that_cannot_be_is_refused() -> None:
+    attention, rope, latent = (dump(part) for part in (GROUPED.attention, GROUPED.rope, LATENT.attention))
+    cases = [
+        (GROUPED, with_others({"layers": []}), with_others({"layers": [0]}), DECODER),
+        (GROUPED, with_others({"layers": [1, 0]}), with_others({"layers": [0, 1]}), DECODER),
+        (GROUPED, with_others({"layers": [3]}), with_others({"layers": [2]}), DECODER),
+        (GROUPED, with_others({"layers": [0, 1, 2]}), with_others({"layers": [0, 2]}), ONCE),
+        (GROUPED, with_others({}, {}), with_others({}, {"layers": [0]}), ONCE),
+        (
+            GROUPED,
+            with_others({"attention": attention | {"num_heads": 0}}),
+            with_others({"attention": attention | {"num_heads": 2}}),
+            "num_heads of others is 0, expected 1 to 2^31 - 1",
+        ),
+        (
+            GROUPED,
+            with_others({"rope": rope | {"rotary_dim": 0}}),
+            with_others({"rope": None}),
+            "rotary_dim of others is 0, expected 1 to 2^31 - 1",
+        ),
+        (
+            GROUPED,
+            with_others({"rope": rope | {"rotary_dim": 34}}),
+            with_others({"rope": rope | {"rotary_dim": 16}}),
+            "rotary_dim is 34, expected an even number up to 32",
+        ),
+        (
+            GROUPED,
+            with_others({"attention": attention | {"num_kv_heads": 3}}),
+            with_others({"attention": attention | {"num_kv_heads": 4}}),
+            "4 heads cannot share 3 keys and values",
+        ),
+        (
+            replace(GROUPED, norm=replace(GROUPED.norm, zero_centered=True)),
+            with_others({"attention": latent, "rope": dump(LATENT.rope)}),
+            with_others({}),
+            "a zero-centered norm needs kind rms and grouped_query attention, found rms",
+        ),
+        (replace(ANSWERING, encoder=None), with_others({}), [], "relative attention cannot have others"),
+        (ANSWERING, with_others({}), [], "attention is relative, but a model with an encoder needs relative"),
+    ]
+    for spec, wrong, right, message in cases:
+        with case(wrong, right, message):
+            assert_refused_beside_legal(spec, "others", wrong, right, message)
+    hybrid = changed(HYBRID, "mixer layers", [0])
+    assert_refused_beside_legal(hybrid, "others", with_others({"layers": [0]}), with_others({"layers": [2]}), DECODER)
+
+
 def test_rotary_positions_that_cannot_be_are_refused() -> None:
     cases = [
         (GROUPED, "rope rotary_dim", 31, 30, "rotary_dim is 31, expected an even number up to 32"),

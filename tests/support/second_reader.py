@@ -512,7 +512,8 @@ class SecondReader:
         for i in range(model["num_hidden_layers"]):
             mixer = model.get("mixer")
             is_mixer = mixer is not None and i in mixer["layers"]
-            first = mixer_shapes(mixer, d) if is_mixer else attention_shapes(model["attention"], d)
+            others = [other["attention"] for other in model.get("others", []) if i in other["layers"]]
+            first = mixer_shapes(mixer, d) if is_mixer else attention_shapes([*others, model["attention"]][0], d)
             halves = model.get("halves", {"first": [], "second": []})
             residual = model.get("residual")
             layer = [] if i in halves["second"] else [*self._first_norms(residual), *first]
