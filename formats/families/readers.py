@@ -3,13 +3,16 @@
 - Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Known scalings: none,
   yarn, llama3, Phi-3.5-MoE's longrope with two mscales, and Hunyuan's fixed alpha; others (linear, dynamic, ...) are
   refused by name. Source: transformers, modeling_rope_utils.py.
+- Rotary positions of each kind of layer, and attention that differs by layer: `read_rope_by_kind`, `LayerAttention`.
 - Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
 - Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
 - `quantization_config`: the codec of the quantized tensors. The dtype of each tensor shows whether it is quantized.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
@@ -23,6 +26,7 @@ from moe_pack.formats.parts import (
     Llama3Spec,
     LongRopeSpec,
     MixerSpec,
+    OtherAttentionSpec,
     Projection,
     ProportionalSpec,
     RopeSpec,
@@ -30,6 +34,7 @@ from moe_pack.formats.parts import (
 )
 
 Scaling = Literal["yarn", "longrope", "llama3", "proportional", "ntk_alpha"]
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
 # How a head's values are divided among the three numbers of a position, which are the same for text.
 MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
 
@@ -51,7 +56,21 @@ def read_rope(
              ignored: keys of `rope_parameters` that change nothing in this family.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
-    group = rope_group(config)
+    return _read_rope(
+        config, rope_group(config), head_dim, default_theta, interleaved, partial_rotary_factor, scalings, ignored
+    )
+
+
+def _read_rope(
+    config: Config,
+    group: Config | None,
+    head_dim: int,
+    default_theta: float,
+    interleaved: bool,
+    partial_rotary_factor: float | None,
+    scalings: tuple[Scaling, ...],
+    ignored: frozenset[str],
+) -> RopeSpec:
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
     if partial_rotary_factor is None and factor != 1:
@@ -76,6 +95,34 @@ def read_rope(
     if group is not None:
         group.refuse_unread(ignored)
     return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
+
+
+def read_rope_by_kind(
+    config: Config, head_dim: int, defaults: Mapping[str, RopeSpec], partial_rotary_factor: float | None = None
+) -> dict[str, RopeSpec]:
+    """Reads the rotary positions of each kind of layer, for which `rope_parameters` has an object each.
+
+    Args:    defaults: of each kind that layers have, for a config without `rope_parameters`.
+             partial_rotary_factor: as for `read_rope`.
+    Raises:  CheckpointError for a kind without an object, a scaling that we do not implement, or an unknown key.
+    """
+    config.only("rope_scaling", None)  # transformers does not read it in these models
+    group = config.group("rope_parameters")
+    if group is None:
+        return dict(defaults)
+    outside = Config({"max_position_embeddings": config.whole("max_position_embeddings")}, config.place)
+    ropes = {}
+    for kind in sorted(defaults):
+        inner = group.group(kind)
+        if inner is None:
+            raise CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
+        theta = inner.number("rope_theta")
+        inner.only("truncate", True)  # transformers looks for it next to the kinds
+        ropes[kind] = _read_rope(
+            outside, inner, head_dim, theta, False, partial_rotary_factor, ("yarn",), ignored=frozenset()
+        )
+    group.refuse_unread(frozenset(ATTENTION_KINDS))
+    return ropes
 
 
 def _ntk_alpha(config: Config, group: Config, theta: float, head_dim: int) -> float:
@@ -203,6 +250,33 @@ FUSED_EXPERT_NAMES = ExpertNames(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """Attention and rotary positions of most layers, and those of the others, as in `ModelSpec`."""
+
+    attention: GroupedQuerySpec
+    rope: RopeSpec | None
+    others: tuple[OtherAttentionSpec, ...]
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[GroupedQuerySpec, RopeSpec | None]]) -> "LayerAttention":
+        """Returns the attention of a model by that of each of its layers; the windows of layers are their own.
+
+        If layers differ only in whether they have a window, there are no others.
+        """
+        each = list(layers)
+        windows = {attention.sliding_window for attention, _ in each} - {None}
+        alike = {(replace(attention, sliding_window=None), rope) for attention, rope in each}
+        if len(alike) == 1 and len(windows) == 1:
+            ((attention, rope),), (window,) = alike, windows
+            windowed = tuple(i for i, (own, _) in enumerate(each) if own.sliding_window is not None)
+            among = None if len(windowed) == len(each) else windowed
+            return cls(replace(attention, sliding_window=window, windowed_layers=among), rope, ())
+        (most, *rest) = [kind for kind, _ in Counter(each).most_common()]
+        others = (OtherAttentionSpec(tuple(i for i, own in enumerate(each) if own == kind), *kind) for kind in rest)
+        return cls(*most, tuple(others))
+
+
 # A layer after the last layer of the decoder, recognized by a tensor that no decoder layer has.
 PREDICTION_LAYER = LeftOut(
     "model.layers.{n}.*",
@@ -229,6 +303,7 @@ def read_decoder(
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
     mixer: MixerSpec | None = None,
+    others: tuple[OtherAttentionSpec, ...] = (),
     positions_key: str = "max_position_embeddings",
     num_layers: int | None = None,
 ) -> ModelSpec:
@@ -238,24 +313,20 @@ def read_decoder(
              dense_size_key: the key of the size of layers without experts; ignored if there are none.
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
              tied_head: None for `tie_word_embeddings` (false if the config has none).
-             mixer: what some layers have in place of attention.   positions_key: of the number of positions.
+             mixer: what some layers have in place of attention.   others: layers whose attention is not `attention`.
+             positions_key: of the number of positions.
              num_layers: None for `num_hidden_layers`.
     """
     config.only("hidden_act", "silu")
     num_layers = config.num_layers() if num_layers is None else num_layers
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
-    dense_size = None
-    if dense_size_key is not None and len(moe_layers) < num_layers:
-        dense_size = config.whole(dense_size_key)
-    elif dense_size_key is not None:
-        config.ignore(dense_size_key)
     return ModelSpec(
         family=family,
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
-        dense_intermediate_size=dense_size,
+        dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
         max_position_embeddings=config.whole(positions_key),
         norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
@@ -269,7 +340,15 @@ def read_decoder(
         expert=ExpertSpec("silu", intermediate_size, MATRICES, bias=(), extra_floats=0),
         shared_expert=shared_expert,
         mixer=mixer,
+        others=others,
     )
+
+
+def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
+    """Reads the size of layers without experts; ignores its key if there are none."""
+    if key is not None and not is_used:
+        config.ignore(key)
+    return config.whole(key) if key is not None and is_used else None
 
 
 def read_grouped_query(

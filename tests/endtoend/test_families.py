@@ -15,6 +15,7 @@ from families import (
     IN_TRANSFORMERS,
     LONGROPE,
     NOT_ROTARY,
+    ROPE_BY_KIND,
     TINY,
     Tiny,
     as_transformers_4,
@@ -81,7 +82,7 @@ def test_a_config_close_to_a_known_one_is_refused_by_name(new_folder: Callable[[
         with case(close):
             tmp_path = new_folder()
             message = str(refusal(close, tmp_path))
-            places = ("config.json: ", "thinker_config: ", "text_config: ", "rope_parameters: ")
+            places = ("config.json: ", "thinker_config: ", "text_config: ", "rope_parameters: ", "full_attention: ")
             for place in places:
                 message = message.removeprefix(place)
             assert message == close.message
@@ -109,7 +110,8 @@ def test_configs_of_transformers_4_and_5_describe_the_same_model(new_folder: Cal
             four.close()
             written = text_values(json.loads((tmp_path / "four" / "config.json").read_text()))
             is_rotary = ("rope_theta" in written) == (five.spec.rope is not None)
-            assert "rope_parameters" not in written and (is_rotary or family in NOT_ROTARY)
+            assert "rope_parameters" not in written or family in ROPE_BY_KIND
+            assert is_rotary or family in (*NOT_ROTARY, *ROPE_BY_KIND)
             assert four.spec == five.spec
 
 

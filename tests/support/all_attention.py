@@ -148,6 +148,19 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "mellum": _EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_experts": 8,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": _YARN | {"attention_factor": 1.3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
     "flint": _EXPERTS
     | {
@@ -294,6 +307,22 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "head_dim": 32,
             "rope_parameters": _YARN,
         },
+    },
+    "mellum": {
+        "own positions by default, most layers without a window, bias, tied head": {
+            "rope_parameters": None,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+        },
+        "one kind of positions": {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 2e4} for kind in ("full_attention", "sliding_attention")
+            },
+            "mlp_layer_types": None,
+        },
+        "no windows": {"layer_types": None, "sliding_window": None},
     },
     "flint": {
         "bias, tied head, not normalized, windows everywhere, yarn": {

@@ -4,11 +4,24 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from families import BASE, LONGROPE, PARTLY_ROTATED, ROTARY, YARN, Tiny, Values, text_values, with_text, write_config
+from families import (
+    BASE,
+    LONGROPE,
+    PARTLY_ROTATED,
+    ROPE_BY_KIND,
+    ROTARY,
+    YARN,
+    Tiny,
+    Values,
+    text_values,
+    with_text,
+    write_config,
+)
 from references import REFERENCES
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.readers import ATTENTION_KINDS
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ SCALINGS = {
     "llama4": "llama3",
     "llama4_text": "llama3",
 }
+ONE_ROPE = tuple(family for family in ROTARY if family not in ROPE_BY_KIND)
 OUTSIDE = ("quantization_config",)  # keys of a multimodal config that are not the text model's
 _ONLY = "only {} is supported".format
 _GROUPS = (
@@ -44,7 +58,36 @@ CLOSE: tuple[Close, ...] = (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             f"rope_type 'linear' is not supported; supported: default, {SCALINGS.get(family, 'yarn')}",
         )
-        for family in ROTARY
+        for family in ONE_ROPE
+    ),
+    *(
+        Close(family, {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}, message)
+        for family in ROPE_BY_KIND
+        for rope, message in (
+            (
+                {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                "rope_type 'linear' is not supported; supported: default, yarn",
+            ),
+            ({"rope_type": "default"}, "key 'rope_theta' is missing, expected a number"),
+            (
+                YARN | {"rope_theta": 1e4, "short_factor": [1.0]},
+                "key 'short_factor' ([1.0]) is unknown for this family and may change the arithmetic",
+            ),
+            (YARN | {"rope_theta": 1e4, "truncate": False}, "truncate is False; " + _ONLY("True")),
+            (None, "key 'full_attention' is missing, expected an object"),
+        )
+    ),
+    *(
+        Close(
+            family,
+            {"rope_theta": 1e4},
+            "key 'rope_theta' (10000.0) is unknown for this family and may change the arithmetic",
+        )
+        for family in ROPE_BY_KIND
+    ),
+    *(
+        Close(family, {"rope_scaling": {"type": "yarn"}}, "rope_scaling is {'type': 'yarn'}; " + _ONLY("None"))
+        for family in ROPE_BY_KIND
     ),
     *(
         Close(
@@ -53,7 +96,7 @@ CLOSE: tuple[Close, ...] = (
             f"rope_type '{'yarn' if family == 'phimoe' else 'longrope'}' is not supported; supported: default, "
             + SCALINGS.get(family, "yarn"),
         )
-        for family in ROTARY
+        for family in ONE_ROPE
     ),
     *(
         Close(
@@ -79,7 +122,7 @@ CLOSE: tuple[Close, ...] = (
     ),
     *(
         Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; " + _ONLY("1.0"))
-        for family in ROTARY
+        for family in ONE_ROPE
         if family not in (*PARTLY_ROTATED, "mistral3", "mistral4")
     ),
     *(
@@ -274,6 +317,14 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
     Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close(
+        "mellum",
+        {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": 0.5} for kind in ATTENTION_KINDS}},
+        "partial_rotary_factor is 0.5; " + _ONLY("1.0"),
+    ),
+    Close("mellum", {"use_sliding_window": False}, "use_sliding_window is False; " + _ONLY("True")),
+    Close("mellum", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
+    Close("mellum", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
     Close("aria", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
     Close("aria", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + _ONLY("3")),
     Close(

@@ -184,7 +184,6 @@ REASONS: tuple[Reason, ...] = (
         "Unlimited-OCR",
         "a window over the answer, while the prompt is always seen; else `deepseek` as the text model",
     ),
-    Reason("mellum", "Mellum 2", "a rotary base for each kind of layer; else `qwen3_moe` with a window"),
     Reason(
         "granitemoe_swa", "Granite Swash 3B-A600M", "a rotary base for each layer; else `granitemoeshared` with sinks"
     ),

@@ -322,6 +322,8 @@ FUSED_ALWAYS = (
     "mistral4",
     "qwen3_vl_moe",
 )
+# Which have an object with rotary positions for each kind of layer.
+ROPE_BY_KIND = ("mellum",)
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
@@ -663,6 +665,8 @@ def class_of(model_type: str) -> Any:
 
 def as_transformers_4(values: Values) -> Values:
     """The config as version 4 spelled it."""
+    if values["model_type"] in ROPE_BY_KIND:  # which version 4 did not have
+        return {key: value for key, value in values.items() if key != "dtype"} | {"torch_dtype": values.get("dtype")}
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     if values["model_type"] in NOT_ROTARY and "layer_types" in values:  # which always had it
         four["layer_types"] = values["layer_types"]
