@@ -9,33 +9,59 @@ from dataclasses import replace
 from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stacked
-from moe_pack.formats.families.readers import DENSE_NAMES, attention_bias, read_decoder, read_grouped_query, read_rope
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    LayerAttention,
+    attention_bias,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+)
+from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> ModelSpec:
-    return _read(config, "granitemoe", None)
+    return read_granite(config, "granitemoe", _same_in_all_layers(config), None)
 
 
 def _read_shared(config: Config) -> ModelSpec:
-    size = config.count("shared_intermediate_size", 0)
-    return _read(config, "granitemoeshared", SharedExpertSpec(size, gated=False) if size else None)
+    return read_granite(config, "granitemoeshared", _same_in_all_layers(config), read_shared_expert(config))
 
 
-def _read(config: Config, family: str, shared_expert: SharedExpertSpec | None) -> ModelSpec:
+def _same_in_all_layers(config: Config) -> LayerAttention:
+    attention = read_granite_attention(config)
+    return LayerAttention(attention, read_rope(config, attention.head_dim), others=())
+
+
+def read_granite_attention(config: Config) -> GroupedQuerySpec:
+    """Reads a Granite model's attention, whose scale is a key."""
     scale = config.number("attention_multiplier", 1)
-    attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True, scale=scale)
+    return read_grouped_query(config, bias=attention_bias(config), own_keys=True, scale=scale)
+
+
+def read_shared_expert(config: Config) -> SharedExpertSpec | None:
+    """Reads the shared expert; None if its size is 0."""
+    size = config.count("shared_intermediate_size", 0)
+    return SharedExpertSpec(size, gated=False) if size else None
+
+
+def read_granite(
+    config: Config, family: str, attention: LayerAttention, shared_expert: SharedExpertSpec | None
+) -> ModelSpec:
+    """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
     return read_decoder(
         config,
         family,
-        attention,
-        read_rope(config, attention.head_dim),
+        attention.attention,
+        attention.rope,
         RouterSpec("topk_softmax", experts, chosen, normalize=False),
         config.whole("intermediate_size"),
         shared_expert=shared_expert,
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
+        others=attention.others,
     )
 
 

@@ -23,6 +23,7 @@ from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
 from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
+from moe_pack.formats.families.granitemoe_swa import GRANITEMOE_SWA
 from moe_pack.formats.families.granitemoehybrid import GRANITEMOEHYBRID
 from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
@@ -93,6 +94,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE_LITE,
         GLM4V_MOE,
         GRANITEMOESHARED,
+        GRANITEMOE_SWA,
         SOLAR_OPEN,
         HY_V3,
         HUNYUAN_V1_MOE,

@@ -119,6 +119,21 @@ SHAPES: dict[str, Values] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
     },
+    "granitemoe_swa": {
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.05,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "sliding_window": 7,
+        "layer_rope_theta": [1e4, 0, 5e5, 5e5, 1e4],
+        "tie_word_embeddings": True,
+    },
     "hunyuan_v1_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -289,6 +304,21 @@ SWITCHED: dict[str, dict[str, Values]] = {
     },
     "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
     "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
+    "granitemoe_swa": {
+        "one base, yarn, heads of 32": {"layer_rope_theta": None, "head_dim": 32, "rope_parameters": _YARN},
+        "yarn with bases, window on one layer, bias, own head": {
+            "layer_rope_theta": [1e4, 1e4, 0, 2e5, 1e4],
+            "rope_parameters": _YARN,
+            "layer_types": [*["full_attention"] * 3, "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        "no positions, no shared expert, no windows": {
+            "layer_rope_theta": [0] * 5,
+            "shared_intermediate_size": 0,
+            "layer_types": ["full_attention"] * 5,
+        },
+    },
     "solar_open": {
         "groups, bias, yarn": {"n_group": 4, "topk_group": 2, "attention_bias": True, "rope_parameters": _YARN}
     },

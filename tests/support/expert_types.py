@@ -185,9 +185,6 @@ REASONS: tuple[Reason, ...] = (
         "a window over the answer, while the prompt is always seen; else `deepseek` as the text model",
     ),
     Reason(
-        "granitemoe_swa", "Granite Swash 3B-A600M", "a rotary base for each layer; else `granitemoeshared` with sinks"
-    ),
-    Reason(
         "dots3_note",
         "dots3-note",
         "latent attention that an indexer selects for in some layers and with a window and other sizes in the rest, "

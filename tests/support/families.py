@@ -313,6 +313,7 @@ BUILT_AS = {"kimi_k2": "deepseek_v3"}
 FUSED_ALWAYS = (
     "aria",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
     "gpt_oss",

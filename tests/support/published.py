@@ -106,6 +106,7 @@ UNPUBLISHED = {
     "deepseek_ocr2": "tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",
     "flex_olmo": "no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     "flint": "no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
+    "granitemoe_swa": "only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",

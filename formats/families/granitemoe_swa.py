@@ -1,0 +1,55 @@
+"""Granite Swash 3B-A600M: Granite's experts, and attention with sinks and a window in most layers.
+
+Each layer may have a rotary base of its own, or no rotary positions. Source: transformers, models/granitemoe_swa.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.granitemoe import (
+    GRANITEMOESHARED,
+    read_granite,
+    read_granite_attention,
+    read_shared_expert,
+)
+from moe_pack.formats.families.readers import ATTENTION_KINDS, LayerAttention, read_kinds, read_rope
+
+
+def _read_config(config: Config) -> ModelSpec:
+    return read_granite(config, "granitemoe_swa", _read_attention(config), read_shared_expert(config))
+
+
+def _read_attention(config: Config) -> LayerAttention:
+    own, num_layers = replace(read_granite_attention(config), sinks=True), config.num_layers()
+    rope = read_rope(config, own.head_dim)
+    thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers
+    if len(thetas) != num_layers:
+        raise CheckpointError(
+            f"{config.place}: layer_rope_theta lists {len(thetas)} layers, but the model has {num_layers}"
+        )
+    kinds = _layer_kinds(config)
+    config.ignore("sliding_window")  # without layers that have it
+    windowed = replace(own, sliding_window=config.whole("sliding_window")) if "sliding_attention" in kinds else own
+    return LayerAttention.of(
+        (windowed if kind == "sliding_attention" else own, replace(rope, theta=theta) if theta else None)
+        for kind, theta in zip(kinds, thetas, strict=True)
+    )
+
+
+def _layer_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of each layer: as `layer_types` says, else every fourth layer from the first has no window."""
+    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS)
+    return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
+
+
+GRANITEMOE_SWA = replace(
+    GRANITEMOESHARED,
+    model_type="granitemoe_swa",
+    short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
+    read_config=_read_config,
+    dense_names={
+        **GRANITEMOESHARED.dense_names,
+        "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
+    },
+)
