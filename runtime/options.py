@@ -60,6 +60,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "gates of attention": attention.gated or attention.gate is not None,
             "keys that are values": attention.keys_as_values,
             "norms of values": attention.v_norm,
+            "values of another size than keys": attention.value_head_dim is not None,
+            "scaled values": attention.value_scale != 1.0,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

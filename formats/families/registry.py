@@ -33,6 +33,7 @@ from moe_pack.formats.families.lfm2_moe import LFM2_MOE
 from moe_pack.formats.families.llama4 import LLAMA4, LLAMA4_TEXT
 from moe_pack.formats.families.longcat_flash import LONGCAT_FLASH
 from moe_pack.formats.families.mellum import MELLUM
+from moe_pack.formats.families.mimo_v2_flash import MIMO_V2_FLASH
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         QWEN3_OMNI_MOE,
         MELLUM,
+        MIMO_V2_FLASH,
         ARIA,
         FLINT,
         DEEPSEEK_OCR2,

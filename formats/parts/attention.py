@@ -59,7 +59,8 @@ class GroupedQuerySpec:
     last multiple of `sliding_window`. `gated`: the projection of queries has a gate after each head's query; the head's
     output is multiplied by its sigmoid. `gate`: other gates of outputs; null if there are none.
     `keys_as_values`: there is no projection of values; they are that of keys, before their norm and rotation.
-    `v_norm`: each head's values are normed (rms, the model's eps), without a weight.
+    `v_norm`: each head's values are normed (rms, the model's eps), without a weight. `value_head_dim`: of values, if
+    not `head_dim`. `value_scale` multiplies values last.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
     transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
     """
@@ -81,6 +82,13 @@ class GroupedQuerySpec:
     gate: OutputGateSpec | None = added(None)  # noqa: RUF009  # likewise
     keys_as_values: bool = added(False)
     v_norm: bool = added(False)
+    value_head_dim: int | None = added(None)
+    value_scale: float = added(1.0)
+
+    @property
+    def value_dim(self) -> int:
+        """The values of a head's value, and of its output."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
@@ -195,7 +203,7 @@ def others_fault(
 def cached_width(attention: AttentionSpec) -> int:
     """Returns the values that a token adds to the cache of a layer."""
     if isinstance(attention, GroupedQuerySpec):
-        return 2 * attention.num_kv_heads * attention.head_dim
+        return attention.num_kv_heads * (attention.head_dim + attention.value_dim)
     if isinstance(attention, LatentSpec):
         return attention.cached_width
     return 2 * attention.num_heads * attention.head_dim
@@ -204,14 +212,15 @@ def cached_width(attention: AttentionSpec) -> int:
 def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> Iterator[DenseRole]:
     """Yields the dense tensors of a layer's attention, for a hidden size d; `offset`: of the norms of heads."""
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    shapes = {"q": (2 * q if attention.gated else q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    v, mixed = attention.num_kv_heads * attention.value_dim, attention.num_heads * attention.value_dim
+    shapes = {"q": (2 * q if attention.gated else q, d), "k": (kv, d), "v": (v, d), "o": (d, mixed)}
     if attention.keys_as_values:
         del shapes["v"]
     for name, shape in shapes.items():
         yield DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
             yield DenseRole(f"attention.{name}_bias", shape[:1], False)
-    yield from _gate_role(attention.gate, attention.num_heads, attention.head_dim, d)
+    yield from _gate_role(attention.gate, attention.num_heads, attention.value_dim, d)
     if attention.sinks:
         yield DenseRole("attention.sinks", (attention.num_heads,), False)
     if attention.qk_norm not in ("none", "unit"):
@@ -264,7 +273,7 @@ def attention_sizes(attention: AttentionSpec) -> dict[str, int | None]:
     """Returns the sizes that must be positive, by name."""
     names: tuple[str, ...]
     if isinstance(attention, GroupedQuerySpec):
-        names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window")
+        names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window", "value_head_dim")
     elif isinstance(attention, RelativeSpec):
         names = ("num_heads", "head_dim", "num_buckets", "max_distance")
     else:
@@ -295,6 +304,11 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
         return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in this order"
+    if not 0 < attention.value_scale < 1e6:
+        return f"value_scale is {attention.value_scale}, expected between 0 and 1e6"
+    if (attention.gated or attention.keys_as_values) and attention.value_dim != attention.head_dim:
+        name = "gated" if attention.gated else "keys_as_values"
+        return f"{name} attention has keys of {attention.head_dim} and values of {attention.value_dim}, expected equal"
     lists = {"windowed_layers": attention.windowed_layers, "rotated_layers": attention.rotated_layers}
     for name, layers in lists.items():
         if layers is not None and (not layers or not are_layers(layers, num_layers) or len(layers) == num_layers):

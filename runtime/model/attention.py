@@ -63,8 +63,10 @@ def _attend_grouped(
     q, k = project("q", x), project("k", x)
     v = k if spec.keys_as_values else project("v", x)
     if spec.v_norm:
-        heads = v.view(len(x), spec.num_kv_heads, spec.head_dim)
-        v = operations.rms_norm(heads, torch.ones(spec.head_dim, device=x.device), eps).flatten(1)
+        heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
+        v = operations.rms_norm(heads, torch.ones(spec.value_dim, device=x.device), eps).flatten(1)
+    if spec.value_scale != 1.0:
+        v = v * spec.value_scale
     gate = None
     if spec.gated:
         q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
@@ -87,7 +89,7 @@ def _attend_grouped(
     mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
-    return project("o", _gated(mixed, x, weights, spec.gate, spec.head_dim, role))
+    return project("o", _gated(mixed, x, weights, spec.gate, spec.value_dim, role))
 
 
 def _gated(mixed: Tensor, x: Tensor, weights: Weights, spec: OutputGateSpec | None, head_dim: int, role: str) -> Tensor:

@@ -21,7 +21,7 @@ from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES
+from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -397,20 +397,32 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
-    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)) + few + many + _THREADS_BYTES
+    floats = chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)
+    return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + _THREADS_BYTES
 
 
 def _attention_width(attention: AttentionSpec) -> int:
     """Returns the most floats of one token while a layer attends."""
     if isinstance(attention, GroupedQuerySpec):
-        gates = 0 if attention.gate is None else attention.num_heads
-        return (2 * attention.num_heads + 2 * attention.num_kv_heads + gates) * attention.head_dim
+        gates = 0 if attention.gate is None else attention.num_heads * attention.value_dim
+        return (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim) + gates
     if isinstance(attention, RelativeSpec):
         return 4 * attention.num_heads * attention.head_dim
     indexer = attention.indexer
     indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
     gates = 0 if attention.gate is None else attention.num_heads * attention.v_head_dim
     return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
+
+
+def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+    """Returns the most bytes of scores, and of a mask of them; only torch's attention stores any."""
+    unequal = [
+        attention.num_heads
+        for attention, _ in spec.attention_kinds
+        if isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim
+    ]
+    scores = 4 * max(unequal, default=0) * chunk_tokens * spec.max_position_embeddings
+    return min(scores, MAX_SCORE_BYTES) * 5 // 4
 
 
 def _mixer_floats(spec: ModelSpec) -> int:

@@ -183,6 +183,7 @@ MODELS = [
     Tiny("exaone_moe", "norms of heads, layers that do not rotate"),
     Tiny("deepseek_v32", "queries attend where an indexer says"),
     Tiny("llama4_text", "norms of rotated heads, temperature, chunks"),
+    Tiny("mimo_v2_flash", "attention of their own in layers with windows, smaller values"),
 ]
 
 

@@ -31,6 +31,7 @@ SIZES: list[tuple[ModelSpec, str, str]] = [
     (GROUPED, "attention num_kv_heads", "num_kv_heads"),
     (GROUPED, "attention head_dim", "head_dim"),
     (GROUPED, "attention sliding_window", "sliding_window"),
+    (GROUPED, "attention value_head_dim", "value_head_dim"),
     (LATENT, "attention num_heads", "num_heads"),
     (LATENT, "attention q_lora_rank", "q_lora_rank"),
     (LATENT, "attention kv_lora_rank", "kv_lora_rank"),
@@ -127,10 +128,20 @@ def test_an_attention_that_cannot_be_is_refused() -> None:
         ("attention num_kv_heads", 8, 1, "4 heads cannot share 8 keys and values"),
         ("attention bias", ["k", "q"], ["q", "k"], BIAS.format("('k', 'q')")),
         ("attention bias", ["q", "q"], ["q", "k", "v", "o"], BIAS.format("('q', 'q')")),
+        ("attention value_scale", 0.0, 0.5, "value_scale is 0.0, expected between 0 and 1e6"),
+        ("attention value_scale", 1e6, 2.0, "value_scale is 1000000.0, expected between 0 and 1e6"),
     ]
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
             assert_refused_beside_legal(GROUPED, path, wrong, right, message)
+
+
+def test_gates_in_the_projection_of_queries_need_values_of_their_size() -> None:
+    message = "{} attention has keys of 32 and values of 16, expected equal".format
+    assert_refused_beside_legal(HYBRID, "attention value_head_dim", 16, 32, message("gated"))
+    twice = changed(changed(GROUPED, "attention keys_as_values", True), "attention bias", [])
+    assert_refused_beside_legal(twice, "attention value_head_dim", 16, 32, message("keys_as_values"))
+    assert spec_fault(changed(GROUPED, "attention value_head_dim", 16)) is None
 
 
 def with_others(*others: Values) -> list[Values]:

@@ -212,9 +212,18 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_long_contexts_never_have_all_their_scores_in_memory() -> None:
-    for window, (start, has_sinks) in product([None, 700], [(0, False), (1500, False), (1500, True)]):
-        with named_case(window, start, has_sinks):
+    kinds = [(0, False, 8), (1500, False, 8), (1500, True, 8), (1500, False, 5)]
+    for window, (start, has_sinks, value_dim) in product([None, 700], kinds):
+        with named_case(window, start, has_sinks, value_dim):
             held = replace(made(4, 4, 8, 600, start, window), sinks=torch.randn(16) if has_sinks else None)
+            if value_dim != 8:
+                values = held.projected[2].view(600, 4, 8)[..., :value_dim].flatten(1)
+                held = replace(
+                    held,
+                    spec=replace(held.spec, value_head_dim=value_dim),
+                    projected=(*held.projected[:2], values),
+                    values=held.values[..., :value_dim],
+                )
             with (
                 sdpa_kernel(SDPBackend.MATH),
                 LargestTensor() as largest,

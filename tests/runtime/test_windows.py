@@ -24,6 +24,7 @@ SPEC = GroupedQuerySpec("grouped_query", NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 7, H
 CPU = torch.device("cpu")
 MIXED = Tiny("gpt_oss", "window on two of three", {"layer_types": ["full_attention", *["sliding_attention"] * 2]})
 ALL = Tiny("mixtral", "window of 7", {"sliding_window": 7})
+OTHER = Tiny("mimo_v2_flash", "other attention in layers with windows")
 
 WAYS = [None, *INSTRUCTION_SETS]
 
@@ -32,9 +33,9 @@ def operations_of(instruction_set: str | None) -> Operations:
     return TORCH if instruction_set is None else operations_limited_to(instruction_set)
 
 
-def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def tokens(count: int, seed: int = 0, value_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    widths = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM)
+    widths = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * value_dim)
     q, k, v = (torch.randn(count, width, generator=draw) for width in widths)
     return q, k, v
 
@@ -48,22 +49,24 @@ def attended(
     operations: Operations,
 ) -> Tensor:
     """The attention of tokens that come in chunks, over a cache of so many places, full of NaNs before."""
-    shape = (NUM_KV_HEADS, places, HEAD_DIM)
-    keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    value_dim = given[2].shape[1] // NUM_KV_HEADS
+    keys, values = (torch.full((NUM_KV_HEADS, places, dim), torch.nan) for dim in (HEAD_DIM, value_dim))
+    spec = SPEC if value_dim == HEAD_DIM else replace(SPEC, value_head_dim=value_dim)
     found = []
     for start in range(0, len(given[0]), chunk):
         new = tuple(each[start : start + chunk] for each in given)
         count = len(new[0])
         cache = LayerCache(keys, values, start)
         angles = (torch.ones(count, 0), torch.ones(count, 0))
-        found.append(operations.attend(new, None, angles, False, cache, SPEC, window, sinks))  # type: ignore[arg-type]  # three
+        found.append(operations.attend(new, None, angles, False, cache, spec, window, sinks))  # type: ignore[arg-type]  # three
     return torch.cat(found)
 
 
 def written_out(given: tuple[Tensor, Tensor, Tensor], window: int | None, sinks: Tensor | None) -> Tensor:
     """Softmax over what each position sees, and its head's sink, in float64, one after the other."""
-    q, k, v = (each.double().view(len(each), -1, HEAD_DIM) for each in given)
-    out = torch.zeros_like(q)
+    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    q, k, v = (each.double().view(len(each), count, -1) for each, count in zip(given, heads, strict=True))
+    out = torch.zeros(len(q), NUM_HEADS, v.shape[2], dtype=torch.float64)
     for position in range(len(q)):
         first = 0 if window is None else max(0, position + 1 - window)
         for head in range(NUM_HEADS):
@@ -85,6 +88,16 @@ def test_attention_with_sinks_is_softmax_written_out() -> None:
             torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
 
 
+def test_values_may_be_smaller_or_larger_than_keys() -> None:
+    for instruction_set, chunk, window, has_sinks in product(WAYS, [1, 3, 40], [None, 7], [True, False]):
+        for value_dim in (16, 40):
+            with case(instruction_set, chunk, window, has_sinks, value_dim):
+                given = tokens(40, value_dim=value_dim)
+                sinks = torch.tensor([0.5, -3.0, 30.0, -torch.inf]) if has_sinks else None
+                found = attended(given, chunk, 40, window, sinks, operations_of(instruction_set))
+                torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
+
+
 def test_a_ring_gives_the_bits_that_all_positions_give() -> None:
     for instruction_set, (chunk, window) in product(
         WAYS, [(1, 1), (1, 7), (3, 7), (7, 3), (40, 7), (64, 300), (130, 70)]
@@ -104,7 +117,7 @@ def test_a_ring_too_small_for_what_is_seen_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
-    for number, (has_kernels, tiny) in enumerate(product([True, False], [MIXED, ALL])):
+    for number, (has_kernels, tiny) in enumerate(product([True, False], [MIXED, ALL, OTHER])):
         case_folder = tmp_path / str(number)
         case_folder.mkdir()
         with case(has_kernels, tiny):

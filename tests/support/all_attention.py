@@ -176,6 +176,15 @@ SHAPES: dict[str, Values] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
         },
     },
+    "mimo_v2_flash": _EXPERTS
+    | {
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "v_head_dim": 24,
+        "n_routed_experts": 8,
+        "sliding_window": 7,
+    },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
     "flint": _EXPERTS
     | {
@@ -353,6 +362,42 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": None,
         },
         "no windows": {"layer_types": None, "sliding_window": None},
+    },
+    "mimo_v2_flash": {
+        "keys of the published config": {
+            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+            "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+            "sliding_window_size": 7,
+            "rope_theta": 5000000,
+            "swa_rope_theta": 10000,
+            "partial_rotary_factor": 0.334,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 24,
+            "layernorm_epsilon": 1e-5,
+            "routed_scaling_factor": None,
+        },
+        "larger values, not scaled, groups, bias, yarn": {
+            "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 4],
+            "mlp_layer_types": [*["sparse"] * 5, "dense"],
+            "v_head_dim": 40,
+            "attention_value_scale": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": _YARN | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 1.0},
+            },
+        },
+        "values as large as keys, no windows": {
+            "v_head_dim": 32,
+            "layer_types": ["full_attention"] * 6,
+            "attention_value_scale": 0.5,
+        },
     },
     "flint": {
         "bias, tied head, not normalized, windows everywhere, yarn": {

@@ -84,6 +84,7 @@ CLOSE: tuple[Close, ...] = (
             "key 'rope_theta' (10000.0) is unknown for this family and may change the arithmetic",
         )
         for family in ROPE_BY_KIND
+        if family != "mimo_v2_flash"  # whose published config has it
     ),
     *(
         Close(family, {"rope_scaling": {"type": "yarn"}}, "rope_scaling is {'type': 'yarn'}; " + _ONLY("None"))
@@ -325,6 +326,31 @@ CLOSE: tuple[Close, ...] = (
     Close("mellum", {"use_sliding_window": False}, "use_sliding_window is False; " + _ONLY("True")),
     Close("mellum", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
     Close("mellum", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+    *(
+        Close("mimo_v2_flash", {key: value}, f"{key} is {value!r}; " + _ONLY(supported))
+        for key, value, supported in (
+            ("rope_theta", 1e4, "5000000.0"),
+            ("swa_rope_theta", 5e6, "10000.0"),
+            ("partial_rotary_factor", 0.5, "0.334"),
+            ("hybrid_layer_pattern", [0, 1, 1, 1, 0, 0], "[0, 1, 1, 1, 1, 0]"),
+            ("moe_layer_freq", [1] * 6, "[0, 1, 1, 1, 1, 1]"),
+            ("swa_num_key_value_heads", 4, "2"),
+            ("swa_num_attention_heads", 8, "4"),
+            ("swa_head_dim", 64, "32"),
+            ("swa_v_head_dim", 32, "24"),
+            ("add_swa_attention_sink_bias", False, "True"),
+            ("add_full_attention_sink_bias", True, "False"),
+            ("layernorm_epsilon", 1e-6, "1e-05"),
+            ("scoring_func", "softmax", "'sigmoid'"),
+            ("topk_method", "greedy", "'noaux_tc'"),
+            ("n_shared_experts", 1, "None"),
+        )
+    ),
+    *(
+        Close("mimo_v2_flash", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("head_dim", "attention_value_scale")
+    ),
+    Close("mimo_v2_flash", {"v_head_dim": None}, "key 'v_head_dim' is missing, expected a whole number"),
     Close("aria", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
     Close("aria", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + _ONLY("3")),
     Close(

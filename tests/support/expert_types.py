@@ -104,12 +104,6 @@ REASONS: tuple[Reason, ...] = (
         "pooled positions that an indexer selects, clamped SiLU",
     ),
     Reason(
-        "mimo_v2_flash",
-        "MiMo-V2-Flash",
-        "values smaller than keys and scaled; layers with a window have more key heads, sinks and a rotary base of "
-        "their own",
-    ),
-    Reason(
         "step3p5",
         "Step-3.5-Flash",
         "numbers of heads, rotary bases and rotated shares that differ by layer, a gate for each head from a matrix "

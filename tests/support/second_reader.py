@@ -632,13 +632,15 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
         size = attention["head_dim"]
         q, kv = attention["num_heads"] * size, attention["num_kv_heads"] * size
         queries = 2 * q if attention.get("gated", False) else q
-        for name, shape in {"q": (queries, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}.items():
+        u = attention.get("value_head_dim", size)
+        values, mixed = attention["num_kv_heads"] * u, attention["num_heads"] * u
+        for name, shape in {"q": (queries, d), "k": (kv, d), "v": (values, d), "o": (d, mixed)}.items():
             if name == "v" and attention.get("keys_as_values", False):
                 continue
             shapes.append((name, shape))
             if name in attention["bias"]:
                 shapes.append((f"{name}_bias", (shape[0],)))
-        shapes += gate_shapes(attention, size, d)
+        shapes += gate_shapes(attention, u, d)
         if attention.get("sinks", False):
             shapes.append(("sinks", (attention["num_heads"],)))
         if attention["qk_norm"] in ("head", "rotated_head"):
