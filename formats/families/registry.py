@@ -29,6 +29,7 @@ from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
 from moe_pack.formats.families.jamba import JAMBA
 from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
+from moe_pack.formats.families.laguna import LAGUNA
 from moe_pack.formats.families.lfm2_moe import LFM2_MOE
 from moe_pack.formats.families.llama4 import LLAMA4, LLAMA4_TEXT
 from moe_pack.formats.families.longcat_flash import LONGCAT_FLASH
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_OMNI_MOE,
         MELLUM,
         MIMO_V2_FLASH,
+        LAGUNA,
         ARIA,
         FLINT,
         DEEPSEEK_OCR2,

@@ -176,6 +176,21 @@ SHAPES: dict[str, Values] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
         },
     },
+    "laguna": _EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "moe_routed_scaling_factor": 2.5,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "rope_parameters": {
+            "full_attention": _YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
     "mimo_v2_flash": _EXPERTS
     | {
         "num_hidden_layers": 6,
@@ -362,6 +377,28 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": None,
         },
         "no windows": {"layer_types": None, "sliding_window": None},
+    },
+    "laguna": {
+        "a gate a value, own positions by default, bias, tied head": {
+            "gating": "per-element",
+            "rope_parameters": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "num_attention_heads_per_layer": [2, 4, 2, 6],
+        },
+        "keys of the published config, dense last layer": {
+            "gating": "per-head",
+            "mlp_layer_types": ["sparse", "sparse", "sparse", "dense"],
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "moe_router_logit_softcapping": 0.0,
+        },
+        "layers alike": {
+            "num_attention_heads_per_layer": None,
+            "layer_types": None,
+            "mlp_layer_types": None,
+        },
     },
     "mimo_v2_flash": {
         "keys of the published config": {

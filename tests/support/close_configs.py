@@ -350,6 +350,28 @@ CLOSE: tuple[Close, ...] = (
         Close("mimo_v2_flash", {key: None}, f"key '{key}' is missing, expected a value or null")
         for key in ("head_dim", "attention_value_scale")
     ),
+    *(
+        Close("laguna", {key: value}, f"{key} is {value!r}; " + _ONLY(supported))
+        for key, value, supported in (
+            ("mlp_only_layers", [0, 1], "[0]"),
+            ("decoder_sparse_step", 2, "1"),
+            ("norm_topk_prob", False, "True"),
+            ("qkv_bias", True, "False"),
+            ("moe_router_score_func", "softmax", "'sigmoid'"),
+            ("moe_apply_router_weight_on_input", True, "False"),
+            ("moe_router_logit_softcapping", 30.0, "0.0"),
+        )
+    ),
+    Close("laguna", {"gating": False}, "gating is False; supported: True, 'per-head', 'per-element'"),
+    Close("laguna", {"gating": "none"}, "gating is 'none', expected true or false"),
+    Close(
+        "laguna",
+        {"num_attention_heads_per_layer": [4, 4]},
+        "num_attention_heads_per_layer lists 2 layers, but the model has 4",
+    ),
+    Close("laguna", {"num_attention_heads_per_layer": [4, 6, 6, 5]}, "5 heads cannot share 2 keys and values"),
+    Close("laguna", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
+    Close("laguna", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
     Close("mimo_v2_flash", {"v_head_dim": None}, "key 'v_head_dim' is missing, expected a whole number"),
     Close("aria", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
     Close("aria", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + _ONLY("3")),

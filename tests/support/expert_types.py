@@ -137,11 +137,6 @@ REASONS: tuple[Reason, ...] = (
         "two sets of experts a layer, for tokens of text and for those of images; nothing takes out the text's alone",
     ),
     Reason(
-        "laguna",
-        "Laguna XS.2",
-        "a number of heads that differs by layer, gates of softplus, a rotary base and share for each kind of layer",
-    ),
-    Reason(
         "cohere2_moe",
         "Command A+",
         "attention and experts in parallel from one norm, layer norms without bias, the average of shared and routed "

@@ -60,6 +60,7 @@ PUBLISHED = (
     Published("qwen3-omni-30b-a3b-instruct", "30.5", "3.3"),
     Published("mellum2-12b-a2.5b", "12", "2.5"),
     Published("mimo-v2-flash", "309", "15", "111.36"),
+    Published("laguna-xs-2.1", "33", "3"),
     Published("aria", "24.9", "3.5", active_leaves_out=("embed", "head", "router")),
     Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),
     Published("qwen3.6-35b-a3b", "35", "3"),

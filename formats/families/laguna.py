@@ -1,0 +1,106 @@
+"""Laguna XS. Source: transformers, models/laguna; poolside (2026).
+
+Layers with a window have more heads, and rotary positions of their own. A gate multiplies each head's output.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
+    ATTENTION_KINDS,
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    LayerAttention,
+    attention_bias,
+    layers_by_kind,
+    read_decoder,
+    read_grouped_query,
+    read_kinds,
+    read_rope_by_kind,
+)
+from moe_pack.formats.parts import OutputGateSpec, RopeSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    attention, moe_layers = _read_attention(config), layers_by_kind(config, num_dense=1)
+    # Published configs have these keys, which transformers does not read: other values would be another model.
+    config.only("mlp_only_layers", [layer for layer in range(config.num_layers()) if layer not in moe_layers])
+    config.only("decoder_sparse_step", 1)
+    config.only("norm_topk_prob", True)
+    config.only("qkv_bias", config.flag("attention_bias", False))
+    config.only("moe_router_score_func", "sigmoid")
+    config.only("moe_apply_router_weight_on_input", False)
+    config.only("moe_router_logit_softcapping", 0.0)
+    router = RouterSpec(
+        "sigmoid_topk",
+        config.whole("num_experts"),
+        config.whole("num_experts_per_tok", 8),
+        normalize=True,
+        bias=True,
+        scaling_factor=config.number("moe_routed_scaling_factor", 1),
+    )
+    return read_decoder(
+        config,
+        "laguna",
+        attention.attention,
+        attention.rope,
+        router,
+        config.whole("moe_intermediate_size"),
+        moe_layers=moe_layers,
+        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
+        others=attention.others,
+    )
+
+
+def _read_attention(config: Config) -> LayerAttention:
+    num_layers = config.num_layers()
+    config.require("head_dim")  # missing, transformers takes 128
+    own = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
+    own = replace(own, gate=_read_gate(config))
+    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS) or ("full_attention",) * num_layers
+    heads = config.counts("num_attention_heads_per_layer") or (own.num_heads,) * num_layers
+    if len(heads) != num_layers:
+        raise CheckpointError(
+            f"{config.place}: num_attention_heads_per_layer lists {len(heads)} layers, but the model has {num_layers}"
+        )
+    config.ignore("sliding_window")  # without layers that have it
+    window = config.whole("sliding_window") if "sliding_attention" in kinds else None
+    usual = {
+        "full_attention": RopeSpec(5e5, int(own.head_dim * 0.5), interleaved=False, scaling=None),
+        "sliding_attention": RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None),
+    }
+    ropes = read_rope_by_kind(config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0)
+    windows = {"full_attention": None, "sliding_attention": window}
+    return LayerAttention.of(
+        (replace(own, num_heads=count, sliding_window=windows[kind]), ropes[kind])
+        for kind, count in zip(kinds, heads, strict=True)
+    )
+
+
+def _read_gate(config: Config) -> OutputGateSpec:
+    if config.is_text("gating", "per-element"):
+        return OutputGateSpec("value", "softplus")
+    if not config.is_text("gating", "per-head") and not config.flag("gating", True):
+        raise CheckpointError(f"{config.place}: gating is False; supported: True, 'per-head', 'per-element'")
+    return OutputGateSpec("head", "softplus")
+
+
+_BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
+LAGUNA = Family(
+    model_type="laguna",
+    short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.attention.gate": "model.layers.{i}.self_attn.g_proj.weight",
+        "layers.{i}.router_bias": (f"model.layers.{{i}}.mlp.experts.{_BIAS}", f"model.layers.{{i}}.mlp.gate.{_BIAS}"),
+        **{
+            f"layers.{{i}}.shared.{matrix}": (f"{_SHARED}.{matrix}_proj.weight", f"{_SHARED}s.{matrix}_proj.weight")
+            for matrix in ("gate", "up", "down")
+        },
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+)
