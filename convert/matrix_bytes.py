@@ -281,7 +281,7 @@ def checkpoint_repeats(checkpoint: Checkpoint) -> int:
 
     None if the checkpoint is quantized itself, because a plan may keep its codes.
     """
-    is_coded = any(source.codec != "plain" for source in checkpoint.claims.experts.values())
+    is_coded = any(source.is_kept for source in checkpoint.claims.experts.values())
     return 0 if is_coded else usual_repeats(checkpoint.spec.expert.source_size)
 
 
@@ -388,7 +388,7 @@ _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
 
 
 def kept_format(checkpoint: Checkpoint, source: SourceMatrix) -> PartFormat | None:
-    """Returns the format that keeps a matrix without loss; None if there is none (F16, F32).
+    """Returns the format that keeps a matrix without loss; None if there is none (F16, F32, packed codes).
 
     MXFP4 blocks that lie across the neurons are kept in `e5m2`, or in `bf16` if the exponents of a neuron are too far
     apart.
@@ -413,7 +413,7 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
     def kept(layer_idx: int, expert: int, matrix: Matrix, planned: PartFormat) -> PartFormat:
         flag, bits = ("--selector-bits", selector) if matrix in selected else ("--record-bits", record)
         source = checkpoint.expert_source(layer_idx, expert, matrix)
-        if bits != SOURCE and source.codec == "plain":
+        if bits != SOURCE and not source.is_kept:
             return planned
         part = kept_format(checkpoint, source)
         if part is None:
@@ -436,7 +436,7 @@ def lossless_formats(checkpoint: Checkpoint) -> dict[Matrix, PartFormat]:
     experts = list(product(range(len(spec.moe_layers)), range(spec.router.num_experts)))
     for matrix in spec.expert.matrices:
         sources = [checkpoint.expert_source(layer_idx, e, matrix) for layer_idx, e in experts]
-        if all(source.codec != "plain" for source in sources):
+        if all(source.is_kept for source in sources):
             kept = {kept_format(checkpoint, source) for source in sources}
             if len(kept) == 1 and (part := kept.pop()) is not None and part.keeps_source:
                 formats[matrix] = part
@@ -490,9 +490,9 @@ def kept_text(plan: Plan, checkpoint: Checkpoint, rotation: RotationVectors | No
             continue  # rotated weights are rounded, in any format
         for e, expert in enumerate(layer):
             for matrix in checkpoint.spec.expert.matrices:
-                coded = checkpoint.expert_source(layer_idx, e, matrix).codec != "plain"
+                is_kept = checkpoint.expert_source(layer_idx, e, matrix).is_kept
                 part = expert.of(matrix)
-                if part is not None and coded and part.codec not in ("affine", "trellis"):
+                if part is not None and is_kept and part.codec not in ("affine", "trellis"):
                     kept[matrix, format_text(part)] += 1
     if not kept:
         return None

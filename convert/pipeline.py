@@ -415,8 +415,9 @@ class ConversionResult:
 
 
 def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Returns the dtype of each dense tensor in a checkpoint, in the order of `dense_roles`."""
-    return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
+    """Returns the dtype of each dense tensor in a checkpoint, in the order of `dense_roles`; F32 for packed codes."""
+    sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
+    return tuple("F32" if source.codec == "packed" else checkpoint.dtype(source) for source in sources)
 
 
 def layout_for(checkpoint: Checkpoint, plan: Plan, rotation: RotationVectors | None = None) -> PackLayout:

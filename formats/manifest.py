@@ -519,20 +519,24 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates."""
+    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
+
+    `codes`: the number of codes in an element, if it is a word of packed codes.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     fate: Fate
     reason: str
+    codes: int = added(1)
 
     @property
     def num_weights(self) -> int:
         """The number of the model's weights in it: none in scales, two a byte in MXFP4 codes."""
         if self.fate not in ("packed", "resident"):
             return 0
-        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else self.codes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,7 +359,11 @@ def _say_plan(
     )
     if kept := kept_text(plan, checkpoint, rotation):
         _tell(kept)
-    dtypes = {checkpoint.dtype(source) for source in checkpoint.claims.experts.values() if source.codec != "mxfp4"}
+    dtypes = {
+        f"{source.num_bits}-bit" if source.codec == "packed" else checkpoint.dtype(source)
+        for source in checkpoint.claims.experts.values()
+        if source.codec != "mxfp4"
+    }
     narrowed = sorted(dtypes - {"BF16"})
     has_bf16 = any(expert.of(matrix) == BF16 for layer in plan.experts for expert in layer for matrix in MATRICES)
     if narrowed and has_bf16:

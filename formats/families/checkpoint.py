@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import SCALE_BLOCK, WORD_BITS, Claims, SourceMatrix, claim_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
@@ -50,11 +50,11 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         config = Config(read_json(folder, "config.json"), "config.json")
-        self.family, self.spec, codec = read_spec(config)
+        self.family, self.spec, quantization = read_spec(config)
         try:
             self._open_shards()
             shapes = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in self._tensors.items()}
-            self.claims: Claims = claim_tensors(self.family, self.spec, shapes, codec)
+            self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
         except CheckpointError:
@@ -80,7 +80,7 @@ class Checkpoint:
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def dtype(self, source: SourceMatrix) -> str:
-        """Returns the safetensors dtype of a matrix: BF16, F16, F32, or of codes F8_E4M3, or U8 (MXFP4)."""
+        """Returns the safetensors dtype of a matrix: BF16, F16, F32; of codes F8_E4M3, U8 (MXFP4), or I32 (packed)."""
         return self._tensors[source.tensor].entry.dtype
 
     def scale_dtype(self, source: SourceMatrix) -> str:
@@ -128,6 +128,8 @@ class Checkpoint:
         return self.raw(tensor, first * row_bytes, span * row_bytes).reshape(span, row_bytes)[::step]
 
     def _value_bits(self, source: SourceMatrix) -> int:
+        if source.codec == "packed":
+            return source.num_bits
         return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
 
     def place(self, source: SourceMatrix) -> str:
@@ -161,7 +163,9 @@ class Checkpoint:
             files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
         packed = {source.tensor for source in experts}
-        scales = {source.scales for source in (*experts, *self.claims.dense.values())}
+        sources = (*experts, *self.claims.dense.values())
+        scales = {source.scales for source in sources}
+        codes = {source.tensor: WORD_BITS // source.num_bits for source in sources if source.codec == "packed"}
         tensors = []
         for name, tensor in self._tensors.items():
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
@@ -170,7 +174,8 @@ class Checkpoint:
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            tensors.append(SourceTensor(name, tensor.entry.dtype, tensor.entry.shape, fate, reason))
+            entry = tensor.entry
+            tensors.append(SourceTensor(name, entry.dtype, entry.shape, fate, reason, codes.get(name, 1)))
         return files, tensors
 
     def stamp(self) -> str:

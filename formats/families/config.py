@@ -220,6 +220,11 @@ class Config:
         value = self._values.get(key)
         return None if value is None else Config(value, f"{self.place}: {key}")
 
+    def groups(self) -> "list[Config]":
+        """Reads the object under each of the keys."""
+        found = [self.group(key) for key in self._values]
+        return [group for group in found if group is not None]
+
     def only(self, key: str, expected: object) -> None:
         """Checks that `key` is missing, null or `expected`: the only value whose arithmetic we implement."""
         self._read.add(key)

@@ -84,16 +84,33 @@ class Family:
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
 MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix
-SourceCodec = Literal["plain", "fp8", "mxfp4"]
+WORD_BITS = 32  # of a word with packed codes
+SourceCodec = Literal["plain", "fp8", "mxfp4", "packed"]
 _DTYPES: Mapping[SourceCodec, tuple[str, ...]] = {
     "plain": ("BF16", "F16", "F32"),
     "fp8": ("F8_E4M3",),
     "mxfp4": ("U8",),
+    "packed": ("I32",),
 }
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every source tensor, by name
 
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The encoding of a checkpoint's quantized tensors, by its config.
+
+    `num_bits`, `group_size`: of `packed` codes; a group of 0 columns is the whole row.
+    """
+
+    codec: SourceCodec = "plain"
+    num_bits: int = 0
+    group_size: int = 0
+
+
+PLAIN = Quantization()
 _CONSTANT = LeftOut("*.rotary_emb.inv_freq", "a constant the runtime computes")
 _TIED = LeftOut("", "tied: the embedding is the head")
+_SHAPE = "the shape of a packed matrix, which config.json gives too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,8 @@ class SourceMatrix:
     are its rows (`[f, d]`) or its columns (`[d, f]`).
 
     `codec`: the encoding of the tensor's values. `scales`: for codes, the tensor of their scales: one for 128 rows by
-    128 columns with `fp8`, one for 32 columns with `mxfp4`.
+    128 columns with `fp8`, one for 32 columns with `mxfp4`, one for `group_size` columns with `packed`, whose codes
+    have `num_bits` each.
     """
 
     tensor: str
@@ -119,6 +137,13 @@ class SourceMatrix:
     neurons: Literal["rows", "columns"] = "rows"
     codec: SourceCodec = "plain"
     scales: str | None = None
+    num_bits: int = 0
+    group_size: int = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the values are codes that a format of packs keeps."""
+        return self.codec in ("fp8", "mxfp4")
 
     def tensors(self) -> tuple[str, ...]:
         """Returns the names of its tensor and, for codes, of the tensor of its scales."""
@@ -149,18 +174,21 @@ class Claims:
     copies: Mapping[str, str]
 
 
-def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec = "plain") -> Claims:
+def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN) -> Claims:
     """Accounts for every source tensor.
 
-    Args:    tensors: dtype and shape by name.   codec: the encoding of some of them by the config.
+    Args:    tensors: dtype and shape by name.   quantization: the encoding of some of them by the config.
     Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
     """
-    dense = _claim_dense(family, spec, tensors, codec)
-    experts, biases = _claim_experts(family, spec, tensors, codec)
+    dense = _claim_dense(family, spec, tensors, quantization)
+    experts, biases = _claim_experts(family, spec, tensors, quantization)
     claimed = {name for sources in (dense, experts, biases) for source in sources.values() for name in source.tensors()}
     unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
     for name in tensors:
         if name in claimed:
+            continue
+        if name.endswith("_shape") and f"{name.removesuffix('_shape')}_packed" in claimed:
+            dropped[name] = _SHAPE
             continue
         kept = _first(family.unused, spec, name, tensors)
         if kept is not None:
@@ -173,7 +201,9 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
     return Claims(dense, experts, biases, unused, dropped, copies)
 
 
-def _claim_dense(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec) -> dict[str, SourceMatrix]:
+def _claim_dense(
+    family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization
+) -> dict[str, SourceMatrix]:
     """Returns the place of each role's tensor."""
     dense, roles = {}, {role.name: role for role in dense_roles(spec)}
     for role in roles.values():
@@ -184,10 +214,10 @@ def _claim_dense(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sourc
         first = sum(sizes[: stacked.index(role.name)]) if stacked else 0
         source = SourceMatrix(name, first, role.shape[0], cols, cols)
         if role.quantizable and not stacked:
-            source = _with_scales(source, tensors, codec)
+            source = _with_scales(source, tensors, quantization)
         shape = (sum(sizes), *role.shape[1:])
         shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
-        _check_tensor(name, shape, tensors, source.codec)
+        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
         dense[role.name] = source
     return dense
 
@@ -239,13 +269,17 @@ def named(template: str, layer: int, expert: int = 0) -> str:
 
 
 def _present(names: Iterable[str], tensors: Tensors) -> str:
-    """Returns the first of `names` that the source has, or the first if it has none."""
+    """Returns the first of `names` that the source has, plain or packed, or the first if it has none."""
     names = tuple(names)
-    return next((name for name in names if name in tensors), names[0])
+    return next((name for name in names if _is_present(name, tensors)), names[0])
+
+
+def _is_present(name: str, tensors: Tensors) -> bool:
+    return name in tensors or f"{name}_packed" in tensors
 
 
 def _claim_experts(
-    family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec
+    family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization
 ) -> tuple[ExpertSources, ExpertSources]:
     """Returns the places of the experts' matrices, and of their biases."""
     matrices: ExpertSources = {}
@@ -253,7 +287,7 @@ def _claim_experts(
     for layer in spec.moe_layers:
         spelling = _spelling(family, spec, tensors, layer)
         for matrix in spec.expert.matrices:
-            matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, codec)
+            matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, quantization)
         for matrix in spec.expert.bias:
             biases |= _claim_bias(spec, tensors, spelling, matrix, layer)
     return matrices, biases
@@ -267,7 +301,7 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
     is_encoding, _ = _in_stack(spec, layer)
     known = family.encoder_expert_names if is_encoding else family.expert_names
     first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
-    found = [names for names in known if named(names.matrices["up"], first) in tensors] or [known[0]]
+    found = [names for names in known if _is_present(named(names.matrices["up"], first), tensors)] or [known[0]]
 
     def fits(names: ExpertNames) -> bool:
         name = named(names.matrices["up"], first)
@@ -278,7 +312,7 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
 
 
 def _claim_matrix(
-    spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, codec: SourceCodec
+    spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, quantization: Quantization
 ) -> ExpertSources:
     """Returns the places of a matrix of all experts of a layer."""
     template, claims = spelling.matrices[matrix], ExpertSources()
@@ -290,9 +324,9 @@ def _claim_matrix(
         if matrix in spelling.scales:
             source = replace(source, codec="mxfp4", scales=named(spelling.scales[matrix], number, expert))
         elif not fused:
-            source = _with_scales(source, tensors, codec)
+            source = _with_scales(source, tensors, quantization)
         if not fused or expert == 0:
-            _check_matrix(source, whole, tensors, codec)
+            _check_matrix(source, whole, tensors, quantization)
         claims[layer, expert, matrix] = source
     return claims
 
@@ -372,9 +406,11 @@ def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: T
     return None
 
 
-def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> SourceMatrix:
-    """Returns the matrix of a whole tensor with its FP8 scales, which are checked, if config and tensor are FP8."""
-    if codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
+def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
+    """Returns the matrix of a whole tensor with its scales, which are checked, if it is in codes as the config says."""
+    if quantization.codec == "packed":
+        return _with_packed(source, tensors, quantization)
+    if quantization.codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
         return source
     scales = f"{source.tensor}_scale_inv"
     blocks = (-(-source.num_rows // SCALE_BLOCK), -(-source.num_cols // SCALE_BLOCK))
@@ -382,12 +418,33 @@ def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> 
     return replace(source, codec="fp8", scales=scales)
 
 
-def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, codec: SourceCodec) -> None:
+def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
+    """Returns the matrix in the words of `weight_packed` in place of `weight`, if the checkpoint has only those."""
+    packed = f"{source.tensor}_packed"
+    if source.tensor in tensors or packed not in tensors:
+        return source
+    num_cols, num_bits, group_size = source.num_cols, quantization.num_bits, quantization.group_size or source.num_cols
+    if num_cols % group_size or num_cols * num_bits % WORD_BITS:
+        raise CheckpointError(
+            f"checkpoint: tensor {packed!r}: config.json gives it rows of {num_cols} values, expected whole groups of "
+            f"{group_size} and whole words of {WORD_BITS // num_bits}"
+        )
+    scales = f"{source.tensor}_scale"
+    _check_tensor(scales, (source.num_rows, num_cols // group_size), tensors)
+    return replace(source, tensor=packed, codec="packed", scales=scales, num_bits=num_bits, group_size=group_size)
+
+
+def _stored_shape(source: SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a tensor whose values have `shape`: packed, it has a word for several columns."""
+    return (*shape[:-1], shape[-1] * source.num_bits // WORD_BITS) if source.codec == "packed" else shape
+
+
+def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, quantization: Quantization) -> None:
     """Checks that the tensor of an expert's matrix has `shape`; for MXFP4 blocks, also the tensor of their scales."""
     if source.codec != "mxfp4":
-        _check_tensor(source.tensor, shape, tensors, source.codec)
+        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
         return
-    if codec != "mxfp4":
+    if quantization.codec != "mxfp4":
         raise CheckpointError(
             f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, but config.json has no "
             "quantization_config for them"

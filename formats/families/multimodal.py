@@ -98,10 +98,10 @@ def within(
         spec = text.read_config(values)
         if tied_by_text:
             is_tied = is_tied or spec.tied_head
-        values.ignore("tie_word_embeddings")
+        values.ignore("tie_word_embeddings", "quantization_config")  # which is read before
         values.refuse_unread(text.ignored_keys)
         for around in outer:
-            around.ignore("tie_word_embeddings")
+            around.ignore("tie_word_embeddings", "quantization_config")
         for between in outer[1:]:
             between.refuse_unread(_OTHER_PARTS | ignored_keys)
         return replace(spec, family=model_type, tied_head=is_tied)

@@ -6,18 +6,18 @@
 - Rotary positions of each kind of layer, and attention that differs by layer: `read_rope_by_kind`, `LayerAttention`.
 - Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
 - Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
-- `quantization_config`: the codec of the quantized tensors. The dtype of each tensor shows whether it is quantized.
+- `quantization_config`: the codec of the quantized tensors. Each tensor's name and dtype show whether it is quantized.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, SourceCodec
+from moe_pack.formats.families.family import PLAIN, SCALE_BLOCK, ExpertNames, LeftOut, Quantization
 from moe_pack.formats.parts import (
     PROJECTIONS,
     AttentionSpec,
@@ -539,16 +539,29 @@ def read_latent(config: Config, head_dim: int | None = None, *, reads_head_dim: 
 _KEY = "quantization_config"
 
 
-def read_quantization(config: Config) -> SourceCodec:
-    """Reads the codec of a checkpoint's quantized tensors; `plain` without a `quantization_config`.
+def read_quantization(config: Config, text_keys: tuple[str, ...] = ()) -> Quantization:
+    """Reads the encoding of a checkpoint's quantized tensors; that of none without a `quantization_config`.
 
-    `activation_scheme` is ignored: activations stay in float32.
-    Raises:  CheckpointError for any other quantization.
+    Which tensors are quantized is seen by the tensors. How activations are rounded is ignored: they stay in float32.
+    Args:    text_keys: the keys that lead to the text model's object, each of which may have the key too.
+    Raises:  CheckpointError for any other quantization, or for objects that say different things.
     """
-    group = config.group(_KEY)
-    if group is None:
-        return "plain"
-    codec: SourceCodec
+    found, place = list[Quantization](), config
+    for key in (*text_keys, None):
+        group = place.group(_KEY)
+        if group is not None:
+            found.append(_quantization(group))
+        inner = None if key is None else place.group(key)
+        if inner is None:
+            break
+        place = inner
+    if len(set(found)) > 1:
+        raise CheckpointError(f"{place.place}: {_KEY} differs from that outside; these must be equal")
+    return found[0] if found else PLAIN
+
+
+def _quantization(group: Config) -> Quantization:
+    """Reads one `quantization_config`."""
     if (method := group.text("quant_method", "")) == "fp8":
         group.choice("fmt", ("e4m3",))
         group.choice("activation_scheme", ("dynamic",))
@@ -556,13 +569,72 @@ def read_quantization(config: Config) -> SourceCodec:
         size, wanted = group.counts("weight_block_size"), [SCALE_BLOCK, SCALE_BLOCK]
         if list(size) != wanted:
             raise CheckpointError(f"{group.place}: weight_block_size is {list(size)}; only {wanted} is supported")
-        codec = "fp8"
+        quantization = Quantization("fp8")
     elif method == "mxfp4":
-        codec = "mxfp4"
+        quantization = Quantization("mxfp4")
+    elif method == "compressed-tensors":
+        quantization = _compressed(group)
     else:
         raise CheckpointError(
-            f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4; use the 16-bit original"
+            f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
+            "original"
         )
     group.ignore("modules_to_not_convert", "ignored_layers", "dequantize")
     group.refuse_unread()
-    return codec
+    return quantization
+
+
+def _compressed(group: Config) -> Quantization:
+    """Reads the codes that compressed-tensors packs in words, the same in all groups of modules.
+
+    Source: compressed-tensors 0.20, quantization/quant_args.py and compressors/pack_quantized.
+    """
+    group.require("format")
+    group.choice("format", ("pack-quantized",))
+    group.choice("quantization_status", ("compressed",))
+    group.only("kv_cache_scheme", None)
+    for key in ("sparsity_config", "transform_config"):
+        group.only(key, {})
+    group.ignore("ignore", "global_compression_ratio", "version")
+    found = {_packed(each) for each in _schemes(group)}
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{group.place}: config_groups has {len(found)} kinds of weights; exactly one is supported"
+        )
+    return found.pop()
+
+
+def _schemes(group: Config) -> Iterator[Config]:
+    """Yields the weights' object of each of the groups of modules."""
+    groups = group.group("config_groups")
+    for scheme in () if groups is None else groups.groups():
+        weights = scheme.group("weights")
+        if weights is None:
+            raise CheckpointError(
+                f"{scheme.place}: weights is missing; only groups with quantized weights are supported"
+            )
+        scheme.ignore("targets", "input_activations")
+        scheme.only("output_activations", None)
+        scheme.only("format", "pack-quantized")
+        scheme.refuse_unread()
+        yield weights
+
+
+def _packed(weights: Config) -> Quantization:
+    """Reads how the weights of a group of modules are quantized."""
+    num_bits = weights.whole("num_bits")
+    if num_bits not in (4, 8):
+        raise CheckpointError(f"{weights.place}: num_bits is {num_bits}; only 4 and 8 are supported")
+    weights.only("type", "int")
+    weights.only("symmetric", True)
+    weights.only("dynamic", False)
+    weights.only("block_structure", None)
+    weights.choice("actorder", ("weight", "static"))  # for the calibration; others store the columns in that order
+    if weights.choice("strategy", ("group", "channel")) == "channel":
+        weights.only("group_size", -1)
+        group_size = 0
+    else:
+        group_size = weights.whole("group_size")
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    weights.refuse_unread()
+    return Quantization("packed", num_bits, group_size)

@@ -15,7 +15,7 @@ from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
 from moe_pack.formats.families.exaone_moe import EXAONE_MOE
-from moe_pack.formats.families.family import Family, SourceCodec
+from moe_pack.formats.families.family import Family, Quantization
 from moe_pack.formats.families.flex_olmo import FLEX_OLMO
 from moe_pack.formats.families.flint import FLINT
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
@@ -117,8 +117,8 @@ SHORT_NAMES: dict[str, str] = {
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
-def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
-    """Returns the family of a `config.json`, the model that it describes, and the codec of its quantized tensors.
+def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
+    """Returns the family of a `config.json`, the model that it describes, and the encoding of quantized tensors.
 
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
@@ -130,10 +130,10 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
             raise dense_model(config)
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
-    codec = read_quantization(config)
+    quantization = read_quantization(config, family.text_keys)
     spec = family.read_config(config)
     config.refuse_unread(family.ignored_keys)
     fault = spec_fault(spec)
     if fault:
         raise CheckpointError(f"{config.place}: {fault}")
-    return family, spec, codec
+    return family, spec, quantization

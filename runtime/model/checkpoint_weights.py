@@ -21,9 +21,12 @@ _MXFP4_GROUP = 32  # values that share a scale
 
 
 def read_codes(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """Returns the codes of rows of a coded matrix, one in a byte: u8 [stop - start, num_cols], E4M3 or E2M1."""
+    """Returns the codes of rows of a coded matrix, one in a byte: u8 [stop - start, num_cols].
+
+    `fp8` is E4M3, `mxfp4` E2M1, `packed` the value plus half the number of codes.
+    """
     codes = torch.from_numpy(checkpoint.rows(source, start, stop))
-    if source.codec == "mxfp4":  # byte j has the codes of values 2 j and 2 j + 1
+    if source.codec == "mxfp4" or source.num_bits == 4:  # byte j has the codes of values 2 j and 2 j + 1
         codes = torch.stack((codes & 15, codes >> 4), dim=1)
     return codes.view(stop - start, source.num_cols)
 
@@ -32,18 +35,21 @@ def read_scales(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: 
     """Returns the scales of rows of a coded matrix, for each row its own.
 
     Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
+             `packed`: float32 [stop - start, groups].
     """
     scales = torch.from_numpy(checkpoint.scales(source, start, stop))
     if source.codec == "mxfp4":
         return scales
     blocks = scales.view(TORCH_DTYPES[checkpoint.scale_dtype(source)]).to(torch.float32)
+    if source.codec == "packed":
+        return blocks
     return blocks[torch.arange(start, stop) // SCALE_BLOCK - start // SCALE_BLOCK]
 
 
 def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
     """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
 
-    Returns: the source's dtype; float32 for FP8 codes and bfloat16 for MXFP4 codes, both exact.
+    Returns: the source's dtype; float32 for FP8 and packed codes, bfloat16 for MXFP4 codes, which is exact.
     """
     if source.codec == "plain":
         raw = torch.from_numpy(checkpoint.rows(source, start, stop))
@@ -54,7 +60,7 @@ def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: in
 
 def weights_dtype(checkpoint: Checkpoint, source: SourceMatrix) -> torch.dtype:
     """Returns the dtype of the tensors that `read_rows` returns."""
-    exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16}
+    exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16, "packed": torch.float32}
     return exact.get(source.codec) or TORCH_DTYPES[checkpoint.dtype(source)]
 
 
@@ -98,6 +104,10 @@ def _weights(source: SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
         for group, start in enumerate(range(0, num_cols, SCALE_BLOCK)):
             weights[:, start : start + SCALE_BLOCK].mul_(scales[:, group : group + 1])
         return weights
+    if source.codec == "packed":
+        values = codes.to(torch.float32).sub_(2 ** (source.num_bits - 1))
+        grouped = values.view(-1, num_cols // source.group_size, source.group_size)  # [n, groups, columns]
+        return grouped.mul_(scales.unsqueeze(2)).view(len(codes), num_cols)
     grouped = e2m1_values(codes).view(-1, num_cols // _MXFP4_GROUP, _MXFP4_GROUP)  # [n, groups, 32]
     return grouped.mul_(powers_of_two(scales).unsqueeze(2)).view(len(codes), num_cols).to(torch.bfloat16)
 

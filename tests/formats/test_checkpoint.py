@@ -162,7 +162,8 @@ def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path)
 def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[], Path]) -> None:
     cases = [
         ({"quantization_config": {"quant_method": "gptq"}},
-         "quantization_config: quant_method is 'gptq', supported: fp8, mxfp4; use the 16-bit original"),
+         "quantization_config: quant_method is 'gptq', supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
+         "original"),
         ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is unknown for this family and may change the arithmetic"),
         ({"logit_scale": 0}, "key 'logit_scale' (0) is unknown for this family and may change the arithmetic"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -205,8 +205,14 @@ def test_another_quantization_is_refused_by_name(new_folder: Callable[[], Path])
             {"kv_cache_scheme": "fp8"},
             "key 'kv_cache_scheme' ('fp8') is unknown for this family and may change the arithmetic",
         ),
-        ({"quant_method": "awq"}, "quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original"),
-        ({"quant_method": None}, "quant_method is '', supported: fp8, mxfp4; use the 16-bit original"),
+        (
+            {"quant_method": "awq"},
+            "quant_method is 'awq', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original",
+        ),
+        (
+            {"quant_method": None},
+            "quant_method is '', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original",
+        ),
     ]
     for config, message in cases:
         with case(config, message):

@@ -130,7 +130,8 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config: quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original",
+            "quantization_config: quant_method is 'awq', supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
+            "original",
         )
         for family in BASE
     ),

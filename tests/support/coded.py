@@ -1,4 +1,4 @@
-"""Checkpoints in 8 and 4 bit, made of ones in 16: matrices as FP8 with a scale a block, experts in MXFP4 blocks.
+"""Checkpoints in 8 and 4 bit, made of ones in 16: FP8 with a scale a block, MXFP4 blocks, integers in packed words.
 
 What the codes mean is computed here a second time, plainly: the oracle of what reads them.
 """
@@ -21,6 +21,18 @@ FP8_CONFIG: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 MXFP4_CONFIG: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+PACKED_WEIGHTS: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "dynamic": False,
+    "actorder": None,
+    "block_structure": None,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
@@ -70,6 +82,50 @@ def random_mxfp4(
     blocks = torch.randint(0, 256, (*rows, num_cols // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(lowest, highest + 1, (*rows, num_cols // 32), generator=generator, dtype=torch.uint8)
     return blocks, scales
+
+
+def packed_config(**weights: Any) -> dict[str, Any]:
+    """The `quantization_config` of published checkpoints in packed words, with other values for the weights."""
+    scheme = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme | {"weights": PACKED_WEIGHTS | weights}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def packed_words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Signed codes [rows, columns] in words, int32 [rows, words]: the first column in the lowest bits, plus an offset.
+
+    Source: compressed-tensors, pack_to_int32, of which tests/formats/test_packed_sources.py has some words.
+    """
+    places = torch.arange(0, 32, num_bits)
+    values = (codes.long() + 2 ** (num_bits - 1)).view(len(codes), -1, 32 // num_bits)
+    words = (values << places).sum(2)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def quantize_packed(
+    tensors: Tensors, endings: tuple[str, ...], num_bits: int = 4, group_size: int = 32, dtype: str = "bfloat16"
+) -> Tensors:
+    """Puts the matrices whose names end so into packed words; returns what each then means, float32."""
+    meant = {}
+    for name in [name for name in tensors if name.endswith(endings)]:
+        weights = tensors.pop(name).float()
+        grouped = weights.view(len(weights), -1, group_size or weights.shape[1])
+        scales = (grouped.abs().amax(2) / (2 ** (num_bits - 1) - 0.5)).to(getattr(torch, dtype))
+        lowest = -(2 ** (num_bits - 1))
+        codes = (grouped / scales.float().unsqueeze(2)).round().clamp(lowest, -lowest - 1).long()  # no -0
+        tensors |= {
+            f"{name}_packed": packed_words(codes.view_as(weights), num_bits),
+            f"{name}_scale": scales,
+            f"{name}_shape": torch.tensor(weights.shape),
+        }
+        meant[name] = (codes * scales.float().unsqueeze(2)).view_as(weights)
+    return meant
 
 
 EXPERTS = "model.layers.{i}.experts."
