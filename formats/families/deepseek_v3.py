@@ -1,6 +1,6 @@
-"""DeepSeek-V3 and R1, Moonlight, and Kimi K2, which has their arithmetic under a name of its own.
+"""DeepSeek-V3 and R1, Moonlight, and Kimi K2 to K2.6, which have their arithmetic under names of their own.
 
-Source: transformers, models/deepseek_v3; DeepSeek-V3 (2412.19437); Kimi K2 (2507.20534).
+Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.19437); Kimi K2 (2507.20534).
 """
 
 from dataclasses import replace
@@ -8,6 +8,7 @@ from dataclasses import replace
 from moe_pack.formats import ModelSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.multimodal import LANGUAGE_MODEL, PARTS, within
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
@@ -70,5 +71,37 @@ KIMI_K2 = replace(
         "kimi-k2": "moonshotai/Kimi-K2-Instruct",
         "kimi-k2-instruct": "moonshotai/Kimi-K2-Instruct",
         "kimi-k2-instruct-0905": "moonshotai/Kimi-K2-Instruct-0905",
+        "kimi-k2-thinking": "moonshotai/Kimi-K2-Thinking",
     },
+)
+KIMI_K25 = within(
+    DEEPSEEK_V3,
+    "kimi_k25",
+    text_types=("kimi_k2",),
+    # Published checkpoints have the names of LANGUAGE_MODEL; save_pretrained of transformers 5.23 calls layers blocks.
+    moves=(
+        *LANGUAGE_MODEL,
+        {
+            "model.layers.": "language_model.model.blocks.",
+            "model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+        },
+    ),
+    parts={
+        **PARTS,
+        "mm_projector.*": "what maps vision to the text model",
+        "model.mm_projector.*": "what maps vision to the text model",
+    },
+    tied_head=True,
+    short_names={"kimi-k2.5": "moonshotai/Kimi-K2.5", "kimi-k2.6": "moonshotai/Kimi-K2.6"},
+    ignored_keys=frozenset(
+        {
+            "ignore_index",
+            "media_placeholder_token_id",
+            "projection_hidden_size",
+            "projection_layer_norm_eps",
+            "use_unified_vision_chunk",
+            "video_placeholder",
+        }
+    ),
 )

@@ -69,6 +69,7 @@ def within(
     parts: Mapping[str, str] = PARTS,
     moves: tuple[Moves, ...] = LANGUAGE_MODEL,
     text_keys: tuple[str, ...] = ("text_config",),
+    text_types: tuple[str, ...] = (),
     tied_head: bool = False,
     tied_by_text: bool = False,
     short_names: Mapping[str, str] | None = None,
@@ -80,9 +81,10 @@ def within(
 
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
-             that lead to the text model's object.   tied_head: the value of `tie_word_embeddings` if the config lacks
-             it.   tied_by_text: whether the head is also tied if only the text model's config says so.
-             ignored_keys: keys of the multimodal config that change nothing for text.
+             that lead to the text model's object.   text_types: other names of the text model's `model_type`.
+             tied_head: the value of `tie_word_embeddings` if the config lacks it.   tied_by_text: whether the head is
+             also tied if only the text model's config says so.   ignored_keys: keys of the multimodal config that
+             change nothing for text.
     """
 
     def read_config(config: Config) -> ModelSpec:
@@ -94,7 +96,7 @@ def within(
             outer.append(inner)
         values = outer.pop()
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
-        values.choice("model_type", (text.model_type, model_type))
+        values.choice("model_type", (text.model_type, model_type, *text_types))
         spec = text.read_config(values)
         if tied_by_text:
             is_tied = is_tied or spec.tied_head

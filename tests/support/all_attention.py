@@ -148,6 +148,16 @@ SHAPES: dict[str, Values] = {
         "sliding_window": 7,
         "sliding_window_pattern": 2,
     },
+    "kimi_k25": _EXPERTS
+    | _LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "tie_word_embeddings": False,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "mistral4": _EXPERTS | _LATENT | _MISTRAL,
     "mistral3": _EXPERTS | _LATENT | _MISTRAL | {"model_type": "mistral4", "tie_word_embeddings": False},
     "deepseek_v32": _EXPERTS
@@ -290,6 +300,14 @@ SWITCHED: dict[str, dict[str, Values]] = {
         "rotated in halves, not normalized": {"rope_interleave": False, "norm_topk_prob": False},
     },
     "mistral3": {"tied head": {"tie_word_embeddings": True}},
+    "kimi_k25": {
+        "groups, yarn, tied head": {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "tie_word_embeddings": True,
+        },
+    },
     "deepseek_v32": {
         "yarn, heads of the rotated size": {
             "index_head_dim": 8,
@@ -539,6 +557,19 @@ MULTIMODAL: dict[str, Multimodal] = {
         }
     ),
     "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
+    "kimi_k25": Multimodal(
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "projection_hidden_size": 16,
+        }
+    ),
     "llama4": Multimodal(
         {
             "vision_config": {
@@ -594,6 +625,7 @@ OTHER_PARTS = (
     "model.visual",
     "model.vision_tower",
     "model.multi_modal_projector",
+    "model.mm_projector",
     "vision_model",
     "multi_modal_projector",
     "model.view_separator",

@@ -87,12 +87,6 @@ REASONS: tuple[Reason, ...] = (
         "sparse latent attention as in `deepseek_v32`; several layers share one selection of positions",
     ),
     Reason(
-        "kimi_k25",
-        "Kimi K2.5, K2.6",
-        "no new arithmetic: `deepseek_v3` in a multimodal config; its file is missing, and a reader of the published "
-        "4-bit experts (compressed-tensors)",
-    ),
-    Reason(
         "minimax_m3_vl",
         "MiniMax-M3",
         "attention to blocks of positions that an indexer with keys of its own selects",

@@ -82,6 +82,7 @@ PUBLISHED = (
     Published("deepseek-v3.2", "671", "37", "42.944", active_leaves_out=("embed",)),
     Published("moonlight-16b-a3b-instruct", "15.29", "2.24", "15.552", ("embed", "head"), ("embed", "head")),
     Published("kimi-k2-instruct", "1026", "32", "35.136"),
+    Published("kimi-k2.5", "1026", "32", "35.136"),
     Published("deepseek-moe-16b", "16.4", "2.8"),
     Published("minicpm-moe-8x2b", "13.6", "4", total_leaves_out=("embed",), active_leaves_out=("embed",)),
     Published("xverse-moe-a4.2b", "25.8", "4.2"),
