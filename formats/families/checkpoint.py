@@ -272,8 +272,11 @@ def _text_values(values: Any) -> Any:
     """Returns the object of a config that describes the text model: the config itself, unless it is multimodal."""
     model_type = values.get("model_type") if isinstance(values, dict) else None
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    for key in () if family is None else family.text_keys:
-        values = values.get(key) if isinstance(values, dict) else None
+    if family is None:
+        return values
+    old = {new: old for old, new in family.old_keys.items()}
+    for key in family.text_keys:
+        values = values.get(key, values.get(old.get(key))) if isinstance(values, dict) else None
     return values
 
 

@@ -220,6 +220,17 @@ class Config:
         value = self._values.get(key)
         return None if value is None else Config(value, f"{self.place}: {key}")
 
+    def renamed(self, names: Mapping[str, str]) -> "Config":
+        """Returns the config with keys under their newer names.
+
+        Args:    names: from older names to newer ones.
+        Raises:  CheckpointError if it has a key under both, with different values.
+        """
+        for old, new in names.items():
+            self.either(new, old)
+        values = {names.get(key, key): value for key, value in self._values.items()}
+        return Config(values | {key: value for key, value in self._values.items() if key not in names}, self.place)
+
     def groups(self) -> "list[Config]":
         """Reads the object under each of the keys."""
         found = [self.group(key) for key in self._values]

@@ -67,7 +67,8 @@ class Family:
     layers of both stacks count from 0.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
-    keys that lead to the text model's object in the config.
+    keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
+    they are called now.
     """
 
     model_type: str
@@ -80,6 +81,7 @@ class Family:
     ignored_keys: frozenset[str] = frozenset()
     encoder_expert_names: tuple[ExpertNames, ...] = ()
     text_keys: tuple[str, ...] = ()
+    old_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix

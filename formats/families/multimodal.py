@@ -74,6 +74,7 @@ def within(
     tied_by_text: bool = False,
     short_names: Mapping[str, str] | None = None,
     ignored_keys: frozenset[str] = frozenset(),
+    old_keys: Mapping[str, str] | None = None,
 ) -> Family:
     """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
 
@@ -84,7 +85,7 @@ def within(
              that lead to the text model's object.   text_types: other names of the text model's `model_type`.
              tied_head: the value of `tie_word_embeddings` if the config lacks it.   tied_by_text: whether the head is
              also tied if only the text model's config says so.   ignored_keys: keys of the multimodal config that
-             change nothing for text.
+             change nothing for text.   old_keys: older names of its keys, and what they are called now.
     """
 
     def read_config(config: Config) -> ModelSpec:
@@ -122,6 +123,7 @@ def within(
         unused=tuple(_moved_left_out(left_out, each) for each in moves for left_out in text.unused),
         ignored_keys=_OTHER_PARTS | ignored_keys,
         text_keys=text_keys,
+        old_keys=old_keys or {},
     )
 
 

@@ -1,6 +1,8 @@
 """Nemotron 3 Nano: layers of Mamba-2, of attention without positions, of experts, or of a dense expert, each alone.
 
-Source: transformers, models/nemotron_h; Nemotron 3 (NVIDIA, 2025).
+Nemotron 3 Nano Omni has the same text model. The checkpoint's type was published as NemotronH_Nano_Omni_Reasoning_V3,
+with other names of its parts in the config; transformers calls it nemotron_h_omni.
+Source: transformers, models/nemotron_h, models/nemotron_h_omni; Nemotron 3 (NVIDIA, 2025).
 """
 
 from dataclasses import replace
@@ -9,6 +11,7 @@ from moe_pack.formats import CheckpointError, ExpertSpec, ModelSpec, NormSpec, S
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
+from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
 from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_sigmoid_router
 from moe_pack.formats.parts import HalvesSpec, Mamba2Spec
@@ -87,6 +90,19 @@ def _read_config(config: Config) -> ModelSpec:
 
 _LAYER = "backbone.layers.{i}"
 _MIXER = f"{_LAYER}.mixer"
+_NAMES = {
+    "embed": "backbone.embeddings.weight",
+    "layers.{i}.attention_norm": f"{_LAYER}.norm.weight",
+    "layers.{i}.mlp_norm": f"{_LAYER}.norm.weight",
+    **{f"layers.{{i}}.attention.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("q", "k", "v", "o")},
+    **{f"layers.{{i}}.mixer.{role}": f"{_MIXER}.{name}" for role, name in MAMBA2_NAMES.items()},
+    **{f"layers.{{i}}.mlp.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("up", "down")},
+    **{f"layers.{{i}}.shared.{name}": f"{_MIXER}.shared_experts.{name}_proj.weight" for name in ("up", "down")},
+    "layers.{i}.router": f"{_MIXER}.gate.weight",
+    "layers.{i}.router_bias": f"{_MIXER}.gate.e_score_correction_bias",
+    "norm": "backbone.norm_f.weight",
+    "head": "lm_head.weight",
+}
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     short_names={
@@ -94,24 +110,19 @@ NEMOTRON_H = Family(
         "nemotron-3-nano-30b-a3b-base": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
     },
     read_config=_read_config,
-    dense_names={
-        "embed": "backbone.embeddings.weight",
-        "layers.{i}.attention_norm": f"{_LAYER}.norm.weight",
-        "layers.{i}.mlp_norm": f"{_LAYER}.norm.weight",
-        **{f"layers.{{i}}.attention.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("q", "k", "v", "o")},
-        **{f"layers.{{i}}.mixer.{role}": f"{_MIXER}.{name}" for role, name in MAMBA2_NAMES.items()},
-        **{f"layers.{{i}}.mlp.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("up", "down")},
-        **{f"layers.{{i}}.shared.{name}": f"{_MIXER}.shared_experts.{name}_proj.weight" for name in ("up", "down")},
-        "layers.{i}.router": f"{_MIXER}.gate.weight",
-        "layers.{i}.router_bias": f"{_MIXER}.gate.e_score_correction_bias",
-        "norm": "backbone.norm_f.weight",
-        "head": "lm_head.weight",
-    },
+    # With save_original_format=False, transformers 5 writes its own names.
+    dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
     expert_names=(
         ExpertNames(
             {
                 "up": f"{_MIXER}.experts.{{e}}.up_proj.weight",
                 "down": f"{_MIXER}.experts.{{e}}.down_proj.weight",
+            }
+        ),
+        ExpertNames(
+            {
+                "up": "model.layers.{i}.mixer.experts.up_proj",
+                "down": "model.layers.{i}.mixer.experts.down_proj",
             }
         ),
     ),
@@ -138,3 +149,58 @@ NEMOTRON_H = Family(
         }
     ),
 )
+
+
+def _omni(model_type: str) -> Family:
+    """Returns the family of the multimodal checkpoints under one of their two types."""
+    family = within(
+        NEMOTRON_H,
+        model_type,
+        moves=({"": "language_model."},),
+        parts={
+            **dict.fromkeys(("vision_model.*", "vision_final_layernorm.*"), "the vision part"),
+            **dict.fromkeys(("mlp1.*", "multi_modal_projector.*"), "what maps vision to the text model"),
+            **dict.fromkeys(("sound_encoder.*", "audio_tower.*"), "the audio part"),
+            **dict.fromkeys(("sound_projection.*", "embed_audio.*"), "what maps audio to the text model"),
+        },
+        short_names={} if model_type == "nemotron_h_omni" else _OMNI_NAMES,
+        ignored_keys=_OMNI_IGNORED,
+        old_keys={"llm_config": "text_config", "sound_config": "audio_config"},
+    )
+
+    def read_config(config: Config) -> ModelSpec:
+        config.only("tie_word_embeddings", False)  # which has no effect in transformers
+        return family.read_config(config)
+
+    return replace(family, read_config=read_config)
+
+
+_OMNI_NAMES = {"nemotron-3-nano-omni-30b-a3b": "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16"}
+_OMNI_IGNORED = frozenset(
+    {
+        "downsample_ratio",
+        "force_image_size",
+        "image_tag_type",
+        "img_context_token",
+        "img_context_token_id",
+        "img_end_token",
+        "img_start_token",
+        "max_sequence_length",
+        "norm_mean",
+        "norm_std",
+        "patch_size",
+        "projector_hidden_size",
+        "ps_version",
+        "sound_context_token",
+        "sound_context_token_id",
+        "template",
+        "use_thumbnail",
+        "video_context_token",
+        "video_context_token_id",
+        "video_pruning_rate",
+        "video_temporal_patch_size",
+        "vision_hidden_size",
+        "vit_hidden_size",
+    }
+)
+NEMOTRON_H_OMNI, NEMOTRON_H_NANO_OMNI = map(_omni, ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3"))

@@ -39,7 +39,7 @@ from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
 from moe_pack.formats.families.mixtral import MIXTRAL
-from moe_pack.formats.families.nemotron_h import NEMOTRON_H
+from moe_pack.formats.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_NANO_OMNI, NEMOTRON_H_OMNI
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
@@ -88,6 +88,8 @@ FAMILIES: dict[str, Family] = {
         LFM2_MOE,
         JAMBA,
         NEMOTRON_H,
+        NEMOTRON_H_OMNI,
+        NEMOTRON_H_NANO_OMNI,
         GLM4_MOE,
         DOTS1,
         GPT_OSS,
@@ -131,6 +133,7 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
             raise dense_model(config)
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
+    config = config.renamed(family.old_keys)
     quantization = read_quantization(config, family.text_keys)
     spec = family.read_config(config)
     config.refuse_unread(family.ignored_keys)

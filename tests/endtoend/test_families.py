@@ -131,8 +131,8 @@ def test_a_key_that_is_missing_means_what_it_means_to_transformers(new_folder: C
                         ours = read_spec(Config(values, "config.json"))[1]
                     except CheckpointError:
                         continue
-                    if "time_step_limit" in values:  # infinity, which only from_pretrained reads
-                        values["time_step_limit"] = [0.0, math.inf]
+                    if "time_step_limit" in text_values(values):  # infinity, which only from_pretrained reads
+                        values = with_text(values, text_values(values) | {"time_step_limit": [0.0, math.inf]})
                     theirs = AutoConfig.for_model(**(values | {"model_type": BUILT_AS.get(family, family)}))
                     theirs.save_pretrained(tmp_path)
                     filled = named(family, tmp_path)

@@ -12,7 +12,7 @@ from published import PUBLISHED, spec_of
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import SHORT_NAMES, Checkpoint, model_spec
-from moe_pack.formats.families.published import published_names
+from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
@@ -49,6 +49,33 @@ def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:
     assert model_spec("mixtral-8x7b", 32, 32000) == whole
     cut = model_spec("deepseek-v2-lite", 3)
     assert (cut.moe_layers, cut.dense_intermediate_size) == ((1, 2), 10944)
+
+
+def test_keys_may_have_the_older_names_that_a_family_knows(tmp_path: Path) -> None:
+    """The names are those of NVIDIA's published file, which public tests quote."""
+    alone = published_config("nemotron-3-nano-30b-a3b")
+    whole = {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "max_sequence_length": 131072,
+        "img_context_token_id": 18,
+        "video_context_token_id": 131081,
+        "sound_context_token_id": 27,
+        "downsample_ratio": 0.5,
+        "projector_hidden_size": 20480,
+        "vit_hidden_size": 1280,
+        "video_pruning_rate": 0.7,
+        "vision_config": {"version": "c-radio_v4-h"},
+        "sound_config": {"model_type": "parakeet"},
+        "llm_config": alone,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(whole))
+    expected = replace(model_spec("nemotron-3-nano-30b-a3b"), family="NemotronH_Nano_Omni_Reasoning_V3")
+    assert model_spec(str(path)) == expected
+    assert model_spec(str(path), 9).num_hidden_layers == 9
+    path.write_text(json.dumps(whole | {"text_config": alone | {"head_dim": 64}}))
+    with pytest.raises(CheckpointError, match=r"text_config is .*, llm_config is .*; these keys must be equal"):
+        model_spec(str(path))
 
 
 REFUSED = {

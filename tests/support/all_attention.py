@@ -520,6 +520,20 @@ _GLM_VISION: Values = {
     "out_hidden_size": 64,
     "image_size": 28,
 }
+_RADIO: Values = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 16,
+        "max_img_size": 32,
+        "video_temporal_patch_size": 2,
+    },
+    "vision_hidden_size": 16,
+    "projector_hidden_size": 16,
+}
 MULTIMODAL: dict[str, Multimodal] = {
     "aria": Multimodal(
         {
@@ -599,6 +613,8 @@ MULTIMODAL: dict[str, Multimodal] = {
             },
         },
     ),
+    "nemotron_h_omni": Multimodal(_RADIO),
+    "NemotronH_Nano_Omni_Reasoning_V3": Multimodal(_RADIO),
     "qwen3_5_moe": Multimodal(
         {"vision_config": {key: _QWEN_VISION[key] for key in _QWEN_VISION if key != "deepstack_visual_indexes"}}
     ),
@@ -628,6 +644,9 @@ OTHER_PARTS = (
     "model.mm_projector",
     "vision_model",
     "multi_modal_projector",
+    "vision_final_layernorm",
+    "audio_tower",
+    "embed_audio",
     "model.view_separator",
     "thinker.model.visual",
     "thinker.model.audio_tower",

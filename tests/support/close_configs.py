@@ -7,6 +7,7 @@ from pathlib import Path
 from families import (
     BASE,
     LONGROPE,
+    NEMOTRON,
     PARTLY_ROTATED,
     ROPE_BY_KIND,
     ROTARY,
@@ -233,6 +234,14 @@ CLOSE: tuple[Close, ...] = (
         "nemotron_h",
         {"layers_block_type": None, "hybrid_override_pattern": "MEX"},
         "layers are ['X']; supported: *, -, E, M",
+    ),
+    *(
+        Close(family, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; " + _ONLY("'relu2'"))
+        for family in NEMOTRON[1:]
+    ),
+    *(
+        Close(family, {"tie_word_embeddings": True}, "tie_word_embeddings is True; " + _ONLY("False"))
+        for family in NEMOTRON[1:]
     ),
     Close("jamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")),
     Close("jamba", {"attn_layer_offset": 2}, "attn_layer_offset is 2, expected less than the period, 2"),

@@ -306,9 +306,11 @@ BASE: dict[str, Values] = {
     **SMALLEST,
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
+BASE["nemotron_h_omni"] = BASE["nemotron_h"]
+BASE["NemotronH_Nano_Omni_Reasoning_V3"] = BASE["nemotron_h"]
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
-BUILT_AS = {"kimi_k2": "deepseek_v3"}
+BUILT_AS = {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni"}
 # Whose published checkpoints have all experts of a layer in one tensor.
 FUSED_ALWAYS = (
     "aria",
@@ -328,7 +330,8 @@ ROPE_BY_KIND = ("laguna", "mellum", "mimo_v2_flash")
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
-NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "nemotron_h")
+NEMOTRON = ("nemotron_h", "nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3")
+NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in (*WITH_ENCODER, *NOT_ROTARY))
@@ -336,7 +339,10 @@ FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "gro
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, "granitemoehybrid", "jamba", "lfm2_moe")),
+    *(
+        Tiny(family, "experts fused", fused=True)
+        for family in (*ROTARY, "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
+    ),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
@@ -693,12 +699,14 @@ def is_with_encoder(folder: Path) -> bool:
 
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     quiet_transformers()
     values = json.loads((folder / "config.json").read_text())
-    model_type = BUILT_AS.get(values["model_type"])
-    config = None if model_type is None else AutoConfig.for_model(**(values | {"model_type": model_type}))
+    model_type, config = BUILT_AS.get(values["model_type"]), None
+    if model_type is not None:
+        config = CONFIG_MAPPING[model_type].from_pretrained(folder)
+        config.model_type = model_type
     kind = class_of(values["model_type"])
     model: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.float32)
     model = getattr(model, "thinker", model)  # the whole of qwen3_omni_moe has no logits, only its thinker

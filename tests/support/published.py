@@ -114,6 +114,8 @@ UNPUBLISHED = {
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
+    "nemotron_h_omni": "tests quote parts of the file, no public copy has all of it; its text model is nemotron_h's",
+    "NemotronH_Nano_Omni_Reasoning_V3": "as nemotron_h_omni, of which it is the older name",
     "qwen3_5_moe_text": "its models are published inside multimodal checkpoints, qwen3_5_moe",
 }
 
