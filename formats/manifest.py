@@ -521,7 +521,8 @@ class SourceFile:
 class SourceTensor:
     """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
 
-    `codes`: the number of codes in an element, if it is a word of packed codes.
+    `weights`: the number of the model's weights in it, if that is not the usual one: of words with packed codes, and of
+    a tensor of which the model uses a part.
     """
 
     name: str
@@ -529,14 +530,14 @@ class SourceTensor:
     shape: tuple[int, ...]
     fate: Fate
     reason: str
-    codes: int = added(1)
+    weights: int | None = added(None)
 
     @property
     def num_weights(self) -> int:
-        """The number of the model's weights in it: none in scales, two a byte in MXFP4 codes."""
+        """The number of the model's weights in it: none in scales, usually one an element, two in MXFP4 codes."""
         if self.fate not in ("packed", "resident"):
             return 0
-        return math.prod(self.shape) * (2 if self.dtype == "U8" else self.codes)
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1) if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ rows that its caller wants. `model_spec` needs no weights.
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, WORD_BITS, Claims, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
@@ -98,6 +99,9 @@ class Checkpoint:
         Raises:  CheckpointError if the shard is cut short or cannot be read.
         """
         assert 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
+        if source.transposed:
+            whole = self.raw(source.tensor, 0, self.num_bytes(source)).reshape(source.num_cols, source.num_rows, -1)
+            return whole[:, start:stop].swapaxes(0, 1).reshape(-1)
         bits, step = self._value_bits(source), source.row_step
         first = source.first_row + start * step
         read = self._strided(source.tensor, first, stop - start, step, source.row_size * bits // 8)
@@ -165,7 +169,9 @@ class Checkpoint:
         packed = {source.tensor for source in experts}
         sources = (*experts, *self.claims.dense.values())
         scales = {source.scales for source in sources}
-        codes = {source.tensor: WORD_BITS // source.num_bits for source in sources if source.codec == "packed"}
+        weights = Counter[str]()
+        for source in sources:
+            weights[source.tensor] += source.num_rows * source.num_cols
         tensors = []
         for name, tensor in self._tensors.items():
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
@@ -174,8 +180,9 @@ class Checkpoint:
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            entry = tensor.entry
-            tensors.append(SourceTensor(name, entry.dtype, entry.shape, fate, reason, codes.get(name, 1)))
+            usual = SourceTensor(name, tensor.entry.dtype, tensor.entry.shape, fate, reason)
+            is_usual = name not in weights or usual.num_weights == weights[name]
+            tensors.append(usual if is_usual else replace(usual, weights=weights[name]))
         return files, tensors
 
     def stamp(self) -> str:

@@ -7,6 +7,7 @@ from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
+    MROPE_KEYS,
     read_decoder,
     read_grouped_query,
     read_rope,
@@ -16,6 +17,27 @@ _LEAST_SUM = 1e-12
 
 
 def _read_config(config: Config) -> ModelSpec:
+    return read_ernie(
+        config,
+        "ernie4_5_moe",
+        config.whole(config.either("moe_num_experts", "num_experts")),
+        config.whole("moe_intermediate_size"),
+        _moe_layers(config),
+    )
+
+
+def read_ernie(
+    config: Config,
+    family: str,
+    num_experts: int,
+    expert_size: int,
+    moe_layers: tuple[int, ...],
+    has_images: bool = False,
+) -> ModelSpec:
+    """Reads the keys of ERNIE 4.5 that are the same with and without images.
+
+    Args:    has_images: rotary positions have three numbers, and no scaling.
+    """
     config.only("use_bias", False)
     # In released configs alone; other values would be another model.
     config.only("moe_gate", "topk")
@@ -24,12 +46,11 @@ def _read_config(config: Config) -> ModelSpec:
     if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
         config.only("moe_norm_min", _LEAST_SUM)
     attention = read_grouped_query(config)
-    expert_size = config.whole("moe_intermediate_size")
     config.require("moe_num_shared_experts")  # missing, transformers takes 2
     num_shared = config.count("moe_num_shared_experts", 0)
     router = RouterSpec(
         "softmax_topk",
-        config.whole(config.either("moe_num_experts", "num_experts")),
+        num_experts,
         config.whole(config.either("moe_k", "num_experts_per_tok"), 6),
         normalize=True,
         bias=True,
@@ -37,12 +58,19 @@ def _read_config(config: Config) -> ModelSpec:
     )
     return read_decoder(
         config,
-        "ernie4_5_moe",
+        family,
         attention,
-        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
+        read_rope(
+            config,
+            attention.head_dim,
+            default_theta=5e5,
+            interleaved=True,
+            scalings=() if has_images else ("yarn",),
+            ignored=MROPE_KEYS if has_images else frozenset(),
+        ),
         router,
         expert_size,
-        moe_layers=_moe_layers(config),
+        moe_layers=moe_layers,
         shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
         norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         tied_head=config.flag("tie_word_embeddings", True),

@@ -5,7 +5,8 @@ tensors of one checkpoint: it finds the place of every matrix, and refuses tenso
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -20,7 +21,8 @@ class LeftOut:
     """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
 
     The pattern applies only if the checkpoint has the tensor `sign` (None: always). `{n}` in either is the number of
-    layers. `copy_of` is the name of a tensor that they must be equal to.
+    layers, `{e}` in the pattern the number of an expert behind the last one that is run. `copy_of` is the name of a
+    tensor that they must be equal to.
     """
 
     pattern: str
@@ -35,6 +37,15 @@ class Stacked:
 
     name: str
     roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that is not stored like its role: `transposed`, `[in, out]`, or with the role as first of `parts`."""
+
+    name: str
+    transposed: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,7 @@ class Family:
     model_type: str
     short_names: Mapping[str, str]
     read_config: Callable[[Config], ModelSpec]
-    dense_names: Mapping[str, str | tuple[str, ...] | Stacked]
+    dense_names: Mapping[str, str | tuple[str | Stored, ...] | Stacked]
     expert_names: tuple[ExpertNames, ...]
     dropped: tuple[LeftOut, ...] = ()
     unused: tuple[LeftOut, ...] = ()
@@ -120,8 +131,9 @@ class SourceMatrix:
     """The place of a matrix (or of a vector: one column) in the source, as `[num_rows, num_cols]`.
 
     Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each; its
-    columns are the values `first_col`, `first_col + col_step`, ... of these. `neurons` says whether an expert's neurons
-    are its rows (`[f, d]`) or its columns (`[d, f]`).
+    columns are the values `first_col`, `first_col + col_step`, ... of these. If `transposed`, it is instead the whole
+    tensor, `[num_cols, num_rows]`. `neurons` says whether an expert's neurons are its rows (`[f, d]`) or its columns
+    (`[d, f]`).
 
     `codec`: the encoding of the tensor's values. `scales`: for codes, the tensor of their scales: one for 128 rows by
     128 columns with `fp8`, one for 32 columns with `mxfp4`, one for `group_size` columns with `packed`, whose codes
@@ -141,6 +153,7 @@ class SourceMatrix:
     scales: str | None = None
     num_bits: int = 0
     group_size: int = 0
+    transposed: bool = False
 
     @property
     def is_kept(self) -> bool:
@@ -153,6 +166,8 @@ class SourceMatrix:
 
     def number(self, row: int, col: int) -> tuple[int, int]:
         """Returns row and column, in the tensor counted flat, of a value of the matrix."""
+        if self.transposed:
+            return col, row
         return self.first_row + row * self.row_step, self.first_col + col * self.col_step
 
 
@@ -209,15 +224,17 @@ def _claim_dense(
     """Returns the place of each role's tensor."""
     dense, roles = {}, {role.name: role for role in dense_roles(spec)}
     for role in roles.values():
-        name = _present(_names(family, spec, role.name), tensors)
+        stored = _present(_stored(family, spec, role.name), tensors)
+        name = stored.name
         cols = role.shape[1] if len(role.shape) == 2 else 1
         stacked = _stacked(family, spec, role.name)
         sizes = [roles[other].shape[0] for other in stacked] or [role.shape[0]]
         first = sum(sizes[: stacked.index(role.name)]) if stacked else 0
-        source = SourceMatrix(name, first, role.shape[0], cols, cols)
+        source = SourceMatrix(name, first, role.shape[0], cols, cols, transposed=stored.transposed)
         if role.quantizable and not stacked:
             source = _with_scales(source, tensors, quantization)
         shape = (sum(sizes), *role.shape[1:])
+        shape = shape[::-1] if stored.transposed else shape if stored.parts == 1 else (stored.parts, *shape)
         shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
         _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
         dense[role.name] = source
@@ -255,14 +272,16 @@ def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
     return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
 
 
-def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
-    """Returns the names that the dense tensor with this role may have in the source."""
+def _stored(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
+    """Returns the ways in which the dense tensor with this role may be stored in the source."""
     key, layer = _key(spec, role)
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
     if isinstance(names, Stacked):
         names = names.name
-    return tuple(named(name, layer) for name in ((names,) if isinstance(names, str) else names))
+    ways = (names,) if isinstance(names, str) else names
+    stored = (Stored(way) if isinstance(way, str) else way for way in ways)
+    return tuple(replace(way, name=named(way.name, layer)) for way in stored)
 
 
 def named(template: str, layer: int, expert: int = 0) -> str:
@@ -270,10 +289,9 @@ def named(template: str, layer: int, expert: int = 0) -> str:
     return template.format(i=layer, pair=layer // 2, side=layer % 2, e=expert)
 
 
-def _present(names: Iterable[str], tensors: Tensors) -> str:
-    """Returns the first of `names` that the source has, plain or packed, or the first if it has none."""
-    names = tuple(names)
-    return next((name for name in names if _is_present(name, tensors)), names[0])
+def _present(stored: tuple[Stored, ...], tensors: Tensors) -> Stored:
+    """Returns the first of these that the source has, plain or packed, or the first if it has none."""
+    return next((way for way in stored if _is_present(way.name, tensors)), stored[0])
 
 
 def _is_present(name: str, tensors: Tensors) -> bool:
@@ -388,7 +406,7 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
 
     Raises:  CheckpointError if there is no reason.
     """
-    if spec.tied_head and name in _names(family, spec, "head"):
+    if spec.tied_head and name in (way.name for way in _stored(family, spec, "head")):
         return _TIED
     left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
     if left_out is None:
@@ -400,12 +418,21 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
 
 def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
     """Returns the first whose pattern a name follows, or None."""
-    n = spec.num_hidden_layers
     for candidate in left_out:
-        applies = candidate.sign is None or candidate.sign.format(n=n) in tensors
-        if applies and fnmatchcase(name, candidate.pattern.format(n=n)):
+        applies = candidate.sign is None or candidate.sign.format(n=spec.num_hidden_layers) in tensors
+        if applies and _follows(name, candidate.pattern, spec):
             return candidate
     return None
+
+
+def _follows(name: str, pattern: str, spec: ModelSpec) -> bool:
+    """Returns whether a name follows the pattern of a `LeftOut`."""
+    n = spec.num_hidden_layers
+    if "{e}" not in pattern:
+        return fnmatchcase(name, pattern.format(n=n))
+    experts = re.escape(pattern.format(n=n, e="{e}")).replace(r"\*", ".*").replace(r"\{e\}", "([0-9]+)")
+    found = re.fullmatch(experts, name)
+    return found is not None and int(found[1]) >= spec.router.num_experts
 
 
 def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stacked
+from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stacked, Stored
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -132,10 +132,16 @@ def _moved(name: str, moves: Moves) -> str:
     return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
 
 
-def _all_moved(names: str | tuple[str, ...] | Stacked, moves: tuple[Moves, ...]) -> tuple[str, ...]:
+def _all_moved(names: str | tuple[str | Stored, ...] | Stacked, moves: tuple[Moves, ...]) -> tuple[str | Stored, ...]:
     assert not isinstance(names, Stacked), "no multimodal family stacks the tensors of its text model"
     names = (names,) if isinstance(names, str) else names
-    return tuple(dict.fromkeys(_moved(name, each) for each in moves for name in names))
+    return tuple(
+        dict.fromkeys(
+            _moved(way, each) if isinstance(way, str) else replace(way, name=_moved(way.name, each))
+            for each in moves
+            for way in names
+        )
+    )
 
 
 def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:

@@ -14,6 +14,7 @@ from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2, KIMI_K25
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
+from moe_pack.formats.families.ernie4_5_vl_moe import ERNIE4_5_MOE_VL, ERNIE4_5_VL_MOE
 from moe_pack.formats.families.exaone_moe import EXAONE_MOE
 from moe_pack.formats.families.family import Family, Quantization
 from moe_pack.formats.families.flex_olmo import FLEX_OLMO
@@ -98,6 +99,8 @@ FAMILIES: dict[str, Family] = {
         SWITCH_TRANSFORMERS,
         MINIMAX_M2,
         ERNIE4_5_MOE,
+        ERNIE4_5_VL_MOE,
+        ERNIE4_5_MOE_VL,
         GLM4_MOE_LITE,
         GLM4V_MOE,
         GRANITEMOESHARED,

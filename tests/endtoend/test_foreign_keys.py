@@ -9,9 +9,9 @@ import torch
 from answers import our_logits, start_token, their_answer
 from families import (
     BASE,
-    BUILT_AS,
     WITH_ENCODER,
     Tiny,
+    built,
     oracle,
     original,
     text_values,
@@ -61,21 +61,21 @@ def write(family: str, values: dict[str, Any], folder: Path) -> None:
     """Writes a checkpoint whose tensors are those that the original makes of a config, and the config as it is."""
     from transformers import AutoConfig
 
-    own = {key: _infinite(value) for key, value in values.items() if key != "model_type"}
+    model_type, own = built(_infinite(values))
     if family in REFERENCES:
         REFERENCES[family].write(own, folder)
     else:
-        write_random(AutoConfig.for_model(BUILT_AS.get(family, family), **own), folder)
+        write_random(AutoConfig.for_model(model_type, **own), folder)
     (folder / "config.json").write_text(json.dumps(values))
 
 
 def _infinite(value: Any) -> Any:
     """A value as the config's class takes it: transformers writes an infinity as an object."""
-    return (
-        [float("inf") if each == {"__float__": "Infinity"} else each for each in value]
-        if type(value) is list
-        else value
-    )
+    if type(value) is dict and value != {"__float__": "Infinity"}:
+        return {key: _infinite(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_infinite(each) for each in value]
+    return float("inf") if type(value) is dict else value
 
 
 def candidates(folder: Path) -> list[tuple[str, Any]]:

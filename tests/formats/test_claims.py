@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from moe_pack.formats import CheckpointError, Matrix, canonical
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.runtime.model import read_rows
 
 D, F, E, VOCAB = 64, 5, 3, 96
 LAYER = "model.layers.{i}."
@@ -404,11 +405,8 @@ def test_families_without_such_layers_drop_none(tmp_path: Path) -> None:
 
 
 def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
-    """The values of each tensor are those of the matrices in it, none left and none twice.
-
-    Experts that return their input have rows in a fused tensor, which mean nothing.
-    """
-    claims, counts, router = checkpoint.claims, dict[str, Any](), checkpoint.spec.router
+    """The values of each tensor are those of the matrices in it: none twice, and as many as the account says."""
+    claims, counts = checkpoint.claims, dict[str, Any]()
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.account()[1]}
     for source in [*claims.dense.values(), *claims.experts.values(), *claims.expert_biases.values()]:
         count = counts.setdefault(source.tensor, np.zeros(shapes[source.tensor], int).reshape(-1, source.row_size))
@@ -417,10 +415,8 @@ def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
     for tensor in checkpoint.account()[1]:
         claimed = counts.pop(tensor.name, None)
         assert (claimed is None) == (tensor.fate == "dropped") == bool(tensor.reason), tensor.name
-        if router.num_identity and len(tensor.shape) == 3 and tensor.shape[0] == router.num_outputs:
-            claimed, spare = np.split(claimed, [router.num_experts * len(claimed) // router.num_outputs])
-            assert not spare.any(), tensor.name
-        assert claimed is None or (claimed == 1).all(), tensor.name
+        assert claimed is None or (claimed.max(), claimed.sum()) == (1, tensor.num_weights), tensor.name
+        assert tensor.weights is None or tensor.name.endswith("moe_statics.e_score_correction_bias")
     assert not counts
 
 
@@ -440,6 +436,30 @@ def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[]
                 2 + 2 * bool(spec.expert.bias) if is_fused else len(spec.expert.matrices) * spec.router.num_experts
             )
             assert len(packed) == of_each_layer * len(spec.moe_layers)
+            checkpoint.close()
+
+
+def test_experts_behind_the_last_are_dropped_by_their_number(new_folder: Callable[[], Path]) -> None:
+    """ERNIE 4.5 VL numbers the experts of text, 0 to 7, and those of images, 8 to 15, in one row."""
+    layer = "model.layers.1.mlp"
+    for name, is_refused in (("experts.16.up_proj", False), ("experts.7.other_proj", True), ("experts.8.odd", True)):
+        with case(name):
+            tmp_path = new_folder()
+            write(Tiny("ernie4_5_vl_moe", "experts"), tmp_path)
+            tensors = load_file(tmp_path / "model.safetensors")
+            assert f"{layer}.experts.15.up_proj.weight" in tensors
+            save_file(tensors | {f"{layer}.{name}.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+            if is_refused:
+                assert refusal(tmp_path) == unclaimed(f"{layer}.{name}.weight")
+                continue
+            checkpoint = Checkpoint(tmp_path)
+            reason = "experts for tokens of images, which a text model does not run"
+            assert checkpoint.claims.dropped[f"{layer}.experts.8.up_proj.weight"] == reason
+            router, bias = (checkpoint.dense_source(f"layers.1.{role}") for role in ("router", "router_bias"))
+            stored = tensors[f"{layer}.gate.weight"]
+            assert torch.equal(read_rows(checkpoint, router, 2, 5), stored.T[2:5]) and stored.shape == (64, 8)
+            both = tensors[f"{layer}.moe_statics.e_score_correction_bias"]
+            assert torch.equal(read_rows(checkpoint, bias, 0, 8)[:, 0], both[0]) and both.shape == (2, 8)
             checkpoint.close()
 
 

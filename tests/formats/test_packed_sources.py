@@ -110,8 +110,9 @@ def test_its_tensors_are_accounted_for(tmp_path: Path) -> None:
     tensors = {tensor.name: tensor for tensor in checkpoint.account()[1]}
     q = "model.layers.0.self_attn.q_proj.weight"
     for name, fate in ((GATE, "packed"), (q, "resident")):
-        assert (tensors[f"{name}_packed"].fate, tensors[f"{name}_packed"].codes) == (fate, 8)
-        assert (tensors[f"{name}_scale"].fate, tensors[f"{name}_scale"].codes) == ("scales", 1)
+        num_rows = F if name == GATE else D
+        assert (tensors[f"{name}_packed"].fate, tensors[f"{name}_packed"].weights) == (fate, num_rows * D)
+        assert (tensors[f"{name}_scale"].fate, tensors[f"{name}_scale"].weights) == ("scales", None)
         assert tensors[f"{name}_shape"].fate == "dropped"
         assert tensors[f"{name}_shape"].reason == "the shape of a packed matrix, which config.json gives too"
     assert num_parameters(checkpoint.spec) == sum(tensor.num_weights for tensor in tensors.values())
@@ -138,7 +139,7 @@ def test_its_pack_has_the_weights_that_the_codes_mean(tmp_path: Path) -> None:
             compare_weights(pack, checkpoint)
             if name == "4":
                 account = read_account(pack.read_file("source.json").tobytes())
-                assert {tensor.codes for tensor in account.tensors} == {1, 8}
+                assert {tensor.weights for tensor in account.tensors} == {None, D * D, D * F}
             else:
                 assert compare_logits(pack, checkpoint, IDS).largest < 0.1  # codes times scales need 11 bits
     checkpoint.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from all_attention import MULTIMODAL, OTHER_PARTS
 from cases import case
-from families import BUILT_AS, class_of, quiet_transformers, text_values, with_text
+from families import built, class_of, quiet_transformers, text_values, with_text
 from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 
@@ -39,13 +39,17 @@ def parameters_of_the_class(published: Published) -> int:
     text = text_values(values)
     if "attn_temperature_tuning" in text:  # Llama 4 has 4, which its class then read as true and now refuses
         values = with_text(values, text | {"attn_temperature_tuning": bool(text["attn_temperature_tuning"])})
-    model_type = values.pop("model_type")
-    config = AutoConfig.for_model(BUILT_AS.get(model_type, model_type), **values)
+    model_type, of_class = values["model_type"], built(values)
+    config = AutoConfig.for_model(of_class[0], **of_class[1])
     with torch.device("meta"):
         model = class_of(model_type).from_config(config)
     # Of a multimodal model the language model and the head, which are one model without the others.
     others = tuple(f"{part}." for part in OTHER_PARTS) if model_type in MULTIMODAL else ()
-    parameters = [held for name, held in model.named_parameters() if not name.startswith(others)]
+    parameters = [
+        held
+        for name, held in model.named_parameters()
+        if not name.startswith(others) and ".vision_moe." not in name  # ERNIE's experts for images
+    ]
     biases = ("e_score_correction_bias", "expert_bias")
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(biases)]
     return sum(held.numel() for held in [*parameters, *buffers])

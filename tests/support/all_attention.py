@@ -77,6 +77,19 @@ _LLAMA4: Values = {
     "floor_scale": 9,
     "attn_scale": 0.4,
 }
+_ERNIE_VL: Values = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": [48, 32],
+    "intermediate_size": 80,
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]},
+    "tie_word_embeddings": False,
+}
+_ERNIE_VL_SWITCHED: dict[str, Values] = {
+    "tied head, no shared expert": {"tie_word_embeddings": True, "moe_num_shared_experts": 0},
+    "two dense layers": {"mlp_layer_types": ["dense", "dense", "sparse"]},
+}
 SHAPES: dict[str, Values] = {
     "llama4_text": _LLAMA4,
     "llama4": _LLAMA4 | {"model_type": "llama4_text"},
@@ -95,6 +108,8 @@ SHAPES: dict[str, Values] = {
         "moe_num_experts": 8,
         "moe_k": 3,
     },
+    "ernie4_5_vl_moe": _ERNIE_VL,
+    "ernie4_5_moe_vl": _ERNIE_VL,
     "glm4_moe_lite": _EXPERTS | _LATENT | {"n_routed_experts": 8},
     "glm4v_moe": _EXPERTS
     | {
@@ -261,6 +276,8 @@ SWITCHED: dict[str, dict[str, Values]] = {
         },
         "first layers alone": {"moe_layer_start_index": 0, "moe_layer_end_index": 1},
     },
+    "ernie4_5_vl_moe": _ERNIE_VL_SWITCHED | {"dense last layer": {"mlp_layer_types": ["sparse", "sparse", "dense"]}},
+    "ernie4_5_moe_vl": _ERNIE_VL_SWITCHED,
     "glm4_moe_lite": {
         "groups, rotated in halves, dense last layer": {
             "n_group": 4,
@@ -520,6 +537,7 @@ _GLM_VISION: Values = {
     "out_hidden_size": 64,
     "image_size": 28,
 }
+_ERNIE_VISION: Values = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16}
 _RADIO: Values = {
     "vision_config": {
         "hidden_size": 16,
@@ -570,6 +588,8 @@ MULTIMODAL: dict[str, Multimodal] = {
             }
         }
     ),
+    "ernie4_5_vl_moe": Multimodal({"vision_config": _ERNIE_VISION}),
+    "ernie4_5_moe_vl": Multimodal({"vision_config": _ERNIE_VISION}),
     "glm4v_moe": Multimodal({"vision_config": _GLM_VISION}),
     "kimi_k25": Multimodal(
         {
@@ -640,6 +660,7 @@ MULTIMODAL: dict[str, Multimodal] = {
 OTHER_PARTS = (
     "model.visual",
     "model.vision_tower",
+    "model.resampler_model",
     "model.multi_modal_projector",
     "model.mm_projector",
     "vision_model",

@@ -43,8 +43,15 @@ SCALINGS = {
     "hunyuan_v1_moe": "dynamic with an alpha",
     "llama4": "llama3",
     "llama4_text": "llama3",
+    "ernie4_5_vl_moe": "",
 }
 ONE_ROPE = tuple(family for family in ROTARY if family not in ROPE_BY_KIND)
+
+
+def _scalings(family: str) -> str:
+    return ", ".join(filter(None, ("default", SCALINGS.get(family, "yarn"))))
+
+
 OUTSIDE = ("quantization_config",)  # keys of a multimodal config that are not the text model's
 _ONLY = "only {} is supported".format
 _GROUPS = (
@@ -57,7 +64,7 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            f"rope_type 'linear' is not supported; supported: default, {SCALINGS.get(family, 'yarn')}",
+            "rope_type 'linear' is not supported; supported: " + _scalings(family),
         )
         for family in ONE_ROPE
     ),
@@ -95,8 +102,8 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"rope_parameters": (YARN if family == "phimoe" else LONGROPE) | {"rope_theta": 1e4}},
-            f"rope_type '{'yarn' if family == 'phimoe' else 'longrope'}' is not supported; supported: default, "
-            + SCALINGS.get(family, "yarn"),
+            f"rope_type '{'yarn' if family == 'phimoe' else 'longrope'}' is not supported; supported: "
+            + _scalings(family),
         )
         for family in ONE_ROPE
     ),
@@ -432,6 +439,40 @@ CLOSE: tuple[Close, ...] = (
         "ernie4_5_moe",
         {"moe_num_shared_experts": None},
         "key 'moe_num_shared_experts' is missing, expected a value or null",
+    ),
+    *(
+        Close(family, changes, message)
+        for family in ("ernie4_5_vl_moe", "ernie4_5_moe_vl")
+        for changes, message in (
+            ({"use_bias": True}, "use_bias is True; " + _ONLY("False")),
+            ({"moe_gate": "top2"}, "moe_gate is 'top2'; " + _ONLY("'topk'")),
+            ({"moe_norm_min": 0.1}, "moe_norm_min is 0.1; " + _ONLY("1e-12")),
+            (
+                {"moe_intermediate_size": [48]},
+                "moe_intermediate_size is [48], expected two whole numbers above 0",
+            ),
+        )
+    ),
+    Close(
+        "ernie4_5_vl_moe",
+        {"mlp_layer_types": ["dense", "odd", "sparse"]},
+        "mlp_layer_types has ['dense', 'odd', 'sparse']; only 'dense' and 'sparse' are supported",
+    ),
+    Close("ernie4_5_moe_vl", {"rope_3d": False}, "rope_3d is False; " + _ONLY("True")),
+    Close("ernie4_5_moe_vl", {"use_rmsnorm": False}, "use_rmsnorm is False; " + _ONLY("True")),
+    Close("ernie4_5_moe_vl", {"moe_layer_interval": 2}, "moe_layer_interval is 2; " + _ONLY("1")),
+    *(
+        Close(
+            "ernie4_5_moe_vl",
+            changes,
+            "moe_layer_start_index and moe_layer_end_index give text and images experts in different layers, or leave "
+            "out the last layer; that is not supported",
+        )
+        for changes in ({"moe_layer_start_index": [1, 2]}, {"moe_layer_end_index": [4, 1]})
+    ),
+    *(
+        Close("ernie4_5_moe_vl", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("moe_k", "moe_num_shared_experts", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
     ),
     Close("glm4_moe_lite", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
     Close("glm4_moe_lite", {"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),

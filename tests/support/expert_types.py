@@ -121,11 +121,6 @@ REASONS: tuple[Reason, ...] = (
         "hyper-connections (four residual streams), sparse latent attention with sinks and gates, clamped SiLU",
     ),
     Reason(
-        "ernie4_5_vl_moe",
-        "ERNIE 4.5 VL 28B-A3B, 424B-A47B",
-        "two sets of experts a layer, for tokens of text and for those of images; nothing takes out the text's alone",
-    ),
-    Reason(
         "cohere2_moe",
         "Command A+",
         "attention and experts in parallel from one norm, layer norms without bias, the average of shared and routed "
