@@ -89,13 +89,7 @@ def within(
     """
 
     def read_config(config: Config) -> ModelSpec:
-        outer = [config]
-        for key in text_keys:
-            inner = outer[-1].group(key)
-            if inner is None:
-                raise CheckpointError(f"{outer[-1].place}: key {key!r} is missing, expected the text model's object")
-            outer.append(inner)
-        values = outer.pop()
+        *outer, values = _objects(config, text_keys)
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
         spec = text.read_config(values)
@@ -125,6 +119,17 @@ def within(
         text_keys=text_keys,
         old_keys=old_keys or {},
     )
+
+
+def _objects(config: Config, text_keys: tuple[str, ...]) -> list[Config]:
+    """Returns the config, the objects on the way to the text model's, and that."""
+    objects = [config]
+    for key in text_keys:
+        inner = objects[-1].group(key)
+        if inner is None:
+            raise CheckpointError(f"{objects[-1].place}: key {key!r} is missing, expected the text model's object")
+        objects.append(inner)
+    return objects
 
 
 def _moved(name: str, moves: Moves) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_configs import BUILT_AS
 from cases import case
 from close_configs import CLOSE, Close, refusal
 from families import (
     BASE,
-    BUILT_AS,
     IN_TRANSFORMERS,
     LONGROPE,
     NOT_ROTARY,

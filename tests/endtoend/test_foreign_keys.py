@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from answers import our_logits, start_token, their_answer
+from built_configs import built
 from families import (
     BASE,
     WITH_ENCODER,
     Tiny,
-    built,
     oracle,
     original,
     text_values,

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_configs import BUILT_AS
 from cases import case
-from families import BUILT_AS, IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
+from families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from all_attention import MULTIMODAL, OTHER_PARTS
+from built_configs import built
 from cases import case
-from families import built, class_of, quiet_transformers, text_values, with_text
+from families import class_of, quiet_transformers, text_values, with_text
 from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 

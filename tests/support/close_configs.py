@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from built_configs import NEMOTRON
 from families import (
     BASE,
     LONGROPE,
-    NEMOTRON,
     PARTLY_ROTATED,
     ROPE_BY_KIND,
     ROTARY,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from all_attention import MULTIMODAL, SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
+from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
 from models import pack
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 
@@ -306,17 +307,8 @@ BASE: dict[str, Values] = {
     **SMALLEST,
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
-BASE["nemotron_h_omni"] = BASE["nemotron_h"]
-BASE["NemotronH_Nano_Omni_Reasoning_V3"] = BASE["nemotron_h"]
+BASE |= dict.fromkeys(NEMOTRON[1:], BASE["nemotron_h"])
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
-# Families that transformers has under another name: it is given a config that says so.
-BUILT_AS = {
-    "kimi_k2": "deepseek_v3",
-    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
-    "ernie4_5_moe_vl": "ernie4_5_vl_moe",
-}
-# Multimodal ones whose config is flat and so not transformers' either; see `flat`.
-FLAT = ("ernie4_5_moe_vl",)
 # Whose published checkpoints have all experts of a layer in one tensor.
 FUSED_ALWAYS = (
     "aria",
@@ -336,7 +328,6 @@ ROPE_BY_KIND = ("laguna", "mellum", "mimo_v2_flash")
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
-NEMOTRON = ("nemotron_h", "nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3")
 NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in (*REFERENCES, *FLAT))
@@ -345,10 +336,7 @@ FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "gro
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(
-        Tiny(family, "experts fused", fused=True)
-        for family in (*ROTARY, "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
-    ),
+    *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, *NOT_ROTARY[1:])),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
@@ -628,42 +616,6 @@ def named(family: str, folder: Path) -> Values:
     return values
 
 
-def flat(values: Values) -> Values:
-    """transformers' config of ERNIE 4.5 VL as Baidu publishes it: one object, and pairs for text and for images."""
-    text, (num_layers, kinds) = values["text_config"], (values["text_config"][key] for key in _KINDS)
-    rope = text["rope_parameters"]
-    kept = {key: value for key, value in text.items() if key not in ("mlp_layer_types", "rope_parameters")}
-    return kept | {
-        "moe_num_experts": [text["moe_num_experts"]] * 2,
-        "moe_layer_start_index": [kinds.index("sparse")] * 2,
-        "moe_layer_end_index": [num_layers + 1, num_layers],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {"type": "default", "mrope_section": rope["mrope_section"]},
-        "rope_3d": True,
-        "tie_word_embeddings": values["tie_word_embeddings"],
-        "vision_config": values["vision_config"],
-    }
-
-
-_KINDS = ("num_hidden_layers", "mlp_layer_types")
-
-
-def built(values: Values) -> tuple[str, Values]:
-    """The type and the values with which transformers makes the config of a checkpoint whose config.json has these."""
-    family: str = values["model_type"]
-    values = {key: value for key, value in values.items() if key != "model_type"}
-    if family in FLAT:
-        first = values["moe_layer_start_index"][0]
-        text = values | {
-            "moe_num_experts": values["moe_num_experts"][0],
-            "mlp_layer_types": ["dense"] * first + ["sparse"] * (values["num_hidden_layers"] - first),
-            "rope_parameters": values["rope_scaling"] | {"rope_type": "default", "rope_theta": values["rope_theta"]},
-        }
-        vision = text.pop("vision_config")
-        values = {"text_config": text, "vision_config": vision, "tie_word_embeddings": values["tie_word_embeddings"]}
-    return BUILT_AS.get(family, family), values
-
-
 def write(tiny: Tiny, folder: Path) -> Path:
     """Writes the checkpoint of a row."""
     if tiny.family in REFERENCES:
@@ -742,19 +694,9 @@ def is_with_encoder(folder: Path) -> bool:
 
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
-    from transformers import CONFIG_MAPPING
-
     quiet_transformers()
-    values = json.loads((folder / "config.json").read_text())
-    family, config = values["model_type"], None
-    model_type, of_class = built(values)
-    if family in FLAT:
-        config = CONFIG_MAPPING[model_type](**of_class)
-    elif family in BUILT_AS:
-        config = CONFIG_MAPPING[model_type].from_pretrained(folder)
-        setattr(config, "model_type", model_type)  # noqa: B010  # to transformers' types it is the class's alone
-    kind = class_of(family)
-    model: PreTrainedModel = kind.from_pretrained(folder, config=config, dtype=torch.float32)
+    kind = class_of(json.loads((folder / "config.json").read_text())["model_type"])
+    model: PreTrainedModel = kind.from_pretrained(folder, config=config_for_class(folder), dtype=torch.float32)
     model = getattr(model, "thinker", model)  # the whole of qwen3_omni_moe has no logits, only its thinker
     model.train(False)
     rope: Values = getattr(model.config, "rope_parameters", {})
