@@ -166,9 +166,9 @@ def _keys_and_values(
     if isinstance(attention, LatentSpec):
         keys = torch.zeros((1, places, attention.cached_width), dtype=dtype, device=device)
         return keys, keys[..., : attention.kv_lora_rank]
-    is_grouped = isinstance(attention, GroupedQuerySpec)
-    heads = attention.num_kv_heads if is_grouped else attention.num_heads
-    dims = (attention.head_dim, attention.value_dim if is_grouped else attention.head_dim)
+    heads, dims = attention.num_heads, (attention.head_dim, attention.head_dim)
+    if isinstance(attention, GroupedQuerySpec):
+        heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
     keys, values = (torch.zeros((heads, places, dim), dtype=dtype, device=device) for dim in dims)
     return keys, values
 
