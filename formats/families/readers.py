@@ -98,12 +98,17 @@ def _read_rope(
 
 
 def read_rope_by_kind(
-    config: Config, head_dim: int, defaults: Mapping[str, RopeSpec], partial_rotary_factor: float | None = None
+    config: Config,
+    head_dim: int | Mapping[str, int],
+    defaults: Mapping[str, RopeSpec],
+    partial_rotary_factor: float | None = None,
+    scalings: tuple[Scaling, ...] = ("yarn",),
 ) -> dict[str, RopeSpec]:
     """Reads the rotary positions of each kind of layer, for which `rope_parameters` has an object each.
 
-    Args:    defaults: of each kind that layers have, for a config without `rope_parameters`.
-             partial_rotary_factor: as for `read_rope`.
+    Args:    head_dim: of all kinds, or of each.
+             defaults: of each kind that layers have, for a config without `rope_parameters`.
+             partial_rotary_factor, scalings: as for `read_rope`.
     Raises:  CheckpointError for a kind without an object, a scaling that we do not implement, or an unknown key.
     """
     config.only("rope_scaling", None)  # transformers does not read it in these models
@@ -118,9 +123,8 @@ def read_rope_by_kind(
             raise CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
         theta = inner.number("rope_theta")
         inner.only("truncate", True)  # transformers looks for it next to the kinds
-        ropes[kind] = _read_rope(
-            outside, inner, head_dim, theta, False, partial_rotary_factor, ("yarn",), ignored=frozenset()
-        )
+        size = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        ropes[kind] = _read_rope(outside, inner, size, theta, False, partial_rotary_factor, scalings, frozenset())
     group.refuse_unread(frozenset(ATTENTION_KINDS))
     return ropes
 

@@ -19,6 +19,7 @@ from moe_pack.formats.families.exaone_moe import EXAONE_MOE
 from moe_pack.formats.families.family import Family, Quantization
 from moe_pack.formats.families.flex_olmo import FLEX_OLMO
 from moe_pack.formats.families.flint import FLINT
+from moe_pack.formats.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
@@ -82,6 +83,8 @@ FAMILIES: dict[str, Family] = {
         PHIMOE,
         OLMOE,
         FLEX_OLMO,
+        GEMMA4,
+        GEMMA4_TEXT,
         AFMOE,
         LONGCAT_FLASH,
         GRANITEMOE,

@@ -90,7 +90,26 @@ _ERNIE_VL_SWITCHED: dict[str, Values] = {
     "tied head, no shared expert": {"tie_word_embeddings": True, "moe_num_shared_experts": 0},
     "two dense layers": {"mlp_layer_types": ["dense", "dense", "sparse"]},
 }
+_GEMMA4: Values = {
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
 SHAPES: dict[str, Values] = {
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4 | {"model_type": "gemma4_text"},
     "llama4_text": _LLAMA4,
     "llama4": _LLAMA4 | {"model_type": "llama4_text"},
     "minimax_m2": {
@@ -264,6 +283,14 @@ SHAPES: dict[str, Values] = {
     },
 }
 SWITCHED: dict[str, dict[str, Values]] = {
+    "gemma4_text": {
+        "values of their own, no cap": {"attention_k_eq_v": False, "final_logit_softcapping": None},
+        "bias, window in no layer, rotated as a whole": {
+            "attention_bias": True,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        },
+    },
     "minimax_m2": {
         "yarn, whole heads": {"rope_parameters": _YARN},
         "tied head": {"tie_word_embeddings": True},
@@ -553,6 +580,21 @@ _RADIO: Values = {
     "projector_hidden_size": 16,
 }
 MULTIMODAL: dict[str, Multimodal] = {
+    "gemma4": Multimodal(
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "global_head_dim": 8,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+        }
+    ),
     "aria": Multimodal(
         {
             "vision_config": {
@@ -658,6 +700,7 @@ MULTIMODAL: dict[str, Multimodal] = {
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.
 OTHER_PARTS = (
+    "model.embed_vision",
     "model.visual",
     "model.vision_tower",
     "model.resampler_model",

@@ -44,7 +44,11 @@ SCALINGS = {
     "llama4": "llama3",
     "llama4_text": "llama3",
     "ernie4_5_vl_moe": "",
+    "gemma4": "proportional",
+    "gemma4_text": "proportional",
 }
+GEMMA = ("gemma4", "gemma4_text")
+PROPORTIONAL: Values = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 ONE_ROPE = tuple(family for family in ROTARY if family not in ROPE_BY_KIND)
 
 
@@ -74,11 +78,11 @@ CLOSE: tuple[Close, ...] = (
         for rope, message in (
             (
                 {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-                "rope_type 'linear' is not supported; supported: default, yarn",
+                "rope_type 'linear' is not supported; supported: " + _scalings(family),
             ),
             ({"rope_type": "default"}, "key 'rope_theta' is missing, expected a number"),
             (
-                YARN | {"rope_theta": 1e4, "short_factor": [1.0]},
+                (PROPORTIONAL if family in GEMMA else YARN) | {"rope_theta": 1e4, "short_factor": [1.0]},
                 "key 'short_factor' ([1.0]) is unknown for this family and may change the arithmetic",
             ),
             (YARN | {"rope_theta": 1e4, "truncate": False}, "truncate is False; " + _ONLY("True")),
@@ -276,6 +280,28 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4; " + _ONLY("2")),
+    Close(
+        "gemma4_text",
+        {"enable_moe_block": False},
+        "'gemma4_text' is a dense model without experts; there is nothing to pack",
+    ),
+    Close("gemma4_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; " + _ONLY("'gelu_pytorch_tanh'")),
+    Close("gemma4_text", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input is 8; " + _ONLY("0")),
+    Close("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1; " + _ONLY("0")),
+    Close(
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention is 'all'; " + _ONLY("'vision'"),
+    ),
+    Close(
+        "gemma4_text",
+        {
+            "rope_parameters": {
+                kind: PROPORTIONAL | {"rope_type": "default", "rope_theta": 1e4} for kind in ATTENTION_KINDS
+            }
+        },
+        "full_attention: partial_rotary_factor needs rope_type 'proportional'",
+    ),
     Close("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; " + _ONLY("'sigmoid'")),
     Close("afmoe", {"route_norm": False}, "route_norm is False; " + _ONLY("True")),
     *(

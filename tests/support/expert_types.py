@@ -64,12 +64,6 @@ class Reason:
 # In the order of how many people are likely to run them.
 REASONS: tuple[Reason, ...] = (
     Reason(
-        "gemma4",
-        "Gemma 4 26B-A4B",
-        "a dense block in parallel to the experts, seven norms a layer, GELU neurons, heads whose size and number "
-        "differ by layer, keys that are the values too, a softcap of logits",
-    ),
-    Reason(
         "deepseek_v4",
         "DeepSeek-V4, V4-Flash",
         "hyper-connections (four residual streams), attention to compressed windows that an indexer selects, a table "

@@ -324,7 +324,7 @@ FUSED_ALWAYS = (
     "qwen3_vl_moe",
 )
 # Which have an object with rotary positions for each kind of layer.
-ROPE_BY_KIND = ("laguna", "mellum", "mimo_v2_flash")
+ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash")
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
