@@ -23,6 +23,7 @@ from moe_pack.formats.parts import (
     GatedStreamsSpec,
     GroupedQuerySpec,
     HalvesSpec,
+    IndexerSpec,
     LatentSpec,
     MixedStreamsSpec,
     MixerSpec,
@@ -294,6 +295,25 @@ class ModelSpec:
         """Returns whether a layer has its second half, experts or a dense expert."""
         return self.halves is None or layer not in self.halves.first
 
+    def indexer_of(self, layer: int) -> IndexerSpec | None:
+        """Returns the indexer that chooses the positions of a layer's latent attention; None if it attends to all."""
+        attention, has_attention = self.attention_of(layer), self.has_first(layer) and self.mixer_of(layer) is None
+        return attention.indexer if has_attention and isinstance(attention, LatentSpec) else None
+
+    def chooser_of(self, layer: int) -> int | None:
+        """Returns the earlier layer whose indexer chose the positions that a layer attends to; None if none did."""
+        indexer = self.indexer_of(layer)
+        if indexer is None or not indexer.shared:
+            return None
+        before = ((each, self.indexer_of(each)) for each in range(layer - 1, -1, -1))
+        return next(each for each, found in before if found is not None and not found.shared)
+
+    @property
+    def shared_choosers(self) -> frozenset[int]:
+        """The layers whose indexers choose positions for later layers too."""
+        choosers = map(self.chooser_of, range(self.num_hidden_layers))
+        return frozenset(chooser for chooser in choosers if chooser is not None)
+
     def mixer_of(self, layer: int) -> MixerSpec | None:
         """Returns the mixer of a layer; None if the layer has attention."""
         return self.mixer if self.mixer is not None and layer in self.mixer.layers else None
@@ -521,6 +541,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _mixer_fault(spec)
         or rope_fault(spec.rope, spec.attention)
         or others_fault(spec.others, spec.attention, attending(spec), spec.num_hidden_layers)
+        or _choices_fault(spec)
         or _residual_fault(spec)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
@@ -630,6 +651,18 @@ def _residual_fault(spec: ModelSpec) -> str | None:
         if not residual.before:
             return "residual apart needs norms before"
     return residual_fault(residual, spec.moe_layers, spec.num_hidden_layers)
+
+
+def _choices_fault(spec: ModelSpec) -> str | None:
+    if not any(isinstance(each, LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
+        return None
+    chooser: IndexerSpec | None = None
+    for layer in range(spec.num_hidden_layers):
+        indexer = spec.indexer_of(layer)
+        if indexer is not None and indexer.shared and chooser != replace(indexer, shared=False):
+            return f"layer {layer} shares the choice of an indexer, but the layers before it have no such indexer"
+        chooser = chooser if indexer is None or indexer.shared else indexer
+    return None
 
 
 def _router_fault(router: RouterSpec) -> str | None:

@@ -7,8 +7,9 @@
 
 Between layers, hidden states are in a file (the system caches as much of it as fits). Within a layer, two float32
 values a token and hidden dimension (more with several residual streams, or norms of outputs) are in memory up to a
-limit, and in a mapped file beyond it. The encoder's output
-stays in a file of its own while decoder layers attend to it, and is read one sequence at a time.
+limit, and in a mapped file beyond it. The encoder's output stays in a file of its own while decoder layers attend to
+it, and is read one sequence at a time. So do the positions that a layer's indexer chose, while later layers share them
+(`Choices`).
 
 A model of one stack sees all S tokens of a sequence. With an encoder, each stack sees a half:
 
@@ -23,6 +24,7 @@ they are small, and the experts are read as they are used.
 """
 
 import itertools
+import math
 import shutil
 import zlib
 from collections import deque
@@ -52,6 +54,7 @@ from moe_pack.runtime.model import (
     route_tokens,
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
+from moe_pack.runtime.model.kv_cache import Chosen
 from moe_pack.runtime.model.layer import enter_second, experts_norm, run_unrouted, with_returned
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation
@@ -257,16 +260,18 @@ class SequenceAttention:
         else:
             self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
 
-    def added(self, x: Tensor, weights: Weights, layer: int, text: Tensor | None) -> Tensor:
+    def added(self, x: Tensor, weights: Weights, layer: int, text: Tensor | None, chosen: Chosen) -> Tensor:
         """Returns hidden states float32 [n, d] with a layer's attention added.
 
-        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.
+        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: what a layer
+                 with an indexer writes, and a layer that shares its choice reads.
         """
         spec, mixer = self._spec, self._spec.mixer_of(layer)
         if mixer is not None:
             return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles[0])
         cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
+            cache = replace(cache, chosen=chosen)
             return add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
         x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
@@ -274,6 +279,75 @@ class SequenceAttention:
         text_cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         enter_text(text, weights, layer, text_cache, len(text))
         return add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
+
+
+def shared_choosers(spec: ModelSpec, sequence_length: int) -> frozenset[int]:
+    """Returns the layers that choose some of a sequence's positions, not all, for later layers too."""
+    indexers = {layer: spec.indexer_of(layer) for layer in spec.shared_choosers}
+    return frozenset(layer for layer, each in indexers.items() if each is not None and each.top_k < sequence_length)
+
+
+class Choices:
+    """The positions that indexers chose in sequences of S tokens, for the layers that share them.
+
+    Each layer whose choice is shared has a file of one bit for each token and position; none if an indexer chooses all
+    S positions. `enter` begins such a layer, `write` takes what it chose, `leave` ends it.
+
+    Args:    folder: of the files, which a killed pass left there too.
+    """
+
+    def __init__(self, spec: ModelSpec, sequence_length: int, folder: Path) -> None:
+        self._folder, self._sequence_length = folder, sequence_length
+        self._shape = sequence_length, -(-sequence_length // 8)
+        self._choosers = shared_choosers(spec, sequence_length)
+        wanted = ((layer, spec.chooser_of(layer)) for layer in range(spec.num_hidden_layers))
+        self._chooser_of = {layer: chooser for layer, chooser in wanted if chooser in self._choosers}
+        self._paths = whole_states(folder, "chosen")
+        self._bits: Tensor | None = None  # uint8 [N, S, S / 8] of the layer that was entered
+
+    def enter(self, layer: int, num_sequences: int) -> None:
+        """Begins a layer."""
+        self._bits = None
+        if layer in self._choosers:
+            mapped = np.memmap(self._folder / "held-chosen.bin", np.uint8, "w+", shape=(num_sequences, *self._shape))
+            self._bits = torch.from_numpy(mapped)
+
+    def write(self, number: int, chosen: Chosen) -> None:
+        """Keeps what the layer that was entered chose in a sequence; other layers' `chosen` is not kept."""
+        if self._bits is not None:
+            assert chosen.positions is not None, "not all positions are chosen"
+            self._bits[number] = torch.from_numpy(np.packbits(chosen.positions.cpu().numpy(), axis=1))
+
+    def leave(self, layer: int) -> None:
+        """Ends a layer: what it chose is on disk."""
+        if self._bits is not None:
+            self._paths[layer], _ = store_states(self._folder, f"chosen-{layer:03d}", (self._bits,))
+            self._bits = None
+            (self._folder / "held-chosen.bin").unlink()
+
+    def remove_before(self, layer: int) -> None:
+        """Removes the choices that this layer and those after it do not read."""
+        read = {chooser for later, chooser in self._chooser_of.items() if later >= layer}
+        for chooser in set(self._paths) - read:
+            self._paths.pop(chooser).unlink()
+
+    def are_there(self, layers: Iterable[int]) -> bool:
+        """Returns whether all choices are there that these layers share."""
+        return all(layer not in self._chooser_of or self._chooser_of[layer] in self._paths for layer in layers)
+
+    def num_read(self, layer: int) -> int:
+        """Returns in how many sequences positions were chosen for a layer that shares a choice; 0 for other layers."""
+        if layer not in self._chooser_of:
+            return 0
+        return self._paths[self._chooser_of[layer]].stat().st_size // math.prod(self._shape)
+
+    def read(self, layer: int, number: int) -> Chosen:
+        """Returns the choice that a layer shares, in one of these sequences; all positions for other layers."""
+        if layer not in self._chooser_of:
+            return Chosen()
+        path, size = self._paths[self._chooser_of[layer]], math.prod(self._shape)
+        raw = np.fromfile(path, np.uint8, size, offset=number * size).reshape(self._shape)
+        return Chosen(torch.from_numpy(np.unpackbits(raw, axis=1, count=self._sequence_length).view(bool)))
 
 
 MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
@@ -323,8 +397,8 @@ class LayerStates:
              `next_layer`.
              memory_bytes: the most for a layer's two arrays in memory; larger arrays are in mapped files.
              answer: with an encoder, returns the hidden states before the decoder's first layer likewise.
-             origin: with an encoder, returns the number of the sequence from which a later one branched off, because
-             both read the same text; needed if sequences branch off.
+             origin: returns the number of the sequence from which a later one branched off, because both read the same
+             text of an encoder, or share what a layer before chose; needed if sequences branch off then.
              keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
              workers: threads that run sequences; None: as many as `num_workers`.
     """
@@ -359,12 +433,14 @@ class LayerStates:
         self.device = device
         folder.mkdir(exist_ok=True)
         self._attention = SequenceAttention(weights, sequence_length, device)
+        self._choices = Choices(self.spec, sequence_length, folder)
         self._paths = dict[int, Path]()  # of the hidden states before each layer
         self.next_layer = self._resume()
 
     def enter(self, layer: int) -> LayerTokens:
         """Takes all sequences into layer `layer`, the next one, up to its routed experts, and returns their tokens."""
         assert layer == self.next_layer, (layer, self.next_layer)
+        self._choices.enter(layer, self.num_sequences)
         return self.inside(layer, self.num_sequences)
 
     @torch.inference_mode()
@@ -387,7 +463,9 @@ class LayerStates:
 
         def run_sequence(number: int) -> None:
             rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
-            x, inputs = self.half(layer, number)
+            chosen = self.chosen(layer, number)
+            x, inputs = self.half_of(layer, self.at(layer, number), self.text(layer, number), self._weights, chosen)
+            self._choices.write(number, chosen)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
             if k:
                 experts, router_weights = route_tokens(inputs, self._weights, layer)
@@ -402,14 +480,18 @@ class LayerStates:
 
     def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
         """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
-        return self.half_of(layer, self.at(layer, number), self.text(layer, number), self._weights)
+        x, text, chosen = self.at(layer, number), self.text(layer, number), self.chosen(layer, number)
+        return self.half_of(layer, x, text, self._weights, chosen)
 
-    def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
+    def half_of(
+        self, layer: int, x: Tensor, text: Tensor | None, weights: Weights, chosen: Chosen | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
 
-        Args:    text: as `text` returns it.
+        Args:    text, chosen: as the functions of these names return them; the layer's own choice is written to the
+                 latter.
         """
-        x = self.attended(layer, x, text, weights)
+        x = self.attended(layer, x, text, weights, chosen)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
         inputs = mlp_input(x, weights, layer)
@@ -448,11 +530,13 @@ class LayerStates:
             pass
         return replace(tokens, outputs=None)
 
-    def attended(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> Tensor:
+    def attended(
+        self, layer: int, x: Tensor, text: Tensor | None, weights: Weights, chosen: Chosen | None = None
+    ) -> Tensor:
         """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
         if text is not None:
             text = norm(text.to(self.device), weights, "encoder_norm")
-        return self._attention.added(x.to(self.device), weights, layer, text)
+        return self._attention.added(x.to(self.device), weights, layer, text, chosen or Chosen())
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""
@@ -473,6 +557,7 @@ class LayerStates:
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
             raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
+        self._choices.leave(layer)
         path, num_tokens = store_states(self._folder, f"hidden-{layer + 1:03d}", chain((tokens.x,), more))
         if layer + 1 == self._decoder_start:
             self._text_path = path
@@ -481,6 +566,7 @@ class LayerStates:
             for other in self._folder.glob("hidden-*"):
                 if other not in kept:
                     other.unlink()
+            self._choices.remove_before(layer + 1)
         self._paths[layer + 1] = path
         self.num_sequences = num_tokens // self.sequence_length
         self.next_layer = layer + 1
@@ -504,6 +590,20 @@ class LayerStates:
             return None
         num_read = self._text_path.stat().st_size // self._sequence_bytes
         return self._read_hidden(self._text_path, self._root_of(number, num_read))
+
+    @property
+    def shares_choices(self) -> bool:
+        """Whether some layers attend to positions, not to all, that an earlier layer chose in each sequence."""
+        return bool(shared_choosers(self.spec, self.sequence_length))
+
+    def chosen(self, layer: int, number: int) -> Chosen:
+        """Returns the positions that a sequence's tokens attend to in a layer that shares an earlier layer's choice.
+
+        In other layers they are all positions.
+        """
+        num_read = self._choices.num_read(layer)
+        found = self._choices.read(layer, self._root_of(number, num_read) if num_read else number)
+        return replace(found, positions=None if found.positions is None else found.positions.to(self.device))
 
     def _root_of(self, number: int, num_sequences: int) -> int:
         """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
@@ -549,6 +649,8 @@ class LayerStates:
                 if self._decoder_start not in found:
                     continue
                 self._text_path = found[self._decoder_start]
+            if not self._choices.are_there(range(layer + 1) if self._keeps_all else (layer,)):
+                continue
             self._paths = found if self._keeps_all else {layer: found[layer]}
             self.num_sequences = found[layer].stat().st_size // self._sequence_bytes
             return layer

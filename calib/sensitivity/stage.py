@@ -205,7 +205,15 @@ class SensitivityPass:
         """Returns how many of the copies run through a layer."""
         L = len(self.spec.moe_layers)
         firsts = [0, *(self.spec.moe_layers[L * place // num_copies] for place in range(1, num_copies))]
-        return num_copies if self.spec.encoder is not None else sum(first <= layer for first in firsts)
+        return num_copies if self._all_begin_first else sum(first <= layer for first in firsts)
+
+    @property
+    def _all_begin_first(self) -> bool:
+        """Whether all copies begin with the text, because each has its own of what later layers share.
+
+        That is what the encoder read, or which positions a layer chose.
+        """
+        return self.spec.encoder is not None or self.states.shares_choices
 
     @property
     def _anchors(self) -> tuple[Compared, ...]:
@@ -275,6 +283,7 @@ class SensitivityPass:
                 states.text(layer, number),
                 self._tracked,
                 (of_x[rows], below[rows]),
+                states.chosen(layer, number),
             )
             gradients[rows] = gradient.cpu()
             if of_text is not None:
@@ -472,9 +481,13 @@ class SensitivityPass:
             given = None if outputs is None else outputs[rows]
 
             def ended(
-                weights: Weights, hidden: Tensor = hidden, text: Tensor | None = text, given: Tensor | None = given
+                weights: Weights,
+                number: int = sequence,
+                hidden: Tensor = hidden,
+                text: Tensor | None = text,
+                given: Tensor | None = given,
             ) -> tuple[Tensor, Tensor]:
-                half = states.half_of(layer, hidden, text, weights)
+                half = states.half_of(layer, hidden, text, weights, states.chosen(layer, number))
                 return states.after(layer, half, given, weights), half[1]
 
             original = ended(self.weights)
@@ -535,23 +548,20 @@ class SensitivityPass:
         shutil.rmtree(self._folder)
 
     def _copied_states(self, copies: tuple[Copy, ...]) -> LayerStates:
-        """Returns the states of the copies that begin with the text; the others begin with their first layer.
-
-        With an encoder all begin with the text, because each has its own of what the encoder read.
-        """
+        """Returns the states of the copies that begin with the text; the others begin with their first layer."""
         number = self.num_copied
 
         def embedded(ids: Tensor, place: int) -> Tensor:
             return embed(ids[place % number], self.weights)
 
         first, answer = self._given.begun(embedded)
-        begun = number * (len(copies) if self.spec.encoder is not None else 1)
+        begun = number * (len(copies) if self._all_begin_first else 1)
         S, folder = self.states.sequence_length, self._folder / "copies"
         return LayerStates(self.weights, first, begun, S, folder, self.device, answer=answer)
 
     def _begun(self, copies: tuple[Copy, ...], layer: int) -> Iterator[Tensor]:
         """Yields the hidden states of the copies that begin before this layer."""
-        if self.spec.encoder is None:
+        if not self._all_begin_first:
             for copy in copies[1:]:
                 if self.spec.moe_layers[copy.layers[0]] == layer:
                     yield torch.cat([self.states.at(layer, number) for number in range(self.num_copied)])

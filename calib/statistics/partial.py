@@ -93,7 +93,8 @@ class PartialStates:
         first = self._shares.num_sequences - self._shares.num_judged
 
         def scores_of(number: int) -> Tensor:
-            x = states.attended(layer, mapped[number], states.text(layer, first + number), weights)
+            text, chosen = states.text(layer, first + number), states.chosen(layer, first + number)
+            x = states.attended(layer, mapped[number], text, weights, chosen)
             return router_scores(mlp_input(x, weights, layer), weights, layer).cpu()
 
         results = list(in_order(scores_of, range(self._shares.num_judged), num_workers(self._spec)))

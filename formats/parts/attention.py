@@ -104,12 +104,17 @@ class IndexerSpec:
     """The choice of `top_k` positions that a query attends to, by `num_heads` small heads of `head_dim`.
 
     Each position has one key for all of them, in the cache after the latent's. docs/format.md, section 11, says how.
-    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer.
+    `interleaved`: rotated in neighbours, not in halves. `shared`: the layer has no indexer of its own; its queries
+    attend to the positions that were chosen in the last layer before it that has one.
+    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer. Of shared
+    choices: transformers, models/glm_moe_dsa.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
+    interleaved: bool = added(False)
+    shared: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +146,13 @@ class LatentSpec:
     @property
     def cached_width(self) -> int:
         """The values of a position in the cache: the latent, the rotated key, and the indexer's key."""
-        indexed = 0 if self.indexer is None else self.indexer.head_dim
+        indexed = 0 if self.own_indexer is None else self.own_indexer.head_dim
         return self.kv_lora_rank + self.qk_rope_head_dim + indexed
+
+    @property
+    def own_indexer(self) -> IndexerSpec | None:
+        """The indexer that a layer runs; None if it has none, or shares the choice of an earlier layer."""
+        return None if self.indexer is None or self.indexer.shared else self.indexer
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +259,8 @@ def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
     yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
     yield from _gate_role(attention.gate, num_heads, attention.v_head_dim, d)
-    if attention.indexer is not None:
-        heads, width = attention.indexer.num_heads, attention.indexer.head_dim
+    if (indexer := attention.own_indexer) is not None:
+        heads, width = indexer.num_heads, indexer.head_dim
         yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
         yield DenseRole("attention.index_k", (width, d), True)
         yield DenseRole("attention.index_k_norm", (width,), False)

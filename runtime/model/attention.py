@@ -10,6 +10,7 @@ move into the latent's space instead, all heads attend to the cached vectors, an
 latents. Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
 
 With an *indexer* (DeepSeek-V3.2), a query attends to the positions that score highest with keys of the indexer's own.
+Layers without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache.
 
 *Relative positions* add a bias for each head and distance to the scores, in place of a rotation; so does an encoder.
 A decoder also attends to the encoder's output, without a bias.
@@ -133,11 +134,14 @@ def attend_latent(
     latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
     width = spec.kv_lora_rank + rope_dim
     cache.keys[0, start:stop, :width] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
-    if spec.indexer is not None and q_latent is not None:
-        cache.keys[0, start:stop, width:] = _index_keys(x, weights, spec.indexer, role, angles)
-        if stop > spec.indexer.top_k:
+    if (indexer := spec.own_indexer) is not None and q_latent is not None:
+        cache.keys[0, start:stop, width:] = _index_keys(x, weights, indexer, role, angles)
+        cache.chosen.positions = None
+        if stop > indexer.top_k:
             index_keys = cache.keys[0, :stop, width:].float()
-            mask = _indexed(x, q_latent, weights, spec.indexer, role, angles, index_keys, mask)
+            cache.chosen.positions = _indexed(x, q_latent, weights, indexer, role, angles, index_keys, mask)
+    if spec.indexer is not None and cache.chosen.positions is not None:
+        mask = cache.chosen.positions
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
     mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop, :width].float(), mask)))  # [heads, T, v]
     mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
@@ -168,11 +172,11 @@ _INDEX_NORM_EPS = 1e-6
 
 
 def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angles: Angles) -> Tensor:
-    """Returns the indexer's keys of tokens x, float32 [T, head_dim]; it always rotates in halves."""
+    """Returns the indexer's keys of tokens x, float32 [T, head_dim]."""
     norm = weights.vector(f"{role}.index_k_norm"), weights.vector(f"{role}.index_k_norm_bias")
     k = linear(x, weights.matrix(f"{role}.index_k"))
     k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, _INDEX_NORM_EPS)
-    return rotate(k[None], angles, interleaved=False)[0]
+    return rotate(k[None], angles, spec.interleaved)[0]
 
 
 def _indexed(
@@ -191,7 +195,7 @@ def _indexed(
     Returns: bool [T, S]; among equal scores, the first positions.
     """
     q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
-    q = rotate(q, angles, interleaved=False)
+    q = rotate(q, angles, spec.interleaved)
     head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
     chosen = torch.empty((len(x), len(keys)), dtype=torch.bool, device=x.device)
     step = max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * len(keys)))

@@ -5,7 +5,7 @@ the keys and values of earlier tokens, and the states of layers without attentio
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -129,16 +129,28 @@ def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
     return both if rest.shape[-1] == 0 else torch.cat((both, rest), dim=-1)
 
 
+@dataclass(slots=True)
+class Chosen:
+    """The positions that an indexer chose for the tokens of a pass, and that later layers of the pass may share.
+
+    `positions`: bool [T, S]; None: each token attends to all positions before it.
+    """
+
+    positions: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """A layer's keys and values [heads, places, width] of a sequence of `num_tokens`.
 
     Position p is in place `p % places`. With fewer places than positions it is a ring, which has the last positions.
+    `chosen`: what a layer with an indexer writes, and a layer that shares its choice reads.
     """
 
     keys: Tensor
     values: Tensor
     num_tokens: int
+    chosen: Chosen = field(default_factory=Chosen)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places."""
@@ -212,6 +224,7 @@ class KVCache:
         self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
         self.is_ring = any(0 < number < context_tokens for number in places)
         self.context_tokens = context_tokens
+        self._chosen = Chosen()
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
 
@@ -263,7 +276,7 @@ class KVCache:
 
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""
-        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)
+        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens, self._chosen)
 
     def of(self, idx: int) -> LayerCache | LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
@@ -273,4 +286,4 @@ class KVCache:
     def trial(self, idx: int) -> LayerCache | LayerState:
         """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""
         state = self.states.of(idx)
-        return self.layer(idx) if state is None else state.copied()
+        return replace(self.layer(idx), chosen=replace(self._chosen)) if state is None else state.copied()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
+from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
@@ -29,6 +29,7 @@ MAX_PAGE_BYTES = 1 << 20
 LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller only if an expert has less than four
 # Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
 _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
+_MASKS = 4  # of a byte for each token and position, while positions are chosen and attended to
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +409,7 @@ def _attention_width(attention: AttentionSpec) -> int:
         return (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim) + gates
     if isinstance(attention, RelativeSpec):
         return 4 * attention.num_heads * attention.head_dim
-    indexer = attention.indexer
+    indexer = attention.own_indexer
     indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
     gates = 0 if attention.gate is None else attention.num_heads * attention.v_head_dim
     return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
@@ -438,8 +439,14 @@ def _mixer_floats(spec: ModelSpec) -> int:
 
 
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
-    """Returns the additional bytes of a model with an encoder: a layer runs for all tokens before the next begins."""
+    """Returns the additional bytes of a pass in which each token has something of each position of the context.
+
+    With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With an encoder, a
+    layer runs for all tokens before the next begins.
+    """
     attention = spec.attention
+    if any(isinstance(each, LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
+        return _MASKS * chunk_tokens * context_tokens
     if spec.encoder is None or not isinstance(attention, RelativeSpec):
         return 0
     # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.

@@ -8,7 +8,7 @@ from cases import case
 from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
-from moe_pack.formats.parts import HalvesSpec
+from moe_pack.formats.parts import HalvesSpec, IndexerSpec, LatentSpec, OtherAttentionSpec
 from moe_pack.formats.spec import spec_fault
 
 MAX = 2**31 - 1
@@ -596,6 +596,26 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
         with case(name):
             line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
             assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)
+
+
+def sharing(own: IndexerSpec | None, shared: IndexerSpec, layer: int) -> ModelSpec:
+    """Two layers, one of which shares what the other one chose."""
+    attention = LATENT.attention
+    assert isinstance(attention, LatentSpec)
+    other = OtherAttentionSpec((layer,), replace(attention, indexer=shared), LATENT.rope)
+    return replace(LATENT, attention=replace(attention, indexer=own), others=(other,))
+
+
+def test_a_choice_that_no_layer_before_made_cannot_be_shared() -> None:
+    own = IndexerSpec(4, 8, 5)
+    shared = replace(own, shared=True)
+    message = "layer {} shares the choice of an indexer, but the layers before it have no such indexer"
+    assert spec_fault(sharing(own, shared, 1)) is None
+    assert spec_fault(sharing(own, shared, 0)) == message.format(0)
+    assert spec_fault(sharing(None, shared, 1)) == message.format(1)
+    assert spec_fault(sharing(replace(own, top_k=6), shared, 1)) == message.format(1)
+    halves = HalvesSpec(first=(), second=(0,))
+    assert spec_fault(replace(sharing(own, shared, 1), halves=halves)) == message.format(1)
 
 
 def test_weights_on_the_input_of_more_than_one_expert_are_refused() -> None:
