@@ -23,6 +23,7 @@ from moe_pack.formats.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.glm4_moe_lite import GLM4_MOE_LITE
 from moe_pack.formats.families.glm4v_moe import GLM4V_MOE
+from moe_pack.formats.families.glm_moe_dsa import GLM_MOE_DSA
 from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE, GRANITEMOESHARED
 from moe_pack.formats.families.granitemoe_swa import GRANITEMOE_SWA
@@ -106,6 +107,7 @@ FAMILIES: dict[str, Family] = {
         ERNIE4_5_MOE_VL,
         GLM4_MOE_LITE,
         GLM4V_MOE,
+        GLM_MOE_DSA,
         GRANITEMOESHARED,
         GRANITEMOE_SWA,
         SOLAR_OPEN,

@@ -205,6 +205,17 @@ SHAPES: dict[str, Values] = {
         "index_head_dim": 16,
         "index_n_heads": 8,
     },
+    "glm_moe_dsa": _EXPERTS
+    | _LATENT
+    | {
+        "num_hidden_layers": 4,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "index_topk": 9,
+        "index_head_dim": 16,
+        "index_n_heads": 24,
+        "indexer_types": ["full", "shared", "shared", "full"],
+    },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
     "mellum": _EXPERTS
@@ -362,6 +373,25 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "norm_topk_prob": False,
             "n_group": 1,
             "topk_group": 1,
+        },
+    },
+    "glm_moe_dsa": {
+        "yarn, every second layer chooses": {
+            "indexer_types": None,
+            "index_topk_freq": 2,
+            "index_skip_topk_offset": 1,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "every layer chooses, more than the text, dense last layer": {
+            "indexer_types": None,
+            "index_topk": 200,
+            "mlp_layer_types": ["sparse", "sparse", "sparse", "dense"],
+        },
+        "a letter for each layer, groups": {
+            "indexer_types": None,
+            "index_topk_pattern": "FFSS",
+            "n_group": 4,
+            "topk_group": 2,
         },
     },
     "llama4_text": {

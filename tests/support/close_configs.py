@@ -592,6 +592,27 @@ CLOSE: tuple[Close, ...] = (
         "layer_types has ['full_attention', 'indexed_attention']; only 'indexed_attention' and "
         "'deepseek_sparse_attention' are supported",
     ),
+    Close("glm_moe_dsa", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("glm_moe_dsa", {"rope_interleave": False}, "rope_interleave is False; " + _ONLY("True")),
+    Close("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False; " + _ONLY("True")),
+    Close("glm_moe_dsa", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+    Close("glm_moe_dsa", {"index_topk": None}, "key 'index_topk' is missing, expected a value or null"),
+    Close("glm_moe_dsa", {"q_lora_rank": None}, "key 'q_lora_rank' is missing, expected a whole number"),
+    Close(
+        "glm_moe_dsa",
+        {"indexer_types": ["shared", "full", "full", "full"]},
+        "layer 0 shares an indexer's choice, but there is no layer before it",
+    ),
+    Close(
+        "glm_moe_dsa",
+        {"indexer_types": ["full", "none", "full", "full"]},
+        "indexer_types has ['full', 'none']; only 'full' and 'shared' are supported",
+    ),
+    Close(
+        "glm_moe_dsa",
+        {"indexer_types": None, "index_topk_pattern": "FFS"},
+        "index_topk_pattern is 'FFS', expected F or S for each of 4 layers",
+    ),
     *(
         Close(family, changes, message)
         for family in ("llama4", "llama4_text")

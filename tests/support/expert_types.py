@@ -76,11 +76,6 @@ REASONS: tuple[Reason, ...] = (
         "positions that an indexer selects",
     ),
     Reason(
-        "glm_moe_dsa",
-        "GLM-5",
-        "sparse latent attention as in `deepseek_v32`; several layers share one selection of positions",
-    ),
-    Reason(
         "minimax_m3_vl",
         "MiniMax-M3",
         "attention to blocks of positions that an indexer with keys of its own selects",

@@ -92,6 +92,7 @@ PUBLISHED = (
     Published("ernie-4.5-21b-a3b", "21", "3"),
     Published("ernie-4.5-vl-28b-a3b-base", "21", "3"),
     Published("glm-4.7-flash", "30", "3"),
+    Published("glm-5.3", "744", "40", "47.616", active_leaves_out=("embed",)),
     Published("glm-4.5v", "106", "12", "94.208", ("embed", "head"), ("embed", "head")),
     Published("solar-open-100b", "102.6", "12"),
     Published("hy3-preview-base", "295", "21"),
