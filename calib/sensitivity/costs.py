@@ -120,9 +120,10 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 def kind_of(spec: ModelSpec, layer: int) -> int:
     """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, and stack."""
 
-    def kind(layer: int) -> tuple[bool, ...]:
+    def kind(layer: int) -> tuple[int, ...]:
         halves = spec.has_first(layer), spec.has_second(layer)
-        return (*halves, layer in spec.moe_layers, spec.mixer_of(layer) is None, bool(stack_of(spec, layer)))
+        first = -1 if spec.mixer_of(layer) is not None else spec.attention_kind(layer)
+        return (*halves, layer in spec.moe_layers, first, stack_of(spec, layer))
 
     return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 
