@@ -62,6 +62,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "norms of values": attention.v_norm,
             "values of another size than keys": attention.value_head_dim is not None,
             "scaled values": attention.value_scale != 1.0,
+            "attention to blocks": attention.indexer is not None,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

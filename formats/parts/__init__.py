@@ -4,6 +4,7 @@ from moe_pack.formats.parts.added import added, is_added
 from moe_pack.formats.parts.attention import (
     PROJECTIONS,
     AttentionSpec,
+    BlockIndexerSpec,
     GroupedQuerySpec,
     IndexerSpec,
     LatentSpec,
@@ -36,6 +37,7 @@ from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, ProportionalSp
 __all__ = [
     "PROJECTIONS",
     "AttentionSpec",
+    "BlockIndexerSpec",
     "DenseRole",
     "GatedDeltaSpec",
     "GatedStreamsSpec",

@@ -46,6 +46,27 @@ class OutputGateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexerSpec:
+    """The choice of `num_blocks` blocks of `block_tokens` positions that a query attends to, by small heads.
+
+    There are `num_heads` queries, and one key a position, of `head_dim`, normed (rms, the model's eps) and rotated as
+    the layer's own. Keys are in the cache. docs/format.md, section 11, says how blocks score:
+    `pooled`: a block has one key, the mean of its positions'; the scores of all heads are added, and complete blocks
+    compete. The block that a query is in the middle of is seen in addition.
+    `largest`: a block scores as the best of its positions; each head chooses for its share of the layer's keys and
+    values. The last `local_blocks` blocks, a query's own first, are always among the chosen.
+    Source: transformers, models/qwen4_exp, Qwen4ExpTextQSAIndexer; models/minimax_m3_vl, MiniMaxM3VLIndexer.
+    """
+
+    kind: Literal["pooled", "largest"]
+    num_heads: int
+    head_dim: int
+    block_tokens: int
+    num_blocks: int
+    local_blocks: int = added(0)
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedQuerySpec:
     """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
 
@@ -60,7 +81,7 @@ class GroupedQuerySpec:
     output is multiplied by its sigmoid. `gate`: other gates of outputs; null if there are none.
     `keys_as_values`: there is no projection of values; they are that of keys, before their norm and rotation.
     `v_norm`: each head's values are normed (rms, the model's eps), without a weight. `value_head_dim`: of values, if
-    not `head_dim`. `value_scale` multiplies values last.
+    not `head_dim`. `value_scale` multiplies values last. `indexer`: null if a query attends to all positions before it.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
     transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
     """
@@ -84,11 +105,18 @@ class GroupedQuerySpec:
     v_norm: bool = added(False)
     value_head_dim: int | None = added(None)
     value_scale: float = added(1.0)
+    indexer: BlockIndexerSpec | None = added(None)  # noqa: RUF009  # likewise
 
     @property
     def value_dim(self) -> int:
         """The values of a head's value, and of its output."""
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def cached_width(self) -> int:
+        """The values of a position in the cache: keys and values, and the indexer's key."""
+        indexed = 0 if self.indexer is None else self.indexer.head_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim) + indexed
 
     def window(self, layer: int) -> int | None:
         """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
@@ -212,9 +240,7 @@ def others_fault(
 
 def cached_width(attention: AttentionSpec) -> int:
     """Returns the values that a token adds to the cache of a layer."""
-    if isinstance(attention, GroupedQuerySpec):
-        return attention.num_kv_heads * (attention.head_dim + attention.value_dim)
-    if isinstance(attention, LatentSpec):
+    if not isinstance(attention, RelativeSpec):
         return attention.cached_width
     return 2 * attention.num_heads * attention.head_dim
 
@@ -237,6 +263,11 @@ def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> I
         whole = attention.qk_norm == "projection"
         yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, offset)
         yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, offset)
+    if (indexer := attention.indexer) is not None:
+        yield DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, d), True)
+        yield DenseRole("attention.index_k", (indexer.head_dim, d), True)
+        yield DenseRole("attention.index_q_norm", (indexer.head_dim,), False, offset)
+        yield DenseRole("attention.index_k_norm", (indexer.head_dim,), False, offset)
 
 
 def _gate_role(gate: OutputGateSpec | None, num_heads: int, head_dim: int, d: int) -> Iterator[DenseRole]:
@@ -289,8 +320,9 @@ def attention_sizes(attention: AttentionSpec) -> dict[str, int | None]:
     else:
         names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: getattr(attention, name) for name in names}
-    if isinstance(attention, LatentSpec) and (indexer := attention.indexer) is not None:
-        sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
+    if not isinstance(attention, RelativeSpec) and (indexer := attention.indexer) is not None:
+        own = ("top_k",) if isinstance(indexer, IndexerSpec) else ("block_tokens", "num_blocks")
+        sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", *own)}
     return sizes
 
 
@@ -333,7 +365,23 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     scaling = None if rope is None else rope.scaling
     if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
         return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"
-    return _temperature_fault(attention.temperature, attention)
+    return _block_indexer_fault(attention, rope) or _temperature_fault(attention.temperature, attention)
+
+
+def _block_indexer_fault(attention: GroupedQuerySpec, rope: RopeSpec | None) -> str | None:
+    indexer = attention.indexer
+    if indexer is None:
+        return None
+    if attention.sliding_window is not None or attention.sinks:
+        return "an indexer of blocks needs attention without sliding_window and sinks"
+    if rope is not None and (rope.rotary_dim > indexer.head_dim or isinstance(rope.scaling, LongRopeSpec)):
+        return "an indexer of blocks needs heads of at least rotary_dim values, and no longrope"
+    most = indexer.num_blocks if indexer.kind == "largest" else 0
+    if not 0 <= indexer.local_blocks <= most:
+        return f"indexer local_blocks is {indexer.local_blocks} with {indexer.kind}, expected 0 to {most}"
+    if indexer.kind == "largest" and attention.num_kv_heads % indexer.num_heads:
+        return f"{indexer.num_heads} heads of an indexer cannot choose for {attention.num_kv_heads} keys and values"
+    return None
 
 
 def _temperature_fault(temperature: TemperatureSpec | None, attention: GroupedQuerySpec | LatentSpec) -> str | None:

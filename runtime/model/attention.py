@@ -10,7 +10,9 @@ move into the latent's space instead, all heads attend to the cached vectors, an
 latents. Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
 
 With an *indexer* (DeepSeek-V3.2), a query attends to the positions that score highest with keys of the indexer's own.
-Layers without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache.
+Layers without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache. Grouped
+queries may have an indexer too, which chooses blocks of positions; while there are no more blocks than it chooses,
+attention is the plain one.
 
 *Relative positions* add a bias for each head and distance to the scores, in place of a rotation; so does an encoder.
 A decoder also attends to the encoder's output, without a bias.
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import (
+    BlockIndexerSpec,
     GroupedQuerySpec,
     IndexerSpec,
     LatentSpec,
@@ -31,7 +34,7 @@ from moe_pack.formats.parts import (
     RelativeSpec,
     TemperatureSpec,
 )
-from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.kv_cache import Angles, LayerCache, Rope, rotate
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
 from moe_pack.runtime.model.weights import Weights
@@ -87,7 +90,8 @@ def _attend_grouped(
         angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = is_interleaved(weights.spec, layer)
-    mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
+    chosen = None if spec.indexer is None else choose_blocks(x, weights, spec.indexer, layer, cache, angles)
+    mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks, chosen)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return project("o", _gated(mixed, x, weights, spec.gate, spec.value_dim, role))
@@ -112,6 +116,103 @@ def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: tor
     """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
     positions = torch.arange(start, start + num_tokens, device=device)[:, None]
     return 1 + spec.slope * torch.log1p(torch.floor((positions + int(spec.is_from_one)) / spec.length))
+
+
+@torch.no_grad()
+def choose_blocks(
+    x: Tensor, weights: Weights, spec: BlockIndexerSpec, layer: int, cache: LayerCache, angles: Angles
+) -> Tensor | None:
+    """Returns the blocks that each new token attends to; the indexer's keys of the tokens are written to the cache.
+
+    A block is seen up to the token's own position. The block that the token is in the middle of counts as chosen.
+    Args:    x: float32 [T, d], normed.   angles: of the T positions, as the layer rotates them.
+    Returns: bool [m, T, blocks up to the last token's], for each of m shares of the heads: 1, or those of the indexer;
+             among blocks of equal scores, the first. None if all are chosen.
+    """
+    assert cache.index is not None, "a layer with an indexer of blocks"
+    role, start, size = f"layers.{layer}.attention", cache.num_tokens, spec.block_tokens
+    stop = start + len(x)
+    interleaved, eps = is_interleaved(weights.spec, layer), weights.spec.norm.eps
+    k = linear(x, weights.matrix(f"{role}.index_k"))
+    if spec.kind == "largest":
+        k = weights.operations.rms_norm(k, weights.vector(f"{role}.index_k_norm"), eps)
+        k = rotate(k[None], angles, interleaved)[0]
+    cache.index[start:stop] = k
+    if spec.kind == "pooled":
+        _pool_blocks(weights, layer, cache.index, range(start // size, stop // size), size)
+    num_blocks = -(-stop // size)
+    if (stop // size if spec.kind == "pooled" else num_blocks) <= spec.num_blocks:
+        return None
+    q = linear(x, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1)
+    q = weights.operations.rms_norm(q, weights.vector(f"{role}.index_q_norm"), eps).transpose(0, 1)
+    q = rotate(q, angles, interleaved)  # [heads, T, head_dim]
+    chosen, step = [], max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * stop))
+    score = _score_pooled if spec.kind == "pooled" else _score_largest
+    for first in range(0, len(x), step):
+        positions = torch.arange(start + first, start + min(first + step, len(x)), device=x.device)
+        chosen.append(score(q[:, first : first + step], cache.index[:stop].float(), positions, spec))
+    return torch.cat(chosen, dim=1)
+
+
+def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, size: int) -> None:
+    """Writes the key of each of these blocks, which are complete, to its last position in the cache of an indexer."""
+    if not blocks:
+        return
+    attention = weights.spec.attention_of(layer)
+    assert isinstance(attention, GroupedQuerySpec), "of a layer with an indexer of blocks"
+    rows = index[blocks.start * size : blocks.stop * size].view(len(blocks), size, -1)
+    norm = weights.vector(f"layers.{layer}.attention.index_k_norm")
+    pooled = weights.operations.rms_norm(rows.float().mean(dim=1), norm, weights.spec.norm.eps)
+    if attention.rotates(layer):
+        positions = torch.arange(blocks.start, blocks.stop, device=index.device) * size
+        angles = Rope(weights.spec.rope_of(layer), index.device)(positions, blocks.stop * size)
+        pooled = rotate(pooled[None], angles, is_interleaved(weights.spec, layer))[0]
+    rows[:, -1] = pooled
+
+
+def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: BlockIndexerSpec) -> Tensor:
+    """Returns the blocks that are chosen by their own keys, and those that tokens are in the middle of.
+
+    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim], a complete block's key at its last
+             position.   positions: int64 [T].
+    Returns: bool [1, T, blocks].
+    """
+    size = spec.block_tokens
+    scores = torch.relu(q @ index[size - 1 :: size].T).sum(dim=0)
+    complete = (positions + 1)[:, None] // size
+    numbers = torch.arange(-(-len(index) // size), device=q.device)
+    chosen = largest(scores, spec.num_blocks, numbers[: scores.shape[1]] < complete)
+    chosen = torch.nn.functional.pad(chosen, (0, len(numbers) - scores.shape[1]))
+    return (chosen | ((numbers == complete) & (numbers == positions[:, None] // size)))[None]
+
+
+def _score_largest(q: Tensor, index: Tensor, positions: Tensor, spec: BlockIndexerSpec) -> Tensor:
+    """Returns the blocks that are chosen by the best of their positions, and the last ones.
+
+    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim].   positions: int64 [T].
+    Returns: bool [heads, T, blocks].
+    """
+    size, length = spec.block_tokens, len(index)
+    seen = torch.arange(length, device=q.device) <= positions[:, None]
+    scores = (q @ index.T).masked_fill(~seen, -torch.inf)
+    scores = torch.nn.functional.pad(scores, (0, -length % size), value=-torch.inf)
+    scores = scores.view(*scores.shape[:2], -1, size).amax(dim=-1)
+    own, numbers = positions[:, None] // size, torch.arange(scores.shape[-1], device=q.device)
+    is_local = (numbers <= own) & (numbers > own - spec.local_blocks)
+    return largest(scores.masked_fill(is_local, torch.inf), spec.num_blocks, numbers <= own)
+
+
+def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+    """Returns which of the allowed scores are the `number` largest of their row; among equal ones, the first.
+
+    Args:    scores: float32 [..., n].   allowed: bool, of a shape that becomes theirs.
+    Returns: bool [..., n]; all that are allowed, if they are fewer.
+    """
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    least = scores.topk(min(number, scores.shape[-1]), dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    missing = number - above.sum(dim=-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(dim=-1) <= missing))) & allowed
 
 
 def attend_latent(
@@ -203,11 +304,7 @@ def _indexed(
         rows = slice(first, first + step)
         scores = torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ keys.T), head_weights[rows])
         seen = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[rows]
-        scores = scores.masked_fill(~seen, -torch.inf)
-        least = scores.topk(spec.top_k, dim=-1).values[:, -1:]
-        above, equal = scores > least, scores == least
-        missing = spec.top_k - above.sum(dim=-1, keepdim=True)
-        chosen[rows] = (above | (equal & (equal.cumsum(dim=-1) <= missing))) & seen
+        chosen[rows] = largest(scores, spec.top_k, seen)
     return chosen
 
 

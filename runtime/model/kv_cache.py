@@ -144,6 +144,8 @@ class LayerCache:
     """A layer's keys and values [heads, places, width] of a sequence of `num_tokens`.
 
     Position p is in place `p % places`. With fewer places than positions it is a ring, which has the last positions.
+    `index`: keys of an indexer of blocks [places, head_dim]; None without one. With `pooled`, the last position of a
+    complete block has the block's key; all other positions have their own, from before the mean.
     `chosen`: what a layer with an indexer writes, and a layer that shares its choice reads.
     """
 
@@ -151,6 +153,7 @@ class LayerCache:
     values: Tensor
     num_tokens: int
     chosen: Chosen = field(default_factory=Chosen)
+    index: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places."""
@@ -183,6 +186,13 @@ def _keys_and_values(
         heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
     keys, values = (torch.zeros((heads, places, dim), dtype=dtype, device=device) for dim in dims)
     return keys, values
+
+
+def _index_keys(attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Returns a layer's empty keys of an indexer of blocks; None without one."""
+    if not isinstance(attention, GroupedQuerySpec) or attention.indexer is None:
+        return None
+    return torch.zeros((places, attention.indexer.head_dim), dtype=dtype, device=device)
 
 
 class KVCache:
@@ -219,6 +229,7 @@ class KVCache:
         self.device, self.dtype = device, dtype
         made = [_keys_and_values(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
         self.keys, self.values = (tuple(keys for keys, _ in made), tuple(values for _, values in made))
+        self._index = [_index_keys(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
         widths = (cached_width(spec.attention_of(layer)) for layer in range(len(places)))
         values_in_all = sum(number * width for number, width in zip(places, widths, strict=True))
         self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
@@ -231,7 +242,9 @@ class KVCache:
     @staticmethod
     def of_layer(spec: ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
         """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
-        return LayerCache(*_keys_and_values(spec.attention_of(layer), context_tokens, torch.float32, device), 0)
+        attention = spec.attention_of(layer)
+        index = _index_keys(attention, context_tokens, torch.float32, device)
+        return LayerCache(*_keys_and_values(attention, context_tokens, torch.float32, device), 0, index=index)
 
     @property
     def num_tokens(self) -> int:
@@ -276,7 +289,7 @@ class KVCache:
 
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""
-        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens, self._chosen)
+        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens, self._chosen, self._index[idx])
 
     def of(self, idx: int) -> LayerCache | LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""

@@ -78,12 +78,14 @@ class Operations:
         spec: GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Returns the output of each query head; the keys and values of new tokens enter the cache.
 
         Args:    projected: queries and keys, float32 [T, heads * head_dim], neither normed by head nor rotated, and
                  values [T, heads * value_dim].   window: the most positions that a token sees; None: all before it.
-                 sinks: float32 [num_heads], logits without a value.
+                 sinks: float32 [num_heads], logits without a value.   chosen: bool [m, T, blocks], the blocks of
+                 positions that each token attends to with each of m shares of the heads; None: all.
         Returns: float32 [T, num_heads * value_dim].
         """
         dims = (spec.head_dim, spec.head_dim, spec.value_dim)
@@ -103,6 +105,9 @@ class Operations:
         mixed = []
         for begin in range(0, max(num_tokens, 1), step):
             piece, at = q[:, begin : begin + step], start + begin
+            if chosen is not None:
+                mixed.append(_attend_blocks(piece, keys, values, at, chosen[:, begin : begin + step], spec))
+                continue
             piece_first = _first_seen(window, at, chunked)
             seen = slice(piece_first - first, at + piece.shape[1] - first)
             mixed.append(
@@ -234,8 +239,15 @@ def _attend_piece(
         q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
         is_causal = False
+    return _attend_seen(q, keys, values, seen, is_causal, scale)
+
+
+def _attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim] over keys that they see, float32 [heads, T, value_dim]."""
     if q.device.type != "cpu":
         return fused_attention(q, keys, values, seen, is_causal, scale)
+    if values.shape[-1] != q.shape[-1]:
+        return _softmax_attention(q, keys, values, seen, scale, None)
     mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
         q[None], keys[None], values[None], attn_mask=seen, is_causal=is_causal, scale=scale, enable_gqa=True
     )
@@ -267,6 +279,29 @@ def _softmax_attention(
     if sinks is not None:
         total = total + (sinks[:, None, None] - highest).exp()
     return (scores @ values).view(num_heads, num_tokens, -1) / total
+
+
+def _attend_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: GroupedQuerySpec
+) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim] from position `start` on over blocks of keys from 0 on.
+
+    A token alone reads the keys and values of its blocks and no others.
+    Args:    chosen: bool [m, T, blocks], for each of m shares of the heads.
+    Returns: float32 [heads, T, value_dim].
+    """
+    assert spec.indexer is not None, "an indexer chose blocks"
+    stop, mixed = start + q.shape[1], []
+    before = seen_positions(None, 0, start, q.shape[1], q.device)
+    shares = (each.chunk(len(chosen)) for each in (q, keys[:, :stop], values[:, :stop]))
+    for blocks, queries, own_keys, own_values in zip(chosen, *shares, strict=True):
+        seen = blocks.repeat_interleave(spec.indexer.block_tokens, dim=1)[:, :stop]
+        if before is not None:
+            mixed.append(_attend_seen(queries, own_keys, own_values, seen & before, False, spec.scale))
+            continue
+        places = seen[0].nonzero()[:, 0]
+        mixed.append(_attend_seen(queries, own_keys[:, places], own_values[:, places], None, False, spec.scale))
+    return torch.cat(mixed)
 
 
 def fused_attention(
@@ -337,14 +372,16 @@ class NativeOperations(Operations):
         spec: GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Returns the attention of each query head, float32 [T, num_heads * value_dim].
 
         The kernel norms heads before it rotates them, has values as large as keys, and has sliding windows: for one
-        token, a chunk is one. What it lacks is computed in torch.
+        token, a chunk is one. It attends to all positions of a window, not to blocks. What it lacks is computed in
+        torch.
         """
-        if spec.value_dim != spec.head_dim:
-            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
+        if spec.value_dim != spec.head_dim or chosen is not None:
+            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)
         if spec.chunked and window is not None and len(projected[0]) == 1:
             window = cache.num_tokens % window + 1
         elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):

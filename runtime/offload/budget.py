@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
+from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
@@ -406,7 +406,9 @@ def _attention_width(attention: AttentionSpec) -> int:
     """Returns the most floats of one token while a layer attends."""
     if isinstance(attention, GroupedQuerySpec):
         gates = 0 if attention.gate is None else attention.num_heads * attention.value_dim
-        return (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim) + gates
+        indexed = 0 if attention.indexer is None else 2 * (attention.indexer.num_heads + 1) * attention.indexer.head_dim
+        heads = (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim)
+        return heads + gates + indexed
     if isinstance(attention, RelativeSpec):
         return 4 * attention.num_heads * attention.head_dim
     indexer = attention.own_indexer
@@ -445,7 +447,7 @@ def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) ->
     layer runs for all tokens before the next begins.
     """
     attention = spec.attention
-    if any(isinstance(each, LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
+    if any(not isinstance(each, RelativeSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
         return _MASKS * chunk_tokens * context_tokens
     if spec.encoder is None or not isinstance(attention, RelativeSpec):
         return 0

@@ -598,6 +598,33 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)
 
 
+BLOCKS: Values = {"kind": "largest", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}
+
+
+def test_an_indexer_of_blocks_that_cannot_be_is_refused() -> None:
+    plain = changed(GROUPED, "attention sliding_window", None)
+    window = "an indexer of blocks needs attention without sliding_window and sinks"
+    small = "an indexer of blocks needs heads of at least rotary_dim values, and no longrope"
+    blocks = changed(plain, "attention indexer", BLOCKS)
+    assert_refused_beside_legal(blocks, "attention sliding_window", 16, None, window)
+    assert_refused_beside_legal(blocks, "attention sinks", True, False, window)
+    assert_refused_beside_legal(blocks, "attention indexer head_dim", 31, 33, small)
+    assert_refused_beside_legal(blocks, "rope scaling", LONGROPE, YARN, small)
+    local = "indexer local_blocks is {} with {}, expected 0 to {}"
+    for number in (4, -1):
+        message = local.format(number, "largest", 3)
+        assert_refused_beside_legal(blocks, "attention indexer local_blocks", number, 3, message)
+    pooled = changed(blocks, "attention indexer kind", "pooled")
+    assert_refused_beside_legal(pooled, "attention indexer local_blocks", 1, 0, local.format(1, "pooled", 0))
+    heads = "3 heads of an indexer cannot choose for 2 keys and values"
+    assert_refused_beside_legal(blocks, "attention indexer num_heads", 3, 1, heads)
+    assert spec_fault(changed(pooled, "attention indexer num_heads", 3)) is None
+    for name in ("num_heads", "head_dim", "block_tokens", "num_blocks"):
+        with case(name):
+            line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
+            assert_refused_beside_legal(blocks, f"attention indexer {name}", 0, BLOCKS[name], line)
+
+
 def sharing(own: IndexerSpec | None, shared: IndexerSpec, layer: int) -> ModelSpec:
     """Two layers, one of which shares what the other one chose."""
     attention = LATENT.attention

@@ -7,6 +7,7 @@ from moe_pack.formats import ModelSpec, RunError
 from moe_pack.runtime.options import EngineOptions, cpu_only
 
 TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": False, "is_unrotated": False}
+BLOCKS: Values = {"kind": "pooled", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}
 PLAIN = changed(GROUPED, "attention qk_norm", "none")
 REFUSED: list[tuple[ModelSpec, str]] = [
     (ANSWERING, "an encoder"),
@@ -35,6 +36,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(GROUPED, "attention chunked", True), "attention in chunks"),
     (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),
     (changed(GROUPED, "attention qk_norm", "unit"), "norms of rotated heads"),
+    (changed(GROUPED, "attention indexer", BLOCKS), "attention to blocks"),
 ]
 
 

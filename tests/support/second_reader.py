@@ -647,6 +647,9 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("q_norm", (size,)), ("k_norm", (size,))]
         elif attention["qk_norm"] == "projection":
             shapes += [("q_norm", (q,)), ("k_norm", (kv,))]
+        if "indexer" in attention:
+            m, i = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
+            shapes += [("index_q", (m * i, d)), ("index_k", (i, d)), ("index_q_norm", (i,)), ("index_k_norm", (i,))]
     elif attention["kind"] == "relative":
         shapes += relative_shapes(attention, d)
     else:
