@@ -18,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 
 from moe_pack.formats import CheckpointError, Pack, PackError, RangeReader, RunError, parse
 from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.families import text_config
 
 _MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
 _SENTINEL = re.compile(r"<extra_id_\d+>")
@@ -87,7 +88,7 @@ class Text:
         self.answer_end_ids = self.end_ids | _tokenizer_end_ids(files, self._tokenizer)
         self.chat_template = ChatTemplate.of(files)
         self._beginning = _beginning(files, self._tokenizer)
-        self._vocab_size = _json(files, "config.json").get("vocab_size")
+        self._vocab_size = text_config(_json(files, "config.json")).get("vocab_size")
 
     @property
     def vocab_size(self) -> int:
@@ -192,9 +193,14 @@ def _beginning(files: TextFiles, tokenizer: Tokenizer) -> int | None:
 
 
 def _end_ids(files: TextFiles) -> frozenset[int]:
-    """Returns `eos_token_id` of generation_config.json, else of config.json: a token, a list of tokens, or none."""
-    for name in ("generation_config.json", "config.json"):
-        value = _json(files, name).get("eos_token_id")
+    """Returns `eos_token_id` of generation_config.json, else of config.json: a token, a list of tokens, or none.
+
+    In a multimodal config it may also be in the text model's object.
+    """
+    config = _json(files, "config.json")
+    found = [("generation_config.json", _json(files, "generation_config.json"))]
+    for name, values in (*found, ("config.json", config), ("config.json", text_config(config))):
+        value = values.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
             raise _error(files)(f"{name}: eos_token_id is {value!r}, expected a token or a list of tokens")

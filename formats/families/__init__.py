@@ -2,7 +2,7 @@
 
 from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
 from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
-from moe_pack.formats.families.registry import SHORT_NAMES
+from moe_pack.formats.families.registry import SHORT_NAMES, text_config
 
 __all__ = [
     "SCALE_BLOCK",
@@ -10,4 +10,5 @@ __all__ = [
     "Checkpoint",
     "SourceMatrix",
     "model_spec",
+    "text_config",
 ]

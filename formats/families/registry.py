@@ -3,6 +3,9 @@
 A family is data, one file a `model_type`. Code outside this folder knows specs and roles, but never families.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
@@ -126,6 +129,17 @@ SHORT_NAMES: dict[str, str] = {
 
 # The keys for the number of experts in all known checkpoints. A config without any of them is that of a dense model.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the object of a `config.json` that describes the text model: a part of it in a multimodal checkpoint."""
+    family = FAMILIES.get(str(values.get("model_type")))
+    for key in () if family is None else family.text_keys:
+        inner = values.get(key)
+        if not isinstance(inner, dict):
+            break
+        values = inner
+    return values
 
 
 def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import case
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import CheckpointError, Pack, RunError
@@ -91,6 +92,21 @@ def test_a_folder_in_a_file_s_place_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").mkdir()
     with pytest.raises(CheckpointError, match=r"^tokenizer\.json: is not a regular file$"):
         Text(FolderFiles(folder))
+
+
+def test_a_multimodal_config_says_the_vocabulary_and_the_end_where_its_text_model_is(folder: Path) -> None:
+    own = {"vocab_size": 77, "eos_token_id": [5, 6]}
+    cases = (
+        {"model_type": "qwen3_vl_moe", "text_config": own},
+        {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": own}},
+    )
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for config in cases:
+        with case(config):
+            (folder / "config.json").unlink()
+            (folder / "config.json").write_text(json.dumps(config))
+            text = Text(FolderFiles(folder))
+            assert text.vocab_size == 77 and text.end_ids == {5, 6}
 
 
 @pytest.mark.parametrize("config", [None, {}, {"vocab_size": "4096"}, {"vocab_size": True}, {"vocab_size": 0}, []])
