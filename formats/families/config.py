@@ -172,6 +172,11 @@ class Config:
         self._read.add(key)
         return True
 
+    def respell(self, key: str, text: str, usual: str) -> None:
+        """Takes this string under a key as the usual one, which means the same to the family."""
+        if self._values.get(key) == text:
+            self._values = self._values | {key: usual}
+
     def texts(self, key: str) -> tuple[str, ...]:
         """Reads a list of strings; empty if the key is missing or null."""
         return tuple(self._items(key, (str,), "strings"))

@@ -32,20 +32,19 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
-    """A tensor with the rows of several roles, one after the other, in the order of `roles` (as in `dense_names`)."""
-
-    name: str
-    roles: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is not stored like its role: `transposed`, `[in, out]`, or with the role as first of `parts`."""
+    """A tensor that is not stored like its role: `transposed`, `[in, out]`, or with the role as first of `parts`.
+
+    `roles`: it has the rows of several roles, one after the other in this order, each named as in `dense_names`.
+    """
 
     name: str
     transposed: bool = False
     parts: int = 1
+    roles: tuple[str, ...] = ()
+
+
+DenseName = str | Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,9 @@ class Family:
 
     `dense_names` maps roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the
     source counts two of our layers as one; if a role has several names, a checkpoint has one of them. If one tensor has
-    several roles, each of them maps to the same `Stacked`. A checkpoint follows one of the `expert_names`. For an
-    encoder, the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the
-    layers of both stacks count from 0.
+    several `roles`, each of them has the same `Stored`. A checkpoint follows one of the `expert_names`. For an encoder,
+    the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of
+    both stacks count from 0.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
@@ -85,7 +84,7 @@ class Family:
     model_type: str
     short_names: Mapping[str, str]
     read_config: Callable[[Config], ModelSpec]
-    dense_names: Mapping[str, str | tuple[str | Stored, ...] | Stacked]
+    dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
     expert_names: tuple[ExpertNames, ...]
     dropped: tuple[LeftOut, ...] = ()
     unused: tuple[LeftOut, ...] = ()
@@ -225,9 +224,8 @@ def _claim_dense(
     dense, roles = {}, {role.name: role for role in dense_roles(spec)}
     for role in roles.values():
         stored = _present(_stored(family, spec, role.name), tensors)
-        name = stored.name
+        name, stacked = stored.name, stored.roles
         cols = role.shape[1] if len(role.shape) == 2 else 1
-        stacked = _stacked(family, spec, role.name)
         sizes = [roles[other].shape[0] for other in stacked] or [role.shape[0]]
         first = sum(sizes[: stacked.index(role.name)]) if stacked else 0
         source = SourceMatrix(name, first, role.shape[0], cols, cols, transposed=stored.transposed)
@@ -245,15 +243,6 @@ def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -
     """Returns the shape of a tensor: a vector may be one row; a mixer's may have any shape of as many values."""
     is_vector = len(shape) == 1 and math.prod(found) == shape[0]
     return found if is_vector and (found == (1, *shape) or ".mixer." in role.name) else shape
-
-
-def _stacked(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
-    """Returns the roles of the tensor that a role is in, with their layer; empty if the tensor is the role's own."""
-    names = family.dense_names.get(_key(spec, role)[0])
-    if not isinstance(names, Stacked):
-        return ()
-    number = role.split(".")[1]
-    return tuple(other.format(i=number) for other in names.roles)
 
 
 def _key(spec: ModelSpec, role: str) -> tuple[str, int]:
@@ -277,11 +266,12 @@ def _stored(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
     key, layer = _key(spec, role)
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
-    if isinstance(names, Stacked):
-        names = names.name
-    ways = (names,) if isinstance(names, str) else names
+    ways = names if isinstance(names, tuple) else (names,)
     stored = (Stored(way) if isinstance(way, str) else way for way in ways)
-    return tuple(replace(way, name=named(way.name, layer)) for way in stored)
+    return tuple(
+        replace(way, name=named(way.name, layer), roles=tuple(other.format(i=role.split(".")[1]) for other in way.roles))
+        for way in stored
+    )
 
 
 def named(template: str, layer: int, expert: int = 0) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stacked
+from moe_pack.formats.families.family import ExpertNames, Family, Stored
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     LayerAttention,
@@ -99,8 +99,8 @@ GRANITEMOE = Family(
     ),
 )
 _SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
-SHARED_NAMES: Mapping[str, str | Stacked] = {
-    **{role: Stacked("model.layers.{i}.shared_mlp.input_linear.weight", _SHARED) for role in _SHARED},
+SHARED_NAMES: Mapping[str, str | Stored] = {
+    **{role: Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
     "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
 }
 GRANITEMOESHARED = replace(

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stacked, Stored
+from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -137,9 +137,8 @@ def _moved(name: str, moves: Moves) -> str:
     return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
 
 
-def _all_moved(names: str | tuple[str | Stored, ...] | Stacked, moves: tuple[Moves, ...]) -> tuple[str | Stored, ...]:
-    assert not isinstance(names, Stacked), "no multimodal family stacks the tensors of its text model"
-    names = (names,) if isinstance(names, str) else names
+def _all_moved(names: DenseName | tuple[DenseName, ...], moves: tuple[Moves, ...]) -> tuple[DenseName, ...]:
+    names = names if isinstance(names, tuple) else (names,)
     return tuple(
         dict.fromkeys(
             _moved(way, each) if isinstance(way, str) else replace(way, name=_moved(way.name, each))

@@ -125,6 +125,14 @@ def test_the_one_value_supported_or_none_at_all_is_accepted() -> None:
                 given.refuse_unread()
 
 
+def test_another_spelling_of_a_value_is_read_as_the_usual_one() -> None:
+    for value, read in (("swish", "silu"), ("silu", "silu"), ("gelu", "gelu"), (None, "none")):
+        with case(value):
+            given = config(a=value)
+            given.respell("a", "swish", "silu")
+            assert given.text("a", "none") == read
+
+
 def test_any_other_value_is_refused_and_true_is_no_1() -> None:
     cases = [
         (False, True),
