@@ -43,6 +43,7 @@ from moe_pack.formats.families.mellum import MELLUM
 from moe_pack.formats.families.mimo_v2_flash import MIMO_V2_FLASH
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
+from moe_pack.formats.families.minimax_m3_vl import MINIMAX_M3_VL
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_NANO_OMNI, NEMOTRON_H_OMNI
@@ -105,6 +106,7 @@ FAMILIES: dict[str, Family] = {
         XVERSE,
         SWITCH_TRANSFORMERS,
         MINIMAX_M2,
+        MINIMAX_M3_VL,
         ERNIE4_5_MOE,
         ERNIE4_5_VL_MOE,
         ERNIE4_5_MOE_VL,

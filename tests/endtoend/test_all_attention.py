@@ -16,7 +16,15 @@ from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.offload import least_budget, routing_bytes
 
 WORDS = {"vocab_size": 4096}  # of the demo model's tokenizer
-FAMILIES = ("hunyuan_v1_moe", "exaone_moe", "mistral4", "deepseek_v32", "llama4_text")
+FAMILIES = (
+    "hunyuan_v1_moe",
+    "exaone_moe",
+    "mistral4",
+    "deepseek_v32",
+    "llama4_text",
+    "glm_moe_dsa",
+    "minimax_m3_vl",
+)
 FEW_PAGES = 30_000  # bytes beyond the room for one expert: some stay, most take turns
 
 pytestmark = pytest.mark.slow  # packs are made by profiles and plans

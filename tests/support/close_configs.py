@@ -592,6 +592,43 @@ CLOSE: tuple[Close, ...] = (
         "layer_types has ['full_attention', 'indexed_attention']; only 'indexed_attention' and "
         "'deepseek_sparse_attention' are supported",
     ),
+    *(
+        Close("minimax_m3_vl", changes, message)
+        for changes, message in (
+            ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+            ({"use_gemma_norm": False}, "use_gemma_norm is False; " + _ONLY("True")),
+            ({"attention_output_gate": True}, "attention_output_gate is True; " + _ONLY("False")),
+            ({"n_shared_experts": 2}, "n_shared_experts is 2; " + _ONLY("1")),
+            ({"swiglu_limit": 6.0}, "swiglu_limit is 6.0; " + _ONLY("7.0")),
+            ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; " + _ONLY("1.702")),
+            ({"rotary_dim": 8}, "rotary_dim is 8; " + _ONLY("16")),
+            ({"index_n_heads": 3}, "3 heads of an indexer cannot choose for 2 keys and values"),
+            ({"index_head_dim": 8}, "an indexer of blocks needs heads of at least rotary_dim values, and no longrope"),
+            ({"index_local_blocks": 4}, "indexer local_blocks is 4 with largest, expected 0 to 3"),
+            ({"index_block_size": 0}, "index_block_size is 0, expected at least 1"),
+            (
+                {"layer_types": ["full_attention", "minimax_m3_sparse", "sliding_attention"]},
+                "layer_types has ['full_attention', 'minimax_m3_sparse', 'sliding_attention']; "
+                "only 'full_attention' and 'minimax_m3_sparse' are supported",
+            ),
+            (
+                {"sparse_attention_config": {"use_sparse_attention": False}},
+                "sparse_attention_config: use_sparse_attention is False; " + _ONLY("True"),
+            ),
+            (
+                {"sparse_attention_config": {"sparse_init_block": 1}},
+                "sparse_attention_config: sparse_init_block is 1; " + _ONLY("0"),
+            ),
+            (
+                {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}},
+                "sparse_attention_config: sparse_attention_freq is [0, 1], expected 0 or 1 for each of 3 layers",
+            ),
+            (
+                {"mlp_layer_types": None, "moe_layer_freq": [0, 1, 2]},
+                "moe_layer_freq is [0, 1, 2], expected 0 or 1 for each of 3 layers",
+            ),
+        )
+    ),
     Close("glm_moe_dsa", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
     Close("glm_moe_dsa", {"rope_interleave": False}, "rope_interleave is False; " + _ONLY("True")),
     Close("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False; " + _ONLY("True")),

@@ -76,11 +76,6 @@ REASONS: tuple[Reason, ...] = (
         "positions that an indexer selects",
     ),
     Reason(
-        "minimax_m3_vl",
-        "MiniMax-M3",
-        "attention to blocks of positions that an indexer with keys of its own selects",
-    ),
-    Reason(
         "glm5_next",
         "GLM-5.3-Flash",
         "hyper-connections (four residual streams), Kimi delta attention with bounded decays, latent attention to "

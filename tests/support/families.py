@@ -326,7 +326,15 @@ FUSED_ALWAYS = (
 # Which have an object with rotary positions for each kind of layer.
 ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash")
 # Which read a share of each head that is rotated.
-PARTLY_ROTATED = ("glm4_moe", "glm4v_moe", "minimax_m2", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+PARTLY_ROTATED = (
+    "glm4_moe",
+    "glm4v_moe",
+    "minimax_m2",
+    "minimax_m3_vl",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+)
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
 NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
 WITH_ENCODER = ("switch_transformers",)
@@ -672,6 +680,8 @@ def as_transformers_4(values: Values) -> Values:
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     if values["model_type"] in NOT_ROTARY and "layer_types" in values:  # which always had it
         four["layer_types"] = values["layer_types"]
+    if "minimax_m3_sparse" in (kinds := values.get("layer_types", ())):
+        four["sparse_attention_config"] = {"sparse_attention_freq": [int(kind != "full_attention") for kind in kinds]}
     rope = dict(values.get("rope_parameters", {}))
     four |= {"torch_dtype": values.get("dtype")}
     if "rope_parameters" not in values:

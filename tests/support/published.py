@@ -89,6 +89,7 @@ PUBLISHED = (
     Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
     Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
     Published("minimax-m2.7", "229", "10", active_leaves_out=("embed", "head")),
+    Published("minimax-m3", "427", "23", "68.736", active_leaves_out=("embed", "head")),
     Published("ernie-4.5-21b-a3b", "21", "3"),
     Published("ernie-4.5-vl-28b-a3b-base", "21", "3"),
     Published("glm-4.7-flash", "30", "3"),

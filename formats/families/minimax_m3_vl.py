@@ -1,0 +1,198 @@
+"""MiniMax-M3, without its vision. Source: transformers, models/minimax_m3_vl."""
+
+from dataclasses import replace
+
+from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, Stored
+from moe_pack.formats.families.multimodal import PARTS, within
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    FUSED_EXPERT_NAMES,
+    read_decoder,
+    read_grouped_query,
+    read_kinds,
+    read_rope,
+)
+from moe_pack.formats.parts import BlockIndexerSpec, OtherAttentionSpec
+
+_FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("scoring_func", "sigmoid")
+    config.only("use_routing_bias", True)
+    config.only("use_qk_norm", True)
+    config.only("qk_norm_type", "per_head")
+    config.only("use_gemma_norm", True)
+    config.only("attention_output_gate", False)
+    config.only("n_shared_experts", 1)
+    config.only("swiglu_alpha", 1.702)
+    config.only("swiglu_limit", 7.0)
+    config.respell("hidden_act", "swigluoai", "silu")  # the neuron function is the same, whatever it says
+    # Missing, transformers takes M3's own.
+    for key in ("head_dim", "num_key_value_heads", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim"):
+        config.require(key)
+    num_layers = config.num_layers()
+    plain = read_grouped_query(config, qk_norm="head")
+    rope = read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
+    config.only("rotary_dim", rope.rotary_dim)  # the same, which transformers does not read
+    indexer, sparse = _read_indexer(config)
+    full = tuple(layer for layer in range(num_layers) if layer not in sparse)
+    router = RouterSpec(
+        "sigmoid_topk",
+        config.whole(config.either("num_local_experts", "num_experts")),
+        config.whole("num_experts_per_tok", 4),
+        normalize=True,
+        bias=True,
+        scaling_factor=config.number("routed_scaling_factor"),
+    )
+    size = config.whole("intermediate_size")
+    spec = read_decoder(
+        config,
+        "minimax_m3_vl_text",
+        replace(plain, indexer=indexer) if sparse else plain,
+        rope,
+        router,
+        size,
+        moe_layers=_moe_layers(config),
+        dense_size_key="dense_intermediate_size",
+        shared_expert=SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+    )
+    others = (OtherAttentionSpec(full, plain, rope),) if sparse and full else ()
+    return replace(spec, others=others, expert=ExpertSpec("clamped_swiglu", size, MATRICES, bias=(), extra_floats=0))
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    """Reads the layers with experts: by `mlp_layer_types`, else by `moe_layer_freq`, else all."""
+    num_layers, kinds = config.num_layers(), read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    flags = _flags(config, "moe_layer_freq", num_layers)
+    return tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else not flags or flags[i]))
+
+
+def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
+    """Reads a list of 0 or 1 for each layer; empty if the key is missing or null."""
+    flags = config.counts(key)
+    if flags and (len(flags) != num_layers or max(flags) > 1):
+        raise CheckpointError(
+            f"{config.place}: {key} is {list(flags)}, expected 0 or 1 for each of {num_layers} layers"
+        )
+    return flags
+
+
+def _read_indexer(config: Config) -> tuple[BlockIndexerSpec, tuple[int, ...]]:
+    """Reads the indexer, and the layers that have one.
+
+    What `sparse_attention_config` says comes before the keys that transformers writes, except for the layers.
+    """
+    num_layers, kinds = config.num_layers(), read_kinds(config, "layer_types", (_FULL, _SPARSE))
+    group = config.group("sparse_attention_config")
+    flags: tuple[int, ...] = ()
+    if group is not None:
+        # Nobody reads these: other values would be another model.
+        group.only("use_sparse_attention", True)
+        group.only("sparse_score_type", "max")
+        group.only("sparse_init_block", 0)
+        flags = _flags(group, "sparse_attention_freq", num_layers)
+        group.only("sparse_disable_index_value", list(flags))
+
+    def size(key: str, legacy: str, default: int, least: int = 1) -> int:
+        found = config.count(key, default)
+        found = found if group is None else group.count(legacy, found)
+        if found < least:
+            raise CheckpointError(f"{config.place}: {key} is {found}, expected at least {least}")
+        return found
+
+    indexer = BlockIndexerSpec(
+        "largest",
+        size("index_n_heads", "sparse_num_index_heads", 4),
+        size("index_head_dim", "sparse_index_dim", 128),
+        size("index_block_size", "sparse_block_size", 128),
+        size("index_topk_blocks", "sparse_topk_blocks", 16),
+        size("index_local_blocks", "sparse_local_block", 1, least=0),
+    )
+    if group is not None:
+        group.refuse_unread()
+    if kinds:
+        return indexer, tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
+    return indexer, tuple(layer for layer, flag in enumerate(flags) if flag)
+
+
+_LAYER = "model.layers.{i}."
+_MOE = _LAYER + "block_sparse_moe."
+
+
+def _stacked(role: str, name: str) -> Stored:
+    roles = f"layers.{{i}}.{role}.gate", f"layers.{{i}}.{role}.up"
+    return Stored(f"{_LAYER}mlp.{name}gate_up_proj.weight", roles=roles)
+
+
+def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[DenseName, ...]]:
+    """Returns the names of the matrices of a dense expert; transformers' own fuse gate and up."""
+    whole = _stacked(role, name)
+    return {
+        f"layers.{{i}}.{role}.gate": (f"{moe}gate_proj.weight", whole),
+        f"layers.{{i}}.{role}.up": (f"{moe}up_proj.weight", whole),
+        f"layers.{{i}}.{role}.down": (f"{moe}down_proj.weight", f"{_LAYER}mlp.{name}down_proj.weight"),
+    }
+
+
+_TEXT = Family(
+    model_type="minimax_m3_vl_text",
+    short_names={},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        **_neurons("mlp", _LAYER + "mlp.", ""),
+        **_neurons("shared", _MOE + "shared_experts.", "shared_experts."),
+        "layers.{i}.router": (_MOE + "gate.weight", _LAYER + "mlp.gate.weight"),
+        "layers.{i}.router_bias": (
+            _MOE + "e_score_correction_bias",
+            _LAYER + "mlp.gate.e_score_correction_bias",
+        ),
+        **{
+            f"layers.{{i}}.attention.index_{name}": (
+                f"{_LAYER}self_attn.index_{own}.weight",
+                f"{_LAYER}self_attn.indexer.{own}.weight",
+            )
+            for name, own in {"q": "q_proj", "k": "k_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.items()
+        },
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": _MOE + "experts.{e}.w1.weight",
+                "up": _MOE + "experts.{e}.w3.weight",
+                "down": _MOE + "experts.{e}.w2.weight",
+            }
+        ),
+        FUSED_EXPERT_NAMES,
+    ),
+    unused=(LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
+)
+MINIMAX_M3_VL = within(
+    _TEXT,
+    "minimax_m3_vl",
+    parts={**PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
+    tied_by_text=True,
+    short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
+    ignored_keys=frozenset(
+        {
+            "image_grid_pinpoints",
+            "image_seq_length",
+            "img_token_compression_config",
+            "merged_hidden_size",
+            "multimodal_projector_bias",
+            "num_reward_heads",
+            "process_image_mode",
+            "projector_hidden_act",
+            "projector_hidden_size",
+            "video_token_index",
+            "vision_feature_layer",
+            "vision_feature_select_strategy",
+        }
+    ),
+)
