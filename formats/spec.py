@@ -27,6 +27,7 @@ from moe_pack.formats.parts import (
     LatentSpec,
     MixedStreamsSpec,
     MixerSpec,
+    NgramSpec,
     NormedResidualSpec,
     OtherAttentionSpec,
     RelativeSpec,
@@ -45,6 +46,7 @@ from moe_pack.formats.parts.attention import (
     rope_fault,
 )
 from moe_pack.formats.parts.mixers import halves_fault, mixer_fault
+from moe_pack.formats.parts.ngrams import ngrams_fault
 from moe_pack.formats.parts.residual import (
     final_stream_roles,
     has_input_norm,
@@ -233,7 +235,8 @@ class ModelSpec:
     unless that is null. `mixer`: what some layers have in place of attention; null if all have
     attention. `halves`: the layers with attention, or experts, alone; null if all have both.
     `others`: layers whose attention or rotary positions are not `attention` and `rope`. `residual`: how the halves of
-    layers read and change the hidden state; null if they add to it.
+    layers read and change the hidden state; null if they add to it. `ngrams`: what some layers add before their first
+    half, from tables on the disk; null if none does.
     """
 
     family: str
@@ -260,6 +263,7 @@ class ModelSpec:
     others: tuple[OtherAttentionSpec, ...] = added(())
     residual: ResidualSpec | None = added(None)  # noqa: RUF009
     logits_softcap: float | None = added(None)
+    ngrams: NgramSpec | None = added(None)  # noqa: RUF009
 
     @property
     def stream_width(self) -> int:
@@ -318,6 +322,10 @@ class ModelSpec:
         """Returns the mixer of a layer; None if the layer has attention."""
         return self.mixer if self.mixer is not None and layer in self.mixer.layers else None
 
+    def ngrams_of(self, layer: int) -> NgramSpec | None:
+        """Returns the n-gram embeddings of a layer; None if it adds none."""
+        return self.ngrams if self.ngrams is not None and layer in self.ngrams.layers else None
+
     @property
     def rotation(self) -> RopeSpec:
         """The rotary positions, if attention is rotary."""
@@ -370,6 +378,9 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
 
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
+    if (ngrams := spec.ngrams_of(layer)) is not None:
+        for role in ngrams.roles(spec.hidden_size, _offset(spec.norm)):
+            yield replace(role, name=f"ngrams.{role.name}")
     if spec.has_first(layer):
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
@@ -446,13 +457,16 @@ def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRo
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Returns the number of all weights: dense (a tied head counts once) and of all experts."""
-    return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
+    """Returns the number of all weights: dense (a tied head counts once), of n-gram tables, and of all experts."""
+    tables = 0 if spec.ngrams is None else spec.ngrams.table_weights
+    return tables + _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
-    """Returns the number of weights that one token uses: all dense weights, and `k` experts a MoE layer."""
-    return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts_per_tok * _expert_parameters(spec)
+    """Returns the weights that one token uses: all dense ones, its rows of n-gram tables, `k` experts a MoE layer."""
+    rows = 0 if spec.ngrams is None else len(spec.ngrams.layers) * spec.ngrams.embed_dim
+    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok
+    return rows + _dense_parameters(spec) + experts * _expert_parameters(spec)
 
 
 def cached_values(spec: ModelSpec) -> int:
@@ -476,8 +490,11 @@ def num_dense_layers(spec: ModelSpec) -> int:
 
 
 def state_values(spec: ModelSpec) -> int:
-    """Returns the values in the states of all layers without attention, float32, whatever the length of the text."""
-    return 0 if spec.mixer is None else len(spec.mixer.layers) * spec.mixer.state.num_values
+    """Returns the values in the states of all mixers and n-grams, float32, whatever the length of the text."""
+    mixers = 0 if spec.mixer is None else len(spec.mixer.layers) * spec.mixer.state.num_values
+    if spec.ngrams is None:
+        return mixers
+    return mixers + len(spec.ngrams.layers) * spec.ngrams.state(spec.hidden_size).num_values
 
 
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
@@ -543,6 +560,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or others_fault(spec.others, spec.attention, attending(spec), spec.num_hidden_layers)
         or _choices_fault(spec)
         or _residual_fault(spec)
+        or _ngrams_fault(spec)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
         or _limits_fault(spec.expert, spec.num_hidden_layers)
@@ -663,6 +681,14 @@ def _choices_fault(spec: ModelSpec) -> str | None:
             return f"layer {layer} shares the choice of an indexer, but the layers before it have no such indexer"
         chooser = chooser if indexer is None or indexer.shared else indexer
     return None
+
+
+def _ngrams_fault(spec: ModelSpec) -> str | None:
+    if spec.ngrams is None:
+        return None
+    if spec.encoder is not None or spec.norm.kind != "rms":
+        return f"ngrams need a model without an encoder and a norm of kind rms, found {spec.norm.kind}"
+    return ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.hidden_size, spec.vocab_size)
 
 
 def _router_fault(router: RouterSpec) -> str | None:

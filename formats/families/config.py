@@ -153,6 +153,11 @@ class Config:
         """Reads a list of whole numbers, 0 or more each; empty if the key is missing or null."""
         return tuple(self._items(key, (int,), "whole numbers"))
 
+    def first_count(self, key: str) -> int:
+        """Reads a whole number of 0 or more, or the first of a list of such numbers."""
+        listed = self.counts(key) if isinstance(self._values.get(key), list) else ()
+        return listed[0] if listed else self.count(key)
+
     def numbers(self, key: str) -> tuple[float, ...]:
         """Reads a list of numbers; empty if the key is missing or null."""
         return tuple(self._float(key, number) for number in self._items(key, (int, float), "numbers"))

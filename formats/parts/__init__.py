@@ -1,4 +1,4 @@
-"""Parts of what a model computes, as data: attention, mixers, rotary positions, residuals."""
+"""Parts of what a model computes, as data: attention, mixers, rotary positions, residuals, n-grams."""
 
 from moe_pack.formats.parts.added import added, is_added
 from moe_pack.formats.parts.attention import (
@@ -23,6 +23,7 @@ from moe_pack.formats.parts.mixers import (
     MixerSpec,
     ShortConvSpec,
 )
+from moe_pack.formats.parts.ngrams import NgramSpec
 from moe_pack.formats.parts.residual import (
     GatedStreamsSpec,
     MixedStreamsSpec,
@@ -52,6 +53,7 @@ __all__ = [
     "MambaSpec",
     "MixedStreamsSpec",
     "MixerSpec",
+    "NgramSpec",
     "NormedResidualSpec",
     "OtherAttentionSpec",
     "OutputGateSpec",

@@ -1,0 +1,203 @@
+"""n-gram embeddings: what some layers add to the hidden states, from a few rows of a table that stays on the disk.
+
+    rows = table[hash of the token and of those before it]          a row for each head
+    x = x + gate(x, rows) * value(rows), and a short convolution of it
+
+`NgramSpec` is part of a `ModelSpec`. Which rows a token reads follows from token ids alone, so they can be read before
+the layer runs. The table of a layer has billions of weights; it is no dense role, but a file of its own in a pack.
+docs/format.md, section 11, says what a layer computes.
+
+`hashed_ngrams` makes the spec from what a config has: the sizes of heads are prime numbers, and the multipliers of
+hashes come from a seed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moe_pack.formats.parts.mixers import MAX_CONV_KERNEL, MAX_STATE_VALUES, StateShape
+from moe_pack.formats.parts.roles import DenseRole, are_layers
+
+MAX_NGRAM_SIZE = 64
+MAX_HEADS = 4096  # of all layers, so that a hostile config cannot make us look for many prime numbers
+MAX_TABLE_ROWS = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSpec:
+    """The layers with n-gram embeddings, and how their rows are found and used.
+
+    For each n from 2 to `ngram_size` a token has `heads_per_ngram` heads; each reads one row of `embed_dim` divided by
+    the number of heads values, by a hash of the token and the `n - 1` before it. The rows together, `embed_dim` values,
+    give a key for each of `streams` parallel hidden states of the model's hidden size, and a value. The value, gated by
+    each stream, goes through a causal convolution of `conv_kernel` taps, `dilation` tokens apart.
+    For each layer: `head_sizes`, the rows of each head, which lie in its table one head after another; `multipliers`,
+    those of the hash, the token's own first; `num_rows`, the rows of its table, of which the last may be unused.
+    A hash does not see beyond `eos_token`, which also stands before the text.
+    Source: transformers, models/qwen4_exp, Qwen4ExpTextNGramEmbedding and Qwen4ExpTextPLELayer.
+    """
+
+    layers: tuple[int, ...]
+    streams: int
+    embed_dim: int
+    conv_kernel: int
+    dilation: int
+    ngram_size: int
+    heads_per_ngram: int
+    eos_token: int
+    head_sizes: tuple[tuple[int, ...], ...]
+    multipliers: tuple[tuple[int, ...], ...]
+    num_rows: tuple[int, ...]
+
+    @property
+    def num_heads(self) -> int:
+        """The rows that a token reads in a layer."""
+        return (self.ngram_size - 1) * self.heads_per_ngram
+
+    @property
+    def row_values(self) -> int:
+        """The values of a row."""
+        return self.embed_dim // self.num_heads
+
+    def table_shape(self, layer: int) -> tuple[int, int]:
+        """Returns rows and columns of a layer's table."""
+        return self.num_rows[self.layers.index(layer)], self.row_values
+
+    @property
+    def table_weights(self) -> int:
+        """The weights of all tables."""
+        return sum(self.num_rows) * self.row_values
+
+    def roles(self, hidden_size: int, offset: float) -> Iterator[DenseRole]:
+        """Yields the dense tensors of a layer. `offset` is that of norms."""
+        width = self.streams * hidden_size
+        yield DenseRole("key", (width, self.embed_dim), True)
+        yield DenseRole("value", (hidden_size, self.embed_dim), True)
+        for name in ("key_norm", "query_norm", "conv_norm"):
+            yield DenseRole(name, (width,), False, offset)
+        yield DenseRole("conv", (width * self.conv_kernel,), False)
+
+    def state(self, hidden_size: int) -> StateShape:
+        """Returns the shape of a layer's state: the last inputs of its convolution."""
+        return StateShape(((self.conv_kernel - 1) * self.dilation, self.streams * hidden_size), ())
+
+    def width(self, hidden_size: int) -> int:
+        """Returns the most floats of one token while a layer's embeddings are used."""
+        return 2 * self.embed_dim + 8 * self.streams * hidden_size + 2 * hidden_size
+
+
+def ngrams_fault(ngrams: NgramSpec, num_layers: int, hidden_size: int, vocab_size: int) -> str | None:
+    """Returns why n-gram embeddings cannot be those of a model with these sizes, or None."""
+    for name in ("streams", "embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
+        size = getattr(ngrams, name)
+        if not 0 < size < 2**31:
+            return f"ngrams {name} is {size}, expected 1 to 2^31 - 1"
+    if not ngrams.layers or not are_layers(ngrams.layers, num_layers):
+        return "ngrams layers must list decoder layers, at least one, in rising order"
+    if not 2 <= ngrams.ngram_size <= MAX_NGRAM_SIZE:
+        return f"ngrams ngram_size is {ngrams.ngram_size}, expected 2 to {MAX_NGRAM_SIZE}"
+    if len(ngrams.layers) * ngrams.num_heads > MAX_HEADS:
+        return f"ngrams have {len(ngrams.layers) * ngrams.num_heads} heads in all layers, expected at most {MAX_HEADS}"
+    if ngrams.embed_dim % ngrams.num_heads:
+        return f"ngrams embed_dim is {ngrams.embed_dim}, expected a multiple of the {ngrams.num_heads} heads"
+    if ngrams.conv_kernel > MAX_CONV_KERNEL:
+        return f"ngrams conv_kernel is {ngrams.conv_kernel}, expected at most {MAX_CONV_KERNEL}"
+    if ngrams.state(hidden_size).num_values > MAX_STATE_VALUES:
+        return f"the state of ngrams has {ngrams.state(hidden_size).num_values} values, expected at most 2^31"
+    if not 0 <= ngrams.eos_token < vocab_size:
+        return f"ngrams eos_token is {ngrams.eos_token}, expected 0 to {vocab_size - 1}"
+    return _hashes_fault(ngrams, vocab_size)
+
+
+def _hashes_fault(ngrams: NgramSpec, vocab_size: int) -> str | None:
+    L = len(ngrams.layers)
+    lists = (("head_sizes", ngrams.head_sizes), ("multipliers", ngrams.multipliers), ("num_rows", ngrams.num_rows))
+    for name, values in lists:
+        if len(values) != L:
+            return f"ngrams {name} has {len(values)} values, expected {L}: one for each layer"
+    largest = (2**63 - 1) // max(vocab_size - 1, 1)  # products with token ids do not overflow
+    for sizes, factors, num_rows in zip(ngrams.head_sizes, ngrams.multipliers, ngrams.num_rows, strict=True):
+        if len(sizes) != ngrams.num_heads or min(sizes) < 1:
+            return f"ngrams head_sizes must list {ngrams.num_heads} sizes of 1 or more for each layer"
+        if len(factors) != ngrams.ngram_size or not all(0 < factor <= largest for factor in factors):
+            return f"ngrams multipliers must list {ngrams.ngram_size} numbers from 1 to {largest} for each layer"
+        if not sum(sizes) <= num_rows <= MAX_TABLE_ROWS:
+            return f"ngrams num_rows has {num_rows}, expected {sum(sizes)}, the rows of all heads, to 2^48"
+    return None
+
+
+# ---- sizes and multipliers, as a config gives them -------------------------------------------------------------------
+
+
+def hashed_ngrams(
+    layers: Sequence[int],
+    num_layers: int,
+    *,
+    streams: int,
+    embed_dim: int,
+    conv_kernel: int,
+    ngram_size: int,
+    heads_per_ngram: int,
+    eos_token: int,
+    least_head_size: int,
+    rows_multiple: int,
+    vocab_size: int,
+    seed: int,
+) -> NgramSpec | None:
+    """Returns the n-gram embeddings of a model, or None if none of its layers has them.
+
+    The heads of all layers, in their order, have the prime numbers from `least_head_size` on as sizes. A table's rows
+    are rounded up to a multiple of `rows_multiple`. The taps of the convolution are `ngram_size` tokens apart.
+
+    Args:    layers: rising, counted from 0; those from `num_layers` on are left out, and the others stay what they are.
+             vocab_size, seed: decide the multipliers.
+    Source:  transformers, models/qwen4_exp, Qwen4ExpTextNGramEmbedding and _build_layer_multipliers.
+    """
+    num_heads = (ngram_size - 1) * heads_per_ngram
+    kept = [layer for layer in layers if layer < num_layers]
+    if not kept:
+        return None
+    primes = _primes_from(least_head_size)
+    sizes = [tuple(next(primes) for _ in range(num_heads)) for _ in kept]
+    return NgramSpec(
+        layers=tuple(kept),
+        streams=streams,
+        embed_dim=embed_dim,
+        conv_kernel=conv_kernel,
+        dilation=ngram_size,
+        ngram_size=ngram_size,
+        heads_per_ngram=heads_per_ngram,
+        eos_token=eos_token,
+        head_sizes=tuple(sizes),
+        multipliers=tuple(_multipliers(seed, place, ngram_size, vocab_size) for place in range(len(kept))),
+        num_rows=tuple(-(-sum(each) // rows_multiple) * rows_multiple for each in sizes),
+    )
+
+
+def _primes_from(least: int) -> Iterator[int]:
+    """Yields the prime numbers from `least` on."""
+    number = max(least, 2)
+    while True:
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            yield number
+        number += 1
+
+
+_MASK = 2**64 - 1
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_LAYER_STEP = 10007
+
+
+def _multipliers(seed: int, place: int, ngram_size: int, vocab_size: int) -> tuple[int, ...]:
+    """Returns the odd multipliers of the layer at a place among those with tables; products fit 63 bits."""
+    half = max(1, (2**63 - 1) // max(vocab_size, 1) // 2)
+    begin = seed + _LAYER_STEP * place
+    return tuple(2 * (_splitmix(begin + _STEP * (idx + 1)) % half) + 1 for idx in range(ngram_size))
+
+
+def _splitmix(value: int) -> int:
+    """Returns the number of SplitMix64 for a state, both 64 bits."""
+    value = (value + _STEP) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)
