@@ -44,6 +44,7 @@ from moe_pack.formats.manifest import (
     root_digest,
     root_without_thresholds,
     rotation_bytes,
+    table_files,
     thresholds_bytes,
 )
 from moe_pack.formats.plan import dense_quantizer
@@ -259,6 +260,8 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     copied = sum(file.bytes for file in files if file.name in COPIED_FILES)
     dense = sum(file.bytes for file in files if file.name == DENSE_FILE)
     unused = sum(file.bytes for file in files if file.name == UNUSED_FILE)
+    tables = table_files(layout.spec)
+    ngrams = sum(file.bytes for file in files if file.name in tables)
     listed = sum(file.bytes for file in files)
     return Totals(
         selectors=selectors,
@@ -267,10 +270,11 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
         padding=in_files - selectors - records - extra - headers,
         headers=headers,
         dense=dense,
-        tables=listed - copied - dense - unused,
+        tables=listed - copied - dense - unused - ngrams,
         copied=copied,
         content=in_files + listed,
         unused=unused,
+        ngrams=ngrams,
     )
 
 
@@ -292,6 +296,8 @@ def _features(layout: PackLayout, is_rotated: bool) -> tuple[str, ...]:
         features.add("rotated")
     if layout.unused_file is not None:
         features.add("unused")
+    if layout.ngrams:
+        features.add("ngrams")
     return tuple(sorted(features))
 
 

@@ -69,12 +69,22 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, pack_layout, seal_rows, write_rows
+from moe_pack.formats.layout import (
+    DENSE_FILE,
+    UNUSED_FILE,
+    Item,
+    check_rows,
+    ngrams_file,
+    pack_layout,
+    seal_rows,
+    write_rows,
+)
 from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
 from moe_pack.formats.plan import dense_quantizer
 from moe_pack.formats.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
 
 
 class EarlierPack:
@@ -119,7 +129,7 @@ class EarlierPack:
         """Returns whether the item's bytes are in the pack."""
         if not self._is_usable:
             return False
-        if item.kind == "unused":
+        if item.kind in ("unused", "ngrams"):
             return True
         return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
 
@@ -131,6 +141,8 @@ class EarlierPack:
         assert self.contains(item), item
         if item.kind == "unused":
             return MadeItem(self._unused_bytes(item))
+        if item.kind == "ngrams":
+            return MadeItem(self._table_bytes(item))
         if item.kind == "dense":
             return MadeItem(self._dense_bytes(item))
         loss = None if self._losses is None else self._losses[item.layer][item.expert]
@@ -183,6 +195,12 @@ class EarlierPack:
         self._check(UNUSED_FILE)
         return self._pack.read_unused(item.offset, item.num_bytes)
 
+    def _table_bytes(self, item: Item) -> NDArray[np.uint8]:
+        table = self._pack.layout.ngrams[item.layer]
+        rows = self._pack.read_ngrams(table, item.first_row, item.first_row + item.num_bytes // table.rows.row_bytes)
+        check_rows(table.rows, rows, f"{self._pack.folder}: {ngrams_file(table.layer)}", item.first_row)
+        return rows.reshape(-1)
+
     def _check(self, file: str) -> None:
         """Checks the digest of a whole file, the first time."""
         if file not in self._checked:
@@ -215,6 +233,8 @@ def made_item(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = N
     """
     if item.kind == "unused":
         return MadeItem(recipe.checkpoint.raw(item.role, item.start, item.num_bytes))
+    if item.kind == "ngrams":
+        return MadeItem(_table_bytes(recipe, item, stop))
     return MadeItem(_dense_bytes(recipe, item, stop)) if item.kind == "dense" else _expert(recipe, item, stop, stored)
 
 
@@ -251,6 +271,25 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
             out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
             write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
+    return out.reshape(-1)
+
+
+def _table_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    """Returns rows of an n-gram table with their CRCs; some are read at a time."""
+    checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
+    row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
+    out = np.zeros((item.num_bytes // row_bytes, row_bytes), np.uint8)
+    for start, end in next_rows(len(out), stop, max(_MOVED_BYTES // row_bytes, 1)):
+        first = item.first_row + start
+        raw = checkpoint.table_rows(table.layer, first, first + end - start)
+        check_finite(
+            torch.from_numpy(raw).view(TORCH_DTYPES[table.dtype]),
+            f"n-gram table of layer {table.layer}",
+            CheckpointError,
+            lambda row, col, first=first: (first + row, col),  # type: ignore[misc]  # bound early
+        )
+        out[start:end, :value_bytes] = raw
+    seal_rows(table.rows, out)
     return out.reshape(-1)
 
 
@@ -422,7 +461,9 @@ def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def layout_for(checkpoint: Checkpoint, plan: Plan, rotation: RotationVectors | None = None) -> PackLayout:
     """Returns the layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
-    layout = pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused())
+    layers = () if checkpoint.spec.ngrams is None else checkpoint.spec.ngrams.layers
+    table_dtypes = tuple(map(checkpoint.table_dtype, layers))
+    layout = pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused(), table_dtypes)
     return with_rotation(layout, rotation)
 
 
@@ -574,4 +615,6 @@ def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: i
 
 
 def _item_text(item: Item) -> str:
+    if item.kind == "ngrams":
+        return item.file
     return item.role if item.kind in ("dense", "unused") else f"layer {item.layer} expert {item.expert}"

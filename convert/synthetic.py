@@ -55,7 +55,7 @@ from moe_pack.formats import (
     dense_roles,
 )
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
-from moe_pack.formats.layout import DenseLayout, Item, expert_layout, pack_layout, seal_rows
+from moe_pack.formats.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
 from moe_pack.formats.parts import DenseRole, NormedResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
@@ -123,7 +123,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
         return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
     if name == "down" and not _is_of_streams(role):
         return _down(spec, num_cols, 1.0)
-    if name == "o":
+    if name == "o" or role.name.endswith("ngrams.value"):
         return WeightDistribution(0.0, _branch(spec) * num_cols**-0.5)
     return WeightDistribution(0.0, num_cols**-0.5)
 
@@ -146,6 +146,8 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, 2.0 - role.offset if name == "norm" else 0.0, np.float32)
     if name == "router_scale":
         return np.full(num_values, math.sqrt(num_values), np.float32)  # by whose root the router divides
+    if role.name.endswith("ngrams.conv"):
+        return np.random.Generator(stream).normal(0.0, _branch(spec), num_values).astype(np.float32)
     usual = 0.0 if name.endswith(("bias", "sinks")) else 1.0 - role.offset
     return np.full(num_values, usual, np.float32)
 
@@ -481,7 +483,7 @@ def _check_free(place: Path, needed_bytes: int) -> None:
         )
 
 
-_DENSE, _EXPERT, _SAMPLE = 11, 12, 13  # keys of random streams
+_DENSE, _EXPERT, _SAMPLE, _TABLE = 11, 12, 13, 14  # keys of random streams
 _SAMPLE_TOKENS, _SAMPLE_NEURONS = 64, 4096
 
 
@@ -584,12 +586,15 @@ class _SyntheticModel:
         }
 
     def item_bytes(self, item: Item, stop: Event) -> NDArray[np.uint8]:
-        """Returns the bytes of a dense tensor or an extent: u8 [item.num_bytes]; too fast to need `stop`."""
+        """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]; needs no `stop`."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
             key = (number, item.first_row) if item.first_row else (number,)
             num_rows = item.num_bytes * dense.role.shape[0] // dense.entry.num_bytes
             return self._dense_bytes(dense, num_rows, random_stream(self._seed, _DENSE, *key)).reshape(-1)
+        if item.kind == "ngrams":
+            stream = random_stream(self._seed, _TABLE, item.layer, item.first_row)
+            return _random_table(self._layout.ngrams[item.layer], item, stream)
         expert = self._layout.experts[item.layer][item.expert]
         return _random_extent(self._layout.spec, expert, (self._seed, _EXPERT, item.layer, item.expert))
 
@@ -603,6 +608,15 @@ class _SyntheticModel:
         if dense.rows is None:
             return random_matrix(num_rows, role.shape[1], spread, stream)
         return random_rows(dense.rows, num_rows, {"weight": spread}, stream)
+
+
+def _random_table(table: NgramLayout, item: Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
+    """Returns rows of an n-gram table, whose values have a deviation of 1: u8 [item.num_bytes]."""
+    rows = np.zeros((item.num_bytes // table.rows.row_bytes, table.rows.row_bytes), np.uint8)
+    values = random_matrix(len(rows), table.rows.num_cols, WeightDistribution(0.0, 1.0), stream)
+    rows[:, : table.rows.crc_offset] = values
+    seal_rows(table.rows, rows)
+    return rows.reshape(-1)
 
 
 def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -41,7 +41,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import Stage, read_size
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
+from moe_pack.formats.layout import UNUSED_FILE, DenseLayout, ngrams_file
 from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, RotationVectors, read_account
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
@@ -180,6 +180,20 @@ def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
                 raise PackError(f"{UNUSED_FILE}: {item.role!r} does not match the checkpoint's")
 
 
+_TABLE_BYTES = 16 << 20  # of an n-gram table, compared at once
+
+
+def _compare_tables(pack: Pack, checkpoint: Checkpoint, progress: Progress) -> None:
+    for table in pack.layout.ngrams:
+        step = max(_TABLE_BYTES // table.rows.row_bytes, 1)
+        for start in range(0, table.num_rows, step):
+            stop = min(start + step, table.num_rows)
+            stored = pack.read_ngrams(table, start, stop)
+            if not np.array_equal(stored[:, : table.rows.crc_offset], checkpoint.table_rows(table.layer, start, stop)):
+                raise PackError(f"{ngrams_file(table.layer)}: rows {start} to {stop} do not match the checkpoint's")
+            progress.advance(stored.nbytes)
+
+
 def _compare_expert(
     weights: PackWeights,
     checkpoint: Checkpoint,
@@ -263,6 +277,7 @@ def compare_weights(
             _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, pack.rotation, sums)
             progress.advance(layout.num_bytes)
     _compare_unused(pack, checkpoint)
+    _compare_tables(pack, checkpoint, progress)
     progress.end()
     return [kind.result(matrix, stored_as) for (matrix, stored_as), kind in sorted(sums.items())]
 

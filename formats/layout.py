@@ -21,7 +21,14 @@ from numpy.typing import NDArray
 from moe_pack.formats.errors import PackError, PlanError
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
-from moe_pack.formats.safetensors import StoredTensor, TensorEntry, TensorFileLayout, lay_out, split_bytes
+from moe_pack.formats.safetensors import (
+    DTYPE_BYTES,
+    StoredTensor,
+    TensorEntry,
+    TensorFileLayout,
+    lay_out,
+    split_bytes,
+)
 from moe_pack.formats.spec import (
     MATRICES,
     ExpertSpec,
@@ -91,6 +98,12 @@ def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowL
 def extra_layout(num_floats: int) -> RowLayout | None:
     """Returns the layout of a row of `num_floats` float32 values, CRC and padding; None for no values."""
     return RowLayout((), num_floats, 4 * num_floats, _row_bytes(4 * num_floats)) if num_floats else None
+
+
+def plain_layout(num_values: int, dtype: str) -> RowLayout:
+    """Returns the layout of a row of values of a 16- or 32-bit dtype, CRC and padding, as in an n-gram table."""
+    num_bytes = num_values * DTYPE_BYTES[dtype]
+    return RowLayout((), num_values, num_bytes, _row_bytes(num_bytes))
 
 
 def _row_bytes(num_bytes: int) -> int:
@@ -188,21 +201,26 @@ def row_crcs(layout: RowLayout, rows: Bytes2D) -> NDArray[np.uint32]:
     )
 
 
-def check_rows(layout: RowLayout, rows: Bytes2D, place: str) -> None:
+def check_rows(layout: RowLayout, rows: Bytes2D, place: str, numbers: int | NDArray[np.int64] = 0) -> None:
     """Checks every row's CRC and that its padding is zero.
 
-    Args:    rows: u8 [rows, row_bytes].   place: what they are, for messages.
+    Args:    rows: u8 [rows, row_bytes].   place, numbers: what they are, for messages; the number of the first of rows
+             that follow each other, or the number of each.
     Raises:  PackError that names the first damaged row.
     """
+
+    def row(idx: np.int64) -> int:
+        return int(numbers + idx if isinstance(numbers, int) else numbers[idx])
+
     stored = np.ascontiguousarray(rows[:, layout.crc_offset : layout.crc_offset + 4]).view("<u4")[:, 0]
     wrong = np.flatnonzero(row_crcs(layout, rows) != stored)
     if wrong.size:
-        raise PackError(f"{place}: row {wrong[0]}: CRC-32 does not match its bytes; the file is damaged")
+        raise PackError(f"{place}: row {row(wrong[0])}: CRC-32 does not match its bytes; the file is damaged")
     gaps = [slice(part.offset + part.code_bytes, after.offset) for part, after in pairwise(layout.parts)]
     gaps.append(slice(layout.crc_offset + 4, layout.row_bytes))
     padded = np.flatnonzero(np.any([rows[:, gap].any(axis=1) for gap in gaps], axis=0))
     if padded.size:
-        raise PackError(f"{place}: row {padded[0]}: padding is not zero")
+        raise PackError(f"{place}: row {row(padded[0])}: padding is not zero")
 
 
 # Offsets, sizes and addresses of direct reads are multiples of a disk block, so experts begin on one.
@@ -220,6 +238,14 @@ def experts_file(layer: int) -> str:
     return f"experts-{layer:03d}.safetensors"
 
 
+TABLE = "table"  # the tensor in a file of `ngrams_file`
+
+
+def ngrams_file(layer: int) -> str:
+    """Returns the name of the file with the n-gram table of decoder layer `layer`."""
+    return f"ngrams-{layer:03d}.safetensors"
+
+
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
     """A dense tensor as it will be stored: in rows if `rows` is set, else as the source's bytes."""
@@ -231,14 +257,31 @@ class DenseLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class NgramLayout:
+    """The n-gram table of a decoder layer as it will be stored: rows of values of the source's dtype."""
+
+    layer: int
+    dtype: str
+    rows: RowLayout
+    num_rows: int
+    file: TensorFileLayout
+
+    @property
+    def offset(self) -> int:
+        """Where row 0 begins in the file."""
+        return len(self.file.header)
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """A range of a file that is written, and entered in the journal, at once.
 
-    It is a header, an expert's extent, rows of a dense tensor from `first_row` on, or bytes of an unused tensor from
-    `start` on. `role` is the tensor's name in its file.
+    It is a header, an expert's extent, rows of a dense tensor from `first_row` on, bytes of an unused tensor from
+    `start` on, or rows of an n-gram table from `first_row` on. `role` is the tensor's name in its file. `layer` counts
+    MoE layers for experts, and layers with n-grams for tables.
     """
 
-    kind: Literal["header", "expert", "dense", "unused"]
+    kind: Literal["header", "expert", "dense", "unused", "ngrams"]
     file: str
     offset: int
     num_bytes: int
@@ -265,6 +308,7 @@ class PackLayout:
     dense_file: TensorFileLayout
     unused_file: TensorFileLayout | None = None
     rotation_bytes: int = 0
+    ngrams: tuple[NgramLayout, ...] = ()
 
     def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
         """Yields name and layout of each large file: those that are laid out before they are written."""
@@ -273,6 +317,8 @@ class PackLayout:
             yield experts_file(layer), file
         if self.unused_file is not None:
             yield UNUSED_FILE, self.unused_file
+        for table in self.ngrams:
+            yield ngrams_file(table.layer), table.file
 
     def items(self) -> Iterator[Item]:
         """Yields all ranges of the large files, in the order of writing."""
@@ -289,6 +335,9 @@ class PackLayout:
             for entry in self.unused_file.entries:
                 if not entry.name.startswith("pad."):
                     yield from _unused_items(entry)
+        for place, table in enumerate(self.ngrams):
+            yield Item("header", ngrams_file(table.layer), 0, len(table.file.header))
+            yield from _table_items(place, table)
 
 
 def _dense_items(entry: TensorEntry) -> Iterator[Item]:
@@ -305,14 +354,26 @@ def _unused_items(entry: TensorEntry) -> Iterator[Item]:
         yield Item("unused", UNUSED_FILE, offset, size, role=entry.name, start=offset - entry.offset)
 
 
+def _table_items(place: int, table: NgramLayout) -> Iterator[Item]:
+    row_bytes = table.rows.row_bytes
+    step = max(_PIECE_BYTES // row_bytes, 1)
+    for first in range(0, table.num_rows, step):
+        rows, offset = min(step, table.num_rows - first), table.offset + first * row_bytes
+        yield Item("ngrams", ngrams_file(table.layer), offset, rows * row_bytes, place, role=TABLE, first_row=first)
+
+
 def pack_layout(
-    spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str], unused: Sequence[StoredTensor] = ()
+    spec: ModelSpec,
+    plan: Plan,
+    dense_dtypes: Sequence[str],
+    unused: Sequence[StoredTensor] = (),
+    table_dtypes: Sequence[str] = (),
 ) -> PackLayout:
     """Returns the layout of the pack of a model with `plan`.
 
     Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. F8_E4M3
              tensors that are not quantized are stored in rows of `fp8`.   unused: tensors that the pack keeps, but that
-             are not run.
+             are not run.   table_dtypes: of the n-gram table of each layer that has one; none: BF16.
     Raises:  PlanError if the plan is for another model, or has formats that its rows do not allow.
     """
     fault = plan_fault(plan, spec)
@@ -326,7 +387,7 @@ def pack_layout(
         _kept(role, dtype) if part is None else (dtype, part)
         for role, dtype, part in zip(dense_roles(spec), dense_dtypes, plan.dense, strict=True)
     ]
-    return layout_of(spec, experts, dense, unused)
+    return layout_of(spec, experts, dense, unused, table_dtypes)
 
 
 def _kept(role: DenseRole, dtype: str) -> tuple[str, PartFormat | None]:
@@ -344,11 +405,13 @@ def layout_of(
     experts: tuple[tuple[ExpertLayout, ...], ...],
     dense_formats: Sequence[tuple[str, PartFormat | None]],
     unused: Sequence[StoredTensor] = (),
+    table_dtypes: Sequence[str] = (),
 ) -> PackLayout:
     """Returns the layout of a pack.
 
     Args:    experts: [MoE layer][expert].   dense_formats: for each of `dense_roles`, the dtype in the source and the
              format of its rows; None stores the source's bytes.   unused: tensors that are kept, but not run.
+             table_dtypes: as for `pack_layout`.
     """
     roles = dense_roles(spec)
     rows = [
@@ -368,7 +431,28 @@ def layout_of(
     expert_files = tuple(_expert_file(layer) for layer in experts)
     offsets = tuple(_extent_offsets(file, len(layer)) for file, layer in zip(expert_files, experts, strict=True))
     unused_file = lay_out([[tensor] for tensor in unused], DENSE_ALIGN) if unused else None
-    return PackLayout(spec, experts, offsets, expert_files, dense, dense_file, unused_file)
+    tables = _tables(spec, table_dtypes)
+    return PackLayout(spec, experts, offsets, expert_files, dense, dense_file, unused_file, ngrams=tables)
+
+
+def _tables(spec: ModelSpec, dtypes: Sequence[str]) -> tuple[NgramLayout, ...]:
+    if spec.ngrams is None:
+        return ()
+    layers = spec.ngrams.layers
+    return tuple(
+        table_layout(*spec.ngrams.table_shape(layer), layer, dtype)
+        for layer, dtype in zip(layers, dtypes or ("BF16",) * len(layers), strict=True)
+    )
+
+
+def table_layout(num_rows: int, row_values: int, layer: int, dtype: str) -> NgramLayout:
+    """Returns the layout of the n-gram table of a decoder layer: rows begin on the first disk block after a header.
+
+    A row's tensor has the values of the source and, as further values of its dtype, the row's CRC-32 and padding.
+    """
+    rows = plain_layout(row_values, dtype)
+    shape = (num_rows, rows.row_bytes // DTYPE_BYTES[dtype])
+    return NgramLayout(layer, dtype, rows, num_rows, lay_out([[(TABLE, dtype, shape)]], DISK_BLOCK_BYTES))
 
 
 def whole_blocks(num_bytes: int) -> int:

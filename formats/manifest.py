@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import json_files
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.json_files import check_seal, sealed
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file, ngrams_file
 from moe_pack.formats.parts import added
 from moe_pack.formats.plan import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
 from moe_pack.formats.safetensors import DTYPE_BYTES, assemble
@@ -307,7 +307,20 @@ FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
 FEATURES = frozenset(
-    {"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "repeated", "rotated", "unused"}
+    {
+        "affine",
+        "bf16",
+        "byte_scales",
+        "dense_rows",
+        "e5m2",
+        "fp8",
+        "mxfp4",
+        "ngrams",
+        "repeated",
+        "rotated",
+        "trellis",
+        "unused",
+    }
 )
 REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
@@ -368,7 +381,8 @@ class Totals:
     """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
 
     `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, rotation, source
-    account.   `copied`: the source's small files.   `unused`: tensors that are not run.
+    account.   `copied`: the source's small files.   `unused`: tensors that are not run.   `ngrams`: the files of n-gram
+    tables.
     """
 
     selectors: int
@@ -381,6 +395,7 @@ class Totals:
     copied: int
     content: int
     unused: int = added(0)
+    ngrams: int = added(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,13 +471,14 @@ def _check_files(manifest: Manifest) -> None:
     twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
         raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
+    tables = table_files(manifest.model)
     for file in manifest.files:
-        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE):
+        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE, *tables):
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
         _check_size_and_digest(file.name, file.bytes, file.sha256)
     if (ROTATION_FILE in names) != ("rotated" in manifest.features):
         raise PackError(f"{MANIFEST_FILE}: feature 'rotated' and file {ROTATION_FILE!r} must be present together")
-    for required in REQUIRED_FILES:
+    for required in (*REQUIRED_FILES, *tables):
         if required not in names:
             raise PackError(f"{MANIFEST_FILE}: file {required!r} is not listed")
     expected = [experts_file(layer) for layer in manifest.model.moe_layers]
@@ -475,6 +491,11 @@ def _check_files(manifest: Manifest) -> None:
             f"{MANIFEST_FILE}: {len(manifest.expert_files)} expert files, expected {len(expected)}: one for each "
             "MoE layer"
         )
+
+
+def table_files(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the names of the files of a model's n-gram tables."""
+    return () if spec.ngrams is None else tuple(map(ngrams_file, spec.ngrams.layers))
 
 
 def _check_size_and_digest(name: str, num_bytes: int, digest: str) -> None:
@@ -490,6 +511,8 @@ def _check_meaning(manifest: Manifest) -> None:
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
     if (manifest.model.expert.repeats > 0) != ("repeated" in manifest.features):
         raise PackError(f"{MANIFEST_FILE}: feature 'repeated' and repeats of experts must be present together")
+    if (manifest.model.ngrams is not None) != ("ngrams" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'ngrams' and ngrams of the model must be present together")
     stored = [dense.name for dense in manifest.dense]
     if len(set(stored)) != len(stored):
         raise PackError(f"{MANIFEST_FILE}: dense: a name is listed twice")
@@ -505,7 +528,7 @@ def _check_meaning(manifest: Manifest) -> None:
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")
 
 
-Fate = Literal["packed", "resident", "scales", "unused", "dropped"]
+Fate = Literal["packed", "resident", "table", "scales", "unused", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,7 +558,7 @@ class SourceTensor:
     @property
     def num_weights(self) -> int:
         """The number of the model's weights in it: none in scales, usually one an element, two in MXFP4 codes."""
-        if self.fate not in ("packed", "resident"):
+        if self.fate not in ("packed", "resident", "table"):
             return 0
         return math.prod(self.shape) * (2 if self.dtype == "U8" else 1) if self.weights is None else self.weights
 

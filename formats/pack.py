@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage
 from moe_pack.formats.errors import PackError
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, check_rows, expert_layout, layout_of
+from moe_pack.formats.layout import (
+    DENSE_FILE,
+    TABLE,
+    UNUSED_FILE,
+    NgramLayout,
+    PackLayout,
+    check_rows,
+    expert_layout,
+    layout_of,
+    ngrams_file,
+)
 from moe_pack.formats.manifest import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -188,6 +198,12 @@ class Pack:
         """Reads a range of the file of unused tensors, unchecked (`check_file` checks the file)."""
         return self._reader(UNUSED_FILE).read(offset, num_bytes)
 
+    def read_ngrams(self, table: NgramLayout, start: int, stop: int) -> NDArray[np.uint8]:
+        """Reads rows `start` to `stop` of an n-gram table, unchecked: u8 [rows, row_bytes], own memory."""
+        offset, row_bytes = table.offset, table.rows.row_bytes
+        raw = self._reader(ngrams_file(table.layer)).read(offset + start * row_bytes, (stop - start) * row_bytes)
+        return raw.reshape(-1, row_bytes)
+
     def _open(self) -> None:
         with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
             size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
@@ -251,7 +267,9 @@ class Pack:
             tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
             for layer in self.index.experts
         )
-        layout = layout_of(self.spec, experts, formats, self._unused())
+        layout = layout_of(self.spec, experts, formats, self._unused(), self._table_dtypes())
+        for table in layout.ngrams:
+            self._check_table(table)
         if layout.unused_file is not None:
             header = layout.unused_file.header
             if self._reader(UNUSED_FILE).read(0, len(header)).tobytes() != header:
@@ -268,6 +286,26 @@ class Pack:
             return []
         entries = read_header(self.folder / UNUSED_FILE, PackError)
         return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
+
+    def _table_dtypes(self) -> list[str]:
+        """Returns the dtypes of the n-gram tables, in the order of their layers."""
+        dtypes = []
+        for layer in () if self.spec.ngrams is None else self.spec.ngrams.layers:
+            name = ngrams_file(layer)
+            entries = {entry.name: entry for entry in read_header(self.folder / name, PackError)}
+            if TABLE not in entries:
+                raise PackError(f"{name}: tensor {TABLE!r} is missing")
+            if entries[TABLE].dtype not in _DENSE_DTYPES:
+                raise PackError(f"{name}: tensor {TABLE!r} is {entries[TABLE].dtype}, expected one of BF16, F16, F32")
+            dtypes.append(entries[TABLE].dtype)
+        return dtypes
+
+    def _check_table(self, table: NgramLayout) -> None:
+        name, header = ngrams_file(table.layer), table.file.header
+        if self._files[name].bytes != table.file.num_bytes:
+            raise PackError(f"{name}: {self._files[name].bytes} bytes, expected {table.file.num_bytes} for its rows")
+        if self._reader(name).read(0, len(header)).tobytes() != header:
+            raise PackError(f"{name}: header does not match its rows; the file is damaged")
 
     def _read_rotation(self) -> RotationVectors | None:
         """Reads the vectors of rotated layers, if there are any."""
@@ -292,7 +330,8 @@ def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
     """Checks everything that opening and running a pack leave unchecked.
 
     These are: whole files by SHA-256; each extent by CRC-32 and SHA-256; each row by CRC-32, and its padding; the
-    padding between extents; the neuron order; the source account; the rows of quantized dense matrices.
+    padding between extents; the neuron order; the source account; the rows of quantized dense matrices and of n-gram
+    tables.
 
     Raises:  PackError for the first fault.
     """
@@ -303,6 +342,8 @@ def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
     pack.read_order()
     read_account(pack.read_file(SOURCE_FILE).tobytes())
     _check_dense_rows(pack)
+    for table in pack.layout.ngrams:
+        _check_table_rows(pack, table)
     for layer_idx, file in enumerate(pack.layout.expert_files):
         progress.advance(len(file.header))
         for expert, layout in enumerate(pack.layout.experts[layer_idx]):
@@ -328,6 +369,16 @@ def _check_expert(pack: Pack, layer_idx: int, expert: int) -> None:
     check_rows(layout.records, records.reshape(layout.num_rows, -1), f"{place}: records")
     if layout.extra is not None:
         check_rows(layout.extra, extent[-layout.extra_bytes :].reshape(1, -1), f"{place}: extra")
+
+
+_TABLE_BYTES = 8 << 20  # of a table's rows in memory
+
+
+def _check_table_rows(pack: Pack, table: NgramLayout) -> None:
+    step = max(_TABLE_BYTES // table.rows.row_bytes, 1)
+    for start in range(0, table.num_rows, step):
+        stop = min(start + step, table.num_rows)
+        check_rows(table.rows, pack.read_ngrams(table, start, stop), ngrams_file(table.layer), start)
 
 
 def _check_dense_rows(pack: Pack) -> None:

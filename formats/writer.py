@@ -48,6 +48,7 @@ from moe_pack.formats.manifest import (
     manifest_bytes,
     read_manifest,
     root_digest,
+    table_files,
     thresholds_bytes,
     thresholds_fault,
 )
@@ -422,8 +423,8 @@ class PackWriter:
         for name, raw in tables:
             self._disk.replace(name, raw)
             files.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
-        whole = (DENSE_FILE,) if self._layout.unused_file is None else (DENSE_FILE, UNUSED_FILE)
-        for name in whole:
+        unused = () if self._layout.unused_file is None else (UNUSED_FILE,)
+        for name in (DENSE_FILE, *unused, *table_files(self._layout.spec)):
             with RangeReader(self.folder / name, ConversionError) as file:
                 files.append(ContentFile(name, file.num_bytes, file.sha256()))
         raw = manifest(tuple(sorted(files, key=lambda file: file.name)))

@@ -126,7 +126,7 @@ def _print_model(pack: Pack) -> None:
         num_dense = num_dense_layers(spec)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
     repeats = f" and {spec.expert.repeats} stored twice" if spec.expert.repeats else ""
-    state = f" and {4 * state_values(spec):,} bytes of states" if spec.mixer is not None else ""
+    state = f" and {4 * state_values(spec):,} bytes of states" if state_values(spec) else ""
     rows = [
         ("model", f"{spec.family}, {len(spec.moe_layers)} layers of {experts}"),
         ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.source_size}{repeats}, "

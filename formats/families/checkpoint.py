@@ -58,6 +58,8 @@ class Checkpoint:
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
+            for name, numbers in self.claims.constants.items():
+                self._check_constants(name, numbers)
         except CheckpointError:
             self.close()
             raise
@@ -136,6 +138,24 @@ class Checkpoint:
             return source.num_bits
         return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
 
+    def table_dtype(self, layer: int) -> str:
+        """Returns the safetensors dtype of the n-gram table of a decoder layer."""
+        return self.dtype(self.claims.tables[layer][0])
+
+    def table_rows(self, layer: int, start: int, stop: int) -> NDArray[np.uint8]:
+        """Reads rows `start` to `stop` of the n-gram table of a decoder layer: u8 [rows, bytes], own memory.
+
+        Raises:  CheckpointError as `rows`.
+        """
+        assert start < stop, f"layer {layer}: rows {start} to {stop}"
+        pieces, first = list[NDArray[np.uint8]](), 0
+        for source in self.claims.tables[layer]:
+            low, high = max(start - first, 0), min(stop - first, source.num_rows)
+            if low < high:
+                pieces.append(self.rows(source, low, high).reshape(high - low, -1))
+            first += source.num_rows
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
     def place(self, source: SourceMatrix) -> str:
         """Returns shard and tensor for messages, and the matrix's rows if the tensor has many matrices."""
         tensor = self._tensors[source.tensor]
@@ -172,10 +192,13 @@ class Checkpoint:
         weights = Counter[str]()
         for source in sources:
             weights[source.tensor] += source.num_rows * source.num_cols
+        tables = {source.tensor for pieces in self.claims.tables.values() for source in pieces}
         tensors = []
         for name, tensor in self._tensors.items():
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
             reason = ""
+            if name in tables:
+                fate = "table"
             if name in self.claims.unused:
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
@@ -200,6 +223,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{copy.shard}: tensor {name!r} differs from {original!r}, but must be a copy of it; models where "
                 "the two differ are not supported"
+            )
+
+    def _check_constants(self, name: str, expected: tuple[int, ...]) -> None:
+        numbers = self.raw(name, 0, self._tensors[name].entry.num_bytes).view("<i8").tolist()
+        if numbers != list(expected):
+            raise CheckpointError(
+                f"{self._tensors[name].shard}: tensor {name!r} has numbers that do not follow from config.json; models "
+                "with other n-gram hashes are not supported"
             )
 
     def _open_shards(self) -> None:

@@ -4,6 +4,7 @@
 tensors of one checkpoint: it finds the place of every matrix, and refuses tensors that have no role.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -67,6 +68,24 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class TableNames:
+    """One way in which checkpoints of a family name the n-gram table of a layer, with `{i}` for the layer.
+
+    `table` is the name of a tensor with all rows, or, with `{part}`, of several whose rows follow each other, from part
+    0 on. The others name constants (I64), which the spec has too: a checkpoint that has them must have the same.
+    """
+
+    table: str
+    multipliers: str
+    head_sizes: str
+    head_offsets: str
+
+    def names(self) -> tuple[str, ...]:
+        """Returns all names, in the order of the fields."""
+        return self.table, self.multipliers, self.head_sizes, self.head_offsets
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type`.
 
@@ -75,6 +94,7 @@ class Family:
     several `roles`, each of them has the same `Stored`. A checkpoint follows one of the `expert_names`. For an encoder,
     the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of
     both stacks count from 0.
+    `table_names`: the spellings of n-gram tables; a checkpoint follows one of them, layer by layer.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
@@ -92,6 +112,7 @@ class Family:
     encoder_expert_names: tuple[ExpertNames, ...] = ()
     text_keys: tuple[str, ...] = ()
     old_keys: Mapping[str, str] = field(default_factory=dict)
+    table_names: tuple[TableNames, ...] = ()
 
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
@@ -179,7 +200,8 @@ class Claims:
 
     Keys of `experts`, and of `expert_biases` for matrices with a bias, are decoder layer, expert and matrix. `unused`
     (kept in the pack) and `dropped` give the reason for each tensor. `copies` names, for some dropped tensors, the
-    tensor that each must be equal to.
+    tensor that each must be equal to; `constants` has the numbers that a dropped tensor must have. `tables` has the
+    pieces of the n-gram table of each layer that has one, in the order of their rows.
     """
 
     dense: Mapping[str, SourceMatrix]
@@ -188,6 +210,8 @@ class Claims:
     unused: Mapping[str, str]
     dropped: Mapping[str, str]
     copies: Mapping[str, str]
+    tables: Mapping[int, tuple[SourceMatrix, ...]] = field(default_factory=dict)
+    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN) -> Claims:
@@ -198,13 +222,18 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantizatio
     """
     dense = _claim_dense(family, spec, tensors, quantization)
     experts, biases = _claim_experts(family, spec, tensors, quantization)
-    claimed = {name for sources in (dense, experts, biases) for source in sources.values() for name in source.tensors()}
+    tables, constants = _claim_tables(family, spec, tensors)
+    sources = itertools.chain(dense.values(), experts.values(), biases.values(), *tables.values())
+    claimed = {name for source in sources for name in source.tensors()}
     unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
     for name in tensors:
         if name in claimed:
             continue
         if name.endswith("_shape") and f"{name.removesuffix('_shape')}_packed" in claimed:
             dropped[name] = _SHAPE
+            continue
+        if name in constants:
+            dropped[name] = "constants that the config gives"
             continue
         kept = _first(family.unused, spec, name, tensors)
         if kept is not None:
@@ -214,7 +243,7 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantizatio
         dropped[name] = left_out.reason
         if left_out.copy_of is not None:
             copies[name] = left_out.copy_of
-    return Claims(dense, experts, biases, unused, dropped, copies)
+    return Claims(dense, experts, biases, unused, dropped, copies, tables, constants)
 
 
 def _claim_dense(
@@ -240,9 +269,10 @@ def _claim_dense(
 
 
 def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a tensor: a vector may be one row; a mixer's may have any shape of as many values."""
+    """Returns the shape of a tensor: a vector may be one row; a mixer's or n-grams' any shape of as many values."""
     is_vector = len(shape) == 1 and math.prod(found) == shape[0]
-    return found if is_vector and (found == (1, *shape) or ".mixer." in role.name) else shape
+    is_shaped = ".mixer." in role.name or ".ngrams." in role.name
+    return found if is_vector and (found == (1, *shape) or is_shaped) else shape
 
 
 def _key(spec: ModelSpec, role: str) -> tuple[str, int]:
@@ -268,8 +298,9 @@ def _stored(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
     names = family.dense_names[key]
     ways = names if isinstance(names, tuple) else (names,)
     stored = (Stored(way) if isinstance(way, str) else way for way in ways)
+    number = role.split(".")[1] if "." in role else ""
     return tuple(
-        replace(way, name=named(way.name, layer), roles=tuple(other.format(i=role.split(".")[1]) for other in way.roles))
+        replace(way, name=named(way.name, layer), roles=tuple(other.format(i=number) for other in way.roles))
         for way in stored
     )
 
@@ -286,6 +317,57 @@ def _present(stored: tuple[Stored, ...], tensors: Tensors) -> Stored:
 
 def _is_present(name: str, tensors: Tensors) -> bool:
     return name in tensors or f"{name}_packed" in tensors
+
+
+def _claim_tables(
+    family: Family, spec: ModelSpec, tensors: Tensors
+) -> tuple[dict[int, tuple[SourceMatrix, ...]], dict[str, tuple[int, ...]]]:
+    """Returns the pieces of each n-gram table, and the numbers of each tensor of constants that there is."""
+    tables, constants = dict[int, tuple[SourceMatrix, ...]](), dict[str, tuple[int, ...]]()
+    if spec.ngrams is None:
+        return tables, constants
+    assert family.table_names, f"family {family.model_type!r} has n-grams, but no table_names"
+    for place, layer in enumerate(spec.ngrams.layers):
+        spellings = [
+            tuple(name.format(i=layer, part="{part}") for name in names.names()) for names in family.table_names
+        ]
+        table, *others = next((each for each in spellings if each[0].format(part=0) in tensors), spellings[0])
+        tables[layer] = _claim_table(table, spec.ngrams.table_shape(layer), tensors)
+        sizes = spec.ngrams.head_sizes[place]
+        offsets = (0, *itertools.accumulate(sizes[:-1]))
+        for name, values in zip(others, (spec.ngrams.multipliers[place], sizes, offsets), strict=True):
+            if name in tensors:
+                constants[name] = values
+                if tensors[name] != ("I64", (len(values),)):
+                    dtype, shape = tensors[name]
+                    raise CheckpointError(
+                        f"checkpoint: tensor {name!r} is {dtype} {list(shape)}, expected I64 {[len(values)]}"
+                    )
+    return tables, constants
+
+
+def _claim_table(template: str, shape: tuple[int, int], tensors: Tensors) -> tuple[SourceMatrix, ...]:
+    """Returns the pieces of a table of this shape: all its parts, or one tensor."""
+    numbers = itertools.takewhile(lambda part: template.format(part=part) in tensors, itertools.count())
+    names = [template.format(part=part) for part in numbers] if "{part}" in template else [template]
+    if "{part}" not in template or not names:
+        _check_tensor(template.format(part=0), shape, tensors)
+    (num_rows, num_cols), pieces = shape, list[SourceMatrix]()
+    for name in names:
+        dtype, found = tensors[name]
+        rows = found[0] if found else 0
+        _check_tensor(name, (rows, num_cols), tensors)
+        if dtype != tensors[names[0]][0]:
+            raise CheckpointError(
+                f"checkpoint: tensor {name!r} is {dtype}, expected {tensors[names[0]][0]} as {names[0]!r}"
+            )
+        pieces.append(SourceMatrix(name, 0, rows, num_cols, num_cols))
+    if sum(piece.num_rows for piece in pieces) != num_rows:
+        raise CheckpointError(
+            f"checkpoint: {len(names)} tensors from {names[0]!r} on have {sum(p.num_rows for p in pieces)} rows, "
+            f"expected {num_rows}"
+        )
+    return tuple(pieces)
 
 
 def _claim_experts(

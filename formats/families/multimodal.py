@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut
+from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, TableNames
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -110,6 +110,7 @@ def within(
         read_config=read_config,
         dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
         expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
+        table_names=tuple(_moved_tables(names, each) for each in moves for names in text.table_names),
         dropped=(
             *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
             *(LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
@@ -155,6 +156,10 @@ def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:
 def _moved_experts(names: ExpertNames, moves: Moves) -> ExpertNames:
     matrices, biases, scales = (_moved_values(each, moves) for each in (names.matrices, names.biases, names.scales))
     return replace(names, matrices=matrices, biases=biases, scales=scales)
+
+
+def _moved_tables(names: TableNames, moves: Moves) -> TableNames:
+    return TableNames(*(_moved(name, moves) for name in names.names()))
 
 
 def _moved_left_out(left_out: LeftOut, moves: Moves) -> LeftOut:

@@ -14,6 +14,7 @@ import torch
 from cases import case
 from families import BASE, Tiny, write
 from models import Tensors, TinyMixtral, pack
+from ngrams import TinyNgrams, known_family
 from numpy.typing import NDArray
 from random_codes import every_window
 from reseal import JsonObject, edit_array, reseal
@@ -27,6 +28,7 @@ from moe_pack.formats.layout import check_rows, row_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.model import PackWeights
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)
@@ -77,6 +79,10 @@ def assert_read_alike(folder: Path) -> None:
             assert ours.shape == shape
             np.testing.assert_array_equal(bits(second.dense(role)), bits(ours.numpy()), role)
         assert second.dense_roles == [dense.role.name for dense in opened.layout.dense]
+        for table in opened.layout.ngrams:
+            rows = opened.read_ngrams(table, 0, table.num_rows)[:, : table.rows.crc_offset]
+            values = torch.from_numpy(rows.copy()).view(TORCH_DTYPES[table.dtype]).float()
+            np.testing.assert_array_equal(bits(second.table(table.layer)), bits(values.numpy()))
         for l in range(len(opened.spec.moe_layers)):
             for e in range(opened.spec.router.num_experts):
                 held, bias = weights.expert(l, e), second.down_bias(l, e)
@@ -185,10 +191,13 @@ def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         packs[str(model)] = folder / "pack"
     for name, spec in RESIDUALS.items():
         packs[name] = made(spec, tmp_path_factory.mktemp("residual") / "pack", plan=plan_for(spec, width=8))
-    return packs
+    folder = tmp_path_factory.mktemp("family")
+    with known_family():
+        pack(TinyNgrams().write(folder / "source"), folder / "pack", dense_width=8)
+    return packs | {"ngrams": folder / "pack"}
 
 
-@pytest.mark.parametrize("model", [*map(str, MODELS), *RESIDUALS])
+@pytest.mark.parametrize("model", [*map(str, MODELS), *RESIDUALS, "ngrams"])
 def test_models_of_every_family_are_read_alike(family_packs: dict[str, Path], model: str) -> None:
     assert_read_alike(family_packs[model])
 

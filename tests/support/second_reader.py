@@ -22,7 +22,11 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "repeated", "rotated", "trellis"}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "ngrams"} | {
+    "repeated",
+    "rotated",
+    "trellis",
+}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
@@ -330,6 +334,45 @@ class SecondReader:
                 source[name][self.order[l, e]] = stored
         return source
 
+    def table(self, layer: int) -> Floats:
+        """The n-gram table of a decoder layer, float32 [num_rows, values] (section 9)."""
+        ngrams, name = self.manifest["model"]["ngrams"], f"ngrams-{layer:03d}.safetensors"
+        raw = self._files[name]
+        written = strict_json(raw[8 : 8 + int.from_bytes(raw[:8], "little")], name)
+        dtype, num_rows = written["table"]["dtype"], ngrams["num_rows"][ngrams["layers"].index(layer)]
+        require(dtype in ("BF16", "F16", "F32"), f"{name}: dtype")
+        values = ngrams["embed_dim"] // ((ngrams["ngram_size"] - 1) * ngrams["heads_per_ngram"])
+        size = np.dtype(NUMPY_DTYPES[dtype]).itemsize
+        row_bytes = align(values * size + 4, 16)
+        header, places, file_bytes = lay_out([[("table", dtype, (num_rows, row_bytes // size))]], 4096)
+        require(raw.startswith(header) and len(raw) == file_bytes, f"{name}: header")
+        rows = np.frombuffer(raw[slice(*places["table"])], np.uint8).reshape(num_rows, row_bytes)
+        for number, row in enumerate(rows):
+            crc = int.from_bytes(row[values * size : values * size + 4].tobytes(), "little")
+            require(zlib.crc32(row[: values * size].tobytes()) == crc, f"{name}: row {number}: CRC-32")
+            require(not row[values * size + 4 :].any(), f"{name}: row {number}: padding")
+        stored = np.ascontiguousarray(rows[:, : values * size]).view(NUMPY_DTYPES[dtype])
+        return bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
+
+    def ngram_rows(self, layer: int, tokens: list[int]) -> list[list[int]]:
+        """The rows of each token of a text in a layer's table, by the definition (section 11)."""
+        ngrams = self.manifest["model"]["ngrams"]
+        place, eos, heads = ngrams["layers"].index(layer), ngrams["eos_token"], ngrams["heads_per_ngram"]
+        m, sizes = ngrams["multipliers"][place], ngrams["head_sizes"][place]
+        found = []
+        for t, token in enumerate(tokens):
+            row = []
+            for n in range(2, ngrams["ngram_size"] + 1):
+                mixed = token * m[0]
+                for j in range(1, n):
+                    between = tokens[max(t - j, 0) : t]
+                    mixed ^= (eos if t < j or eos in between else tokens[t - j]) * m[j]
+                require(mixed < 2**63, "hash")
+                for k in range((n - 2) * heads, (n - 1) * heads):
+                    row.append(mixed % sizes[k] + sum(sizes[:k]))
+            found.append(row)
+        return found
+
     def rotation(self, l: int) -> tuple[Array, Array] | None:
         """Two matrices [d, d], of the experts' input and of their sum (section 11); None without rotation."""
         if self._rotation is None or not self._rotation["input"][l].any():
@@ -409,6 +452,9 @@ class SecondReader:
         zeroed = raw[:-SELF_DIGEST_BYTES] + b',\n "sha256": "' + b"0" * 64 + b'"\n}\n'
         require(hashlib.sha256(zeroed).hexdigest() == manifest["sha256"], "manifest.json: its own SHA-256")
         names = [file["name"] for file in manifest["files"]]
+        tables = [f"ngrams-{layer:03d}.safetensors" for layer in manifest["model"].get("ngrams", {}).get("layers", [])]
+        require([name for name in names if name.startswith("ngrams-")] == tables, "manifest.json: tables")
+        require(bool(tables) == ("ngrams" in manifest["features"]), "manifest.json: feature ngrams")
         require(set(names) >= REQUIRED and len(set(names)) == len(names), "manifest.json: files")
         layers = [f"experts-{layer:03d}.safetensors" for layer in manifest["model"]["moe_layers"]]
         require([file["name"] for file in manifest["expert_files"]] == layers, "manifest.json: expert_files")
@@ -516,7 +562,8 @@ class SecondReader:
             first = mixer_shapes(mixer, d) if is_mixer else attention_shapes([*others, model["attention"]][0], d)
             halves = model.get("halves", {"first": [], "second": []})
             residual = model.get("residual")
-            layer = [] if i in halves["second"] else [*self._first_norms(residual), *first]
+            layer = self._ngram_shapes(i)
+            layer += [] if i in halves["second"] else [*self._first_norms(residual), *first]
             if model.get("encoder") is not None and i >= model["encoder"]["num_layers"]:
                 layer += self._norm_shapes("cross_norm")
                 layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
@@ -564,6 +611,15 @@ class SecondReader:
         if "mlp" in residual["after"] or (has_experts and "experts" in residual["after"]):
             shapes += self._norm_shapes("mlp_post_norm")
         return [*shapes, ("scale", (1,))] if residual["scaled"] else shapes
+
+    def _ngram_shapes(self, i: int) -> list[tuple[str, Shape]]:
+        ngrams = self.manifest["model"].get("ngrams")
+        if ngrams is None or i not in ngrams["layers"]:
+            return []
+        width, embed_dim = ngrams["streams"] * self._d, ngrams["embed_dim"]
+        shapes: list[tuple[str, Shape]] = [("ngrams.key", (width, embed_dim)), ("ngrams.value", (self._d, embed_dim))]
+        shapes += [(f"ngrams.{name}_norm", (width,)) for name in ("key", "query", "conv")]
+        return [*shapes, ("ngrams.conv", (width * ngrams["conv_kernel"],))]
 
     def _norm_shapes(self, role: str) -> list[tuple[str, Shape]]:
         biased = self.manifest["model"]["norm"]["kind"] == "layer"
