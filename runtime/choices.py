@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.cpu.reads import Reads, open_reads, reads_directly
 from moe_pack.runtime.machine import USUAL_DISK, DiskFacts, MachineFacts, disk_cutover
 from moe_pack.runtime.offload import (
     PRESETS,
@@ -21,16 +22,13 @@ from moe_pack.runtime.offload import (
     Passes,
     Prefetcher,
     Preset,
-    Reads,
     Recorder,
     Routing,
     auto_preset,
     expert_cache_for,
     expert_pages,
-    open_reads,
     recorded_expert_cache_for,
 )
-from moe_pack.runtime.offload.disk import reads_directly
 from moe_pack.runtime.offload.prefetch import PredictionName, make_prediction
 from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions

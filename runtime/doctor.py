@@ -50,6 +50,7 @@ from moe_pack.runtime.cpu import (
     row_numbers,
     stored_numbers,
 )
+from moe_pack.runtime.cpu.reads import NUM_THREADS, BlockingReads, Reads, open_reads
 from moe_pack.runtime.machine import (
     CpuFacts,
     DiskFacts,
@@ -61,8 +62,6 @@ from moe_pack.runtime.machine import (
     WidthRate,
     device_of,
 )
-from moe_pack.runtime.offload import Reads, open_reads
-from moe_pack.runtime.offload.disk import NUM_THREADS, BlockingReads
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)

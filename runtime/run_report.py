@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from moe_pack.formats import size_text
 from moe_pack.runtime.cpu import is_available, num_cpus, why_unavailable
+from moe_pack.runtime.cpu.reads import ReadStats
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts, GpuMemoryUse
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
-from moe_pack.runtime.offload.disk import ReadStats
 
 
 @dataclass(frozen=True, slots=True)

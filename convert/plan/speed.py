@@ -23,6 +23,7 @@ from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayo
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import cache_values, first_moe_layers, state_values
 from moe_pack.runtime import DiskFacts
+from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
 from moe_pack.runtime.gpu.fit import BF16_BYTES
 from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
 from moe_pack.runtime.machine import disk_cutover
@@ -39,7 +40,6 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.budget import begin_block, extent_bytes, resident_selectors, selector_heat
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
-from moe_pack.runtime.offload.disk import MAX_READ_BYTES
 
 Array = NDArray[Any]
 

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, PackError, Selector
+from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, Selector
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.layout import DENSE_FILE, DenseLayout
 from moe_pack.runtime.cpu import MapCutError, extent_rows
+from moe_pack.runtime.cpu.reads import cut_error
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.layer import ExpertRunner, PartialState, expert_inputs
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
@@ -36,11 +37,6 @@ def named_if_cut(place: str) -> Iterator[None]:
         yield
     except MapCutError as fault:
         raise cut_error(place) from fault
-
-
-def cut_error(place: str) -> PackError:
-    """Returns the error for a file that was truncated while it was in use."""
-    return PackError(f"{place}: was truncated while it was in use; restore the file and start again")
 
 
 class PackedExpert:

@@ -9,7 +9,6 @@ from moe_pack.runtime.offload.budget import (
     whole_bytes,
 )
 from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.disk import Reads, open_reads
 from moe_pack.runtime.offload.experts import EXACT, Approximations, OffloadedWeights, PhaseCounts
 from moe_pack.runtime.offload.paths import PathStatistics
 from moe_pack.runtime.offload.prefetch import Prefetcher
@@ -37,7 +36,6 @@ __all__ = [
     "Predictor",
     "Prefetcher",
     "Preset",
-    "Reads",
     "Recorder",
     "Recording",
     "Routing",
@@ -46,7 +44,6 @@ __all__ = [
     "expert_cache_for",
     "expert_pages",
     "least_budget",
-    "open_reads",
     "read_recording",
     "recorded_expert_cache_for",
     "replay",

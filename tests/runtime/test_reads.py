@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
 from moe_pack.runtime.cpu import is_available
-from moe_pack.runtime.offload import open_reads
-from moe_pack.runtime.offload.disk import BlockingReads, NativeReads, ReadStats
+from moe_pack.runtime.cpu.reads import BlockingReads, NativeReads, ReadStats, open_reads
 
 KINDS = (NativeReads, BlockingReads)
 AnyReads = NativeReads | BlockingReads
@@ -455,7 +454,7 @@ FORKED = """
 import mmap, os, sys
 from pathlib import Path
 import numpy as np
-from moe_pack.runtime.offload.disk import NativeReads
+from moe_pack.runtime.cpu.reads import NativeReads
 
 memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
 reads = NativeReads(memory, direct=False)

@@ -18,6 +18,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.choices import cache_facts
+from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import (
@@ -32,7 +33,6 @@ from moe_pack.runtime.offload import (
     divide_budget,
     expert_cache_for,
 )
-from moe_pack.runtime.offload.disk import BlockingReads
 from moe_pack.runtime.offload.expert_store import ExpertStore
 from moe_pack.runtime.offload.experts import ExpertJob, LayerRun
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction
