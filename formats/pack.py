@@ -204,6 +204,11 @@ class Pack:
         raw = self._reader(ngrams_file(table.layer)).read(offset + start * row_bytes, (stop - start) * row_bytes)
         return raw.reshape(-1, row_bytes)
 
+    def read_ngram_rows(self, table: NgramLayout, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Reads the rows with these numbers, int64 [n], of an n-gram table, unchecked: u8 [n, row_bytes]."""
+        offsets = (table.offset + numbers * table.rows.row_bytes).tolist()
+        return self._reader(ngrams_file(table.layer)).read_each(offsets, table.rows.row_bytes)
+
     def _open(self) -> None:
         with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
             size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)

@@ -68,6 +68,16 @@ class RangeReader:
             done += num_read
         return out
 
+    def read_each(self, offsets: Sequence[int], num_bytes: int) -> NDArray[np.uint8]:
+        """Returns a range of `num_bytes` from each offset, in memory of its own: u8 [offsets, num_bytes].
+
+        Raises:  as `read`.
+        """
+        out = np.empty((len(offsets), num_bytes), np.uint8)
+        for place, offset in enumerate(offsets):
+            out[place] = self.read(offset, num_bytes)
+        return out
+
     def map(self) -> NDArray[np.uint8]:
         """Maps the whole file for reading: u8 [num_bytes], valid as long as the array exists.
 

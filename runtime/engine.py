@@ -211,7 +211,7 @@ class Engine:
         return needed if asks_for_offload else None
 
     def _build_mapped(self) -> None:
-        self.weights = open_weights(self._pack, self.device, self.operations)
+        self.weights = self._stack.enter_context(closing(open_weights(self._pack, self.device, self.operations)))
         self.decoder = self._cpu_decoder(PREFILL_TOKENS)
 
     def _build_offloaded(self, budget_bytes: int) -> None:
@@ -262,6 +262,7 @@ class Engine:
             recorder=choices.recorder,
             trace=trace,
         )
+        self._stack.enter_context(closing(weights))
         weights.prefetcher = choices.prefetcher(preset, weights)
         self.offloaded = weights
         return weights

@@ -34,6 +34,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "several kinds of attention": bool(spec.others),
         "a softcap of logits": spec.logits_softcap is not None,
         "partly rotated pairs": spec.rope is not None and isinstance(spec.rope.scaling, ProportionalSpec),
+        "n-gram tables": spec.ngrams is not None,
         "router weights on the input of experts": spec.router.on_input,
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "experts that return their input": spec.router.num_identity > 0,

@@ -156,6 +156,21 @@ class Checkpoint:
             first += source.num_rows
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def table_rows_at(self, layer: int, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Reads the rows with these numbers, rising int64 [n], of the n-gram table of a layer: u8 [n, bytes].
+
+        Raises:  CheckpointError as `rows`.
+        """
+        pieces, first = list[NDArray[np.uint8]](), 0
+        for source in self.claims.tables[layer]:
+            low, high = np.searchsorted(numbers, (first, first + source.num_rows))
+            if low < high:
+                place, row_bytes = self._tensors[source.tensor], source.row_size * self._value_bits(source) // 8
+                offsets = place.entry.offset + (numbers[low:high] - first) * row_bytes
+                pieces.append(self._readers[place.shard].read_each(offsets.tolist(), row_bytes))
+            first += source.num_rows
+        return np.concatenate(pieces)
+
     def place(self, source: SourceMatrix) -> str:
         """Returns shard and tensor for messages, and the matrix's rows if the tensor has many matrices."""
         tensor = self._tensors[source.tensor]

@@ -6,7 +6,9 @@ exact. Every matrix is read each time it is needed.
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector, dense_roles
@@ -14,6 +16,7 @@ from moe_pack.formats.codecs import e2m1_values, powers_of_two
 from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, StoredMatrix
+from moe_pack.runtime.model.mixers import LaterRows, RowTable
 from moe_pack.runtime.model.operations import TORCH, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -147,6 +150,25 @@ class CheckpointWeights:
     def rotation(self, layer_idx: int) -> Rotation | None:
         """Returns None: the original is not rotated."""
         return None
+
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
+        return _SourceTable(self._checkpoint, layer)
+
+
+class _SourceTable:
+    def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
+        self._checkpoint = checkpoint
+        self._layer = layer
+
+    def begin(self, numbers: NDArray[np.int64]) -> LaterRows:
+        dtype = TORCH_DTYPES[self._checkpoint.table_dtype(self._layer)]
+
+        def read() -> Tensor:
+            rows = torch.from_numpy(self._checkpoint.table_rows_at(self._layer, numbers))
+            return rows.view(dtype).to(torch.float32)
+
+        return LaterRows(read)
 
 
 class _SourceMatrix:

@@ -2,6 +2,7 @@
 
     x = embed(ids)
     for each layer:
+        x += ngrams(x)              in some layers of some models: rows of a table on the disk
         x += attention(norm(x))
         x += mlp(norm(x))           routed experts, weighted, and the shared expert; or one dense expert
     logits = head(norm(x))
@@ -11,6 +12,8 @@ are in `layer`, attention in `attention`, routing in `router`, the arithmetic of
 router logits and all sums are float32.
 """
 
+from collections.abc import Generator
+from contextlib import closing
 from itertools import takewhile
 
 import torch
@@ -22,6 +25,7 @@ from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     PartialState,
     add_attention,
+    add_ngrams,
     check_context,
     check_vocabulary,
     embed,
@@ -33,6 +37,7 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
+from moe_pack.runtime.model.mixers import NgramRows
 from moe_pack.runtime.model.weights import Weights
 
 _LEAST_KEPT = 16  # tokens of a beginning
@@ -125,9 +130,10 @@ class Decoder:
         kept = self.cache.num_tokens
         hidden: list[Tensor] = []
         try:
-            for start in range(0, len(new), self._chunk_tokens):
-                piece = self._chunk(torch.tensor(new[start : start + self._chunk_tokens]), num_tokens)
-                hidden = [piece] if last_only else [*hidden, piece]
+            with closing(self._chunks(new)) as chunks:
+                for tokens, rows in chunks:
+                    piece = self._chunk(tokens, num_tokens, rows)
+                    hidden = [piece] if last_only else [*hidden, piece]
         except BaseException:
             # The earlier tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens,
             # or states moved on with some layers.
@@ -141,19 +147,48 @@ class Decoder:
             raise RunError(f"the context of {self.cache.context_tokens} tokens is full")
         check_vocabulary(ids, self.spec)
 
-    def _chunk(self, ids: Tensor, num_tokens: int) -> Tensor:
+    def _chunks(self, new: list[int]) -> Generator[tuple[Tensor, NgramRows | None], None, None]:
+        """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
+
+        Args:    new: the last tokens of the sequence.
+        """
+        first, step = len(self._ids) - len(new), self._chunk_tokens
+        rows = self._rows(first, min(first + step, len(self._ids)))
+        ahead: NgramRows | None = None
+        try:
+            for start in range(first, len(self._ids), step):
+                stop = min(start + step, len(self._ids))
+                if stop < len(self._ids):
+                    ahead = self._rows(stop, min(stop + step, len(self._ids)))
+                yield torch.tensor(self._ids[start:stop]), rows
+                rows, ahead = ahead, None
+        finally:
+            for left in (rows, ahead):
+                if left is not None:
+                    left.close()
+
+    def _rows(self, start: int, stop: int) -> NgramRows | None:
+        """Begins to read the rows of positions `start` to `stop` in all n-gram tables; None without tables."""
+        ngrams = self.spec.ngrams
+        if ngrams is None:
+            return None
+        tokens = torch.tensor(self._ids[max(start - ngrams.ngram_size + 1, 0) : stop])
+        return NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
+
+    def _chunk(self, ids: Tensor, num_tokens: int, rows: NgramRows | None) -> Tensor:
         """Runs one forward pass; returns the hidden states after the last layer, float32 [T, d].
 
-        Args:    ids: int64 [T].   num_tokens: of the sequence when all its new tokens have run.
+        Args:    ids: int64 [T].   num_tokens: of the sequence when all its new tokens have run.   rows: of `ids`.
         """
         weights, start = self._weights, self.cache.num_tokens
         angles = self._angles_at(start, start + len(ids), num_tokens)
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
+            x = add_ngrams(x, rows, weights, layer, self.cache.of_ngrams(layer))
             x = add_attention(x, weights, layer, self.cache.of(layer), angles[self.spec.attention_kind(layer)])
             if not self.spec.has_second(layer):
                 continue
-            x = self._second_half(x, layer, self._partial_state(x, layer, angles))
+            x = self._second_half(x, layer, self._partial_state(x, layer, angles, rows))
         self.cache.num_tokens += len(ids)
         return x
 
@@ -168,7 +203,9 @@ class Decoder:
             routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)
 
-    def _partial_state(self, x: Tensor, layer: int, angles: tuple[Angles, ...]) -> PartialState | None:
+    def _partial_state(
+        self, x: Tensor, layer: int, angles: tuple[Angles, ...], rows: NgramRows | None
+    ) -> PartialState | None:
         """Returns the `PartialState` of the next layer, from x after this layer's attention; None without experts."""
         weights, after = self._weights, layer + 1
         if after not in self._layer_idx:
@@ -179,6 +216,7 @@ class Decoder:
             routed = with_returned(y, inputs, weights, layer)
             partial = enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
             kind = self.spec.attention_kind(after)
+            partial = add_ngrams(partial, rows, weights, after, self.cache.trial_of_ngrams(after))
             return add_attention(partial, weights, after, self.cache.trial(after), angles[kind])
 
         return partial_state

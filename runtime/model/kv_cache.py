@@ -203,7 +203,8 @@ class KVCache:
     is one), and the latent is its value too: `values` are views of `keys`. `is_ring`: whether some layer has fewer
     places than positions. `num_bytes`: of keys, values and states.
 
-    A layer without attention has a state instead (`states`), float32 whatever the dtype. `num_tokens` may rise, and may
+    A layer without attention has a state instead, and one with n-grams has a state as well (`states`), float32 whatever
+    the dtype. `num_tokens` may rise, and may
     return to 0, which resets the states. Other earlier positions are those of `reachable`: with states, only where they
     were copied (`save`).
 
@@ -221,7 +222,7 @@ class KVCache:
         chunk_tokens: int | None = None,
     ) -> None:
         chunk = context_tokens if chunk_tokens is None else chunk_tokens
-        self.states = States(spec.mixer if num_layers is None else None, device)
+        self.states = States(spec if num_layers is None else None, device)
         if num_layers is None:
             places = [cached_tokens(spec, layer, context_tokens, chunk) for layer in range(spec.num_hidden_layers)]
         else:
@@ -295,6 +296,15 @@ class KVCache:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
         state = self.states.of(idx)
         return self.layer(idx) if state is None else state
+
+    def of_ngrams(self, idx: int) -> LayerState | None:
+        """Returns the state of a layer's n-grams; None if it has none."""
+        return self.states.of_ngrams(idx)
+
+    def trial_of_ngrams(self, idx: int) -> LayerState | None:
+        """Returns the same for a pass whose outcome does not count."""
+        state = self.states.of_ngrams(idx)
+        return None if state is None else state.copied()
 
     def trial(self, idx: int) -> LayerCache | LayerState:
         """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""

@@ -27,8 +27,8 @@ from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import neuron_of, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
-from moe_pack.runtime.model.mixer import mix
-from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model.mixer import mix, ngram_output
+from moe_pack.runtime.model.mixers import LayerState, NgramRows
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
@@ -227,6 +227,17 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
     if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
         return x.repeat(1, residual.streams)
     return x if residual is None or residual.streams == 1 else torch.cat((x, torch.zeros_like(x)), dim=1)
+
+
+def add_ngrams(x: Tensor, rows: NgramRows | None, weights: Weights, layer: int, state: LayerState | None) -> Tensor:
+    """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
+
+    Args:    rows: of the tokens; None in a model without n-grams.
+    Raises:  as `NgramRows.of`.
+    """
+    if rows is None or state is None:
+        return x
+    return x + ngram_output(x, rows.of(layer), weights, layer, state)
 
 
 def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | LayerState, angles: Angles) -> Tensor:

@@ -1,18 +1,21 @@
-"""Mixers: what some layers have in place of attention, one function for each kind.
+"""Mixers: what some layers have in place of attention, one function for each kind; and what n-grams add to a layer.
 
 Projections come from the weights. Short convolutions and recurrences are operations, because kernels compute them;
 their torch twins are in `mixers`. docs/format.md, section 11, says what each kind computes.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model.matrix import linear
-from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model.mixers import LayerState, convolve
 from moe_pack.runtime.model.weights import Weights
 
 _L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
+_LEAST_GATE = 1e-6  # of the size of a gate of n-grams before its root is taken; no config names it
 
 
 def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerState) -> Tensor:
@@ -142,3 +145,28 @@ def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, sta
     before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
     y = weights.operations.convolve(before * value, weights.vector(f"{role}.conv"), bias["conv"], state)
     return linear(after * y, weights.matrix(f"{role}.o"), bias["o"])
+
+
+def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: LayerState) -> Tensor:
+    """Returns what a layer's n-grams add to the hidden states of new tokens, which update the layer's state.
+
+    Args:    x: float32 [T, streams * d].   embedded: float32 [T, embed_dim], the tokens' rows of the layer's table.
+    Returns: float32 [T, streams * d].
+    """
+    ngrams, role, d = weights.spec.ngrams_of(layer), f"layers.{layer}.ngrams", weights.spec.hidden_size
+    assert ngrams is not None, f"layer {layer} has n-grams"
+    shape, embedded = (len(x), ngrams.streams, d), embedded.to(x.device)
+
+    def normed(y: Tensor, name: str) -> Tensor:
+        """Returns y, normed in each stream: float32 [T, streams, d]."""
+        ones = torch.ones(d, device=y.device)
+        scaled = weights.operations.rms_norm(y.view(shape), ones, weights.spec.norm.eps)
+        return scaled * weights.vector(f"{role}.{name}_norm").view(shape[1:])
+
+    key, query = normed(linear(embedded, weights.matrix(f"{role}.key")), "key"), normed(x, "query")
+    gate = (key * query).sum(dim=2, keepdim=True) / math.sqrt(d)
+    gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
+    value = gate.sigmoid() * linear(embedded, weights.matrix(f"{role}.value"))[:, None]
+    inputs = normed(value, "conv").flatten(1)
+    convolved = convolve(inputs, weights.vector(f"{role}.conv"), None, state, ngrams.dilation)
+    return value.flatten(1) + torch.nn.functional.silu(convolved)

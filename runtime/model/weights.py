@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec, NormSpec, Selector
 from moe_pack.runtime.model.expert import Expert
 from moe_pack.runtime.model.matrix import Matrix
+from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -44,6 +45,10 @@ class Weights(Protocol):
 
     def rotation(self, layer_idx: int) -> Rotation | None:
         """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None if it is not rotated."""
+        ...
+
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer that has one."""
         ...
 
 

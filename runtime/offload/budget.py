@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
-from moe_pack.formats.layout import whole_blocks
+from moe_pack.formats.layout import plain_layout, whole_blocks
 from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
+from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE
 
@@ -394,12 +395,13 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     mixing = 0 if spec.mixer is None else spec.mixer.width
+    mixing = mixing if spec.ngrams is None else max(mixing, spec.ngrams.width(d))
     streams = 0 if spec.residual is None else 6 * spec.stream_width  # normed, gated, weighted, and before and after
     floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
     floats = chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)
-    return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + _THREADS_BYTES
+    return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
 
 
 def _attention_width(attention: AttentionSpec) -> int:
@@ -438,6 +440,21 @@ def _mixer_floats(spec: ModelSpec) -> int:
         return 0
     vectors = sum(role.shape[0] for role in spec.mixer.roles(spec.hidden_size) if len(role.shape) == 1)
     return spec.mixer.chunk_floats + 3 * spec.mixer.state.num_values + len(spec.mixer.layers) * vectors
+
+
+def ngram_bytes(spec: ModelSpec) -> int:
+    """Returns the bytes that n-grams need, however many tokens there are: nothing of their tables but rows being read.
+
+    They are the buffers of these rows; a copy of a layer's state for predictions, and of its last inputs and outputs;
+    and the vectors of all layers, which the dense part has in 16 bit.
+    """
+    if spec.ngrams is None:
+        return 0
+    ngrams, d = spec.ngrams, spec.hidden_size
+    row_bytes = plain_layout(ngrams.row_values, "F32").row_bytes
+    buffers = SLOTS_PER_TABLE * len(ngrams.layers) * SLOT_TOKENS * ngrams.num_heads * row_bytes
+    vectors = sum(role.shape[0] for role in ngrams.roles(d, 0.0) if len(role.shape) == 1)
+    return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(d).num_values)
 
 
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:

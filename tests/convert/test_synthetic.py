@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from ngrams import CONFIG, ngrams_of
 from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
 from second_reader import SecondReader
 from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
@@ -31,7 +32,8 @@ from moe_pack.formats.layout import check_rows, row_layout
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.writer import Step
-from moe_pack.runtime.model import TORCH, Decoder, open_weights, operations_for
+from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
+from moe_pack.runtime.model.pack_weights import table_values
 
 # One of each family.
 NAMES = (
@@ -144,6 +146,26 @@ def test_the_hidden_state_neither_grows_nor_vanishes_over_many_layers(tmp_path: 
     found = run(made(small(num_layers=40, num_experts=4, hidden_size=128), tmp_path / "pack"), 200)
     assert all(31 < rms < 33 for rms in found.rms)
     assert bool(found.logits.isfinite().all())
+
+
+def test_n_gram_tables_have_random_rows_that_turn_the_hidden_state_a_little(tmp_path: Path) -> None:
+    spec = small(num_layers=3, num_experts=4, hidden_size=128)
+    ngrams = ngrams_of(CONFIG | {"ple_embed_dim": 64, "ngram_vocab_size_base": 4000}, 128, spec.vocab_size)
+    folder = made(replace(spec, ngrams=ngrams), tmp_path / "pack")
+    with Pack(folder) as pack:
+        audit(pack)
+        values = [
+            table_values(table, pack.read_ngrams(table, 0, 4000), np.arange(4000)) for table in pack.layout.ngrams
+        ]
+        assert all(float(each.mean()) == pytest.approx(0, abs=0.02) for each in values)
+        assert all(float(each.std()) == pytest.approx(1, abs=0.02) for each in values)
+        assert not torch.equal(*values)
+        weights, ids = PackWeights(pack, CPU), torch.arange(200).remainder(70).tolist()
+        found = Decoder(weights, 200).logits(ids)
+        weights.spec = replace(weights.spec, ngrams=None)
+        without = Decoder(weights, 200).logits(ids)
+    assert 0.5 < float(found.std(dim=1).mean()) < 2
+    assert 0.01 < float((found - without).std()) < 0.2
 
 
 def test_codes_are_all_as_likely_and_weights_have_the_deviation_that_keeps_activations_at_one(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from moe_pack.formats.parts.mixers import CHUNK_TOKENS, KEYED_CHUNK_TOKENS
 from moe_pack.runtime.model.mixers.states import LayerState
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState, dilation: int = 1) -> Tensor:
     """Returns a causal convolution of each channel over the tokens; the state keeps the last inputs.
 
     Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together, the newest last.
-             bias: float32 [channels].
+             bias: float32 [channels].   dilation: tokens from one tap to the next.
     Returns: float32 [T, channels].
     """
     num_tokens, num_channels = x.shape
@@ -36,7 +36,7 @@ def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) 
     inputs = torch.cat((state.conv, x))
     y = taps[0] * inputs[:num_tokens]
     for tap in range(1, len(taps)):
-        y = y + taps[tap] * inputs[tap : tap + num_tokens]
+        y = y + taps[tap] * inputs[tap * dilation : tap * dilation + num_tokens]
     state.conv.copy_(inputs[num_tokens:].detach())
     return y if bias is None else y + bias
 

@@ -1,7 +1,8 @@
-"""The states of layers without attention: a cache of its own next to that of keys and values.
+"""The states of layers without attention, and of n-grams: a cache of its own next to that of keys and values.
 
 A state has the last inputs of a short convolution and a recurrent state, both float32 (`StateShape` in
-formats/parts/mixers.py). Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
+formats/parts/mixers.py). A layer with n-grams keeps the last inputs of their convolution, next to its mixer's state or
+its keys and values. Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
 be cut back to an earlier position as keys and values can. It leads back to one position alone: where it was copied. The
 decoder has it copied after each prompt, so that several continuations, or a dialogue that leaves out what was thought
 before an answer, need not read the prompt again (`Decoder.keep_beginning`).
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import MixerSpec
+from moe_pack.formats import ModelSpec
+from moe_pack.formats.parts import MixerSpec, NgramSpec
+from moe_pack.formats.parts.mixers import StateShape
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A layer's state, which its mixer updates in place.
+    """A layer's state, which its mixer or its n-grams update in place.
 
     `conv`: float32 [earlier inputs, channels], the oldest first.   `recurrent`: float32 [heads, keys, values]. Either
-    is empty if the mixer has none.
+    is empty if the layer has none.
     """
 
     conv: Tensor
@@ -28,8 +31,17 @@ class LayerState:
 
     @classmethod
     def empty(cls, mixer: MixerSpec, device: torch.device) -> "LayerState":
-        """Returns the state before the first token: zeros."""
-        conv, recurrent = (torch.zeros(shape or (0,), device=device) for shape in mixer.state)
+        """Returns a mixer's state before the first token: zeros."""
+        return cls._zeros(mixer.state, device)
+
+    @classmethod
+    def of_ngrams(cls, ngrams: NgramSpec, hidden_size: int, device: torch.device) -> "LayerState":
+        """Returns the state of n-grams before the first token: zeros."""
+        return cls._zeros(ngrams.state(hidden_size), device)
+
+    @classmethod
+    def _zeros(cls, shape: StateShape, device: torch.device) -> "LayerState":
+        conv, recurrent = (torch.zeros(part or (0,), device=device) for part in shape)
         return cls(conv, recurrent)
 
     def copied(self) -> "LayerState":
@@ -43,37 +55,47 @@ class LayerState:
 
 
 class States:
-    """The states of all layers with a mixer, and room for a copy of them, float32; allocated once.
+    """The states of all layers with a mixer or n-grams, and room for a copy of them, float32; allocated once.
 
-    Args:    mixer: None for a model of attention alone, which has no states.
+    Args:    spec: None: there are no states, as in a model of attention alone.
     """
 
-    def __init__(self, mixer: MixerSpec | None, device: torch.device) -> None:
-        layers = () if mixer is None else mixer.layers
-        self._states = {layer: LayerState.empty(mixer, device) for layer in layers if mixer is not None}
-        self._copies = {layer: state.copied() for layer, state in self._states.items()}
-        self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states.values())
+    def __init__(self, spec: ModelSpec | None, device: torch.device) -> None:
+        mixer, ngrams = (None, None) if spec is None else (spec.mixer, spec.ngrams)
+        self._mixers, self._ngrams = dict[int, LayerState](), dict[int, LayerState]()
+        if mixer is not None:
+            self._mixers = {layer: LayerState.empty(mixer, device) for layer in mixer.layers}
+        if spec is not None and ngrams is not None:
+            d = spec.hidden_size
+            self._ngrams = {layer: LayerState.of_ngrams(ngrams, d, device) for layer in ngrams.layers}
+        self._states = (*self._mixers.values(), *self._ngrams.values())
+        self._copies = tuple(state.copied() for state in self._states)
+        self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)
 
     def __bool__(self) -> bool:
         """Whether there is any state."""
         return bool(self._states)
 
     def of(self, layer: int) -> LayerState | None:
-        """Returns the state of a layer; None if the layer has attention."""
-        return self._states.get(layer)
+        """Returns the state of a layer's mixer; None if the layer has attention."""
+        return self._mixers.get(layer)
+
+    def of_ngrams(self, layer: int) -> LayerState | None:
+        """Returns the state of a layer's n-grams; None if it has none."""
+        return self._ngrams.get(layer)
 
     def reset(self) -> None:
         """Begins again, before the first token."""
-        for state in self._states.values():
+        for state in self._states:
             state.conv.zero_()
             state.recurrent.zero_()
 
     def save(self) -> None:
         """Copies the states, in place of an earlier copy."""
-        for layer, state in self._states.items():
-            self._copies[layer].take(state)
+        for copy, state in zip(self._copies, self._states, strict=True):
+            copy.take(state)
 
     def restore(self) -> None:
         """Returns to the copy."""
-        for layer, state in self._states.items():
-            state.take(self._copies[layer])
+        for copy, state in zip(self._copies, self._states, strict=True):
+            state.take(copy)
