@@ -20,8 +20,9 @@ from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, S
 from moe_pack.convert.account import Recipe
 from moe_pack.formats import ConversionError, ModelSpec, RangeReader, Selector
 from moe_pack.formats.layout import DENSE_FILE, experts_file
-from moe_pack.runtime.model import TORCH, Expert, Matrix, PackedExpert, activations, embed
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Expert, Matrix, PackedExpert, activations, embed
 from moe_pack.runtime.model.expert import resting_output
+from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.pack_weights import stored_matrix, stored_vector
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import from_experts, to_experts
@@ -88,7 +89,15 @@ class StoredInputs:
             num_sequences, length = given.ids.shape
             workers = self._workers
             return LayerStates(
-                self._weights, first, num_sequences, length, self._folder, _CPU, answer=answer, workers=workers
+                self._weights,
+                first,
+                num_sequences,
+                length,
+                self._folder,
+                _CPU,
+                answer=answer,
+                workers=workers,
+                ids=lambda number: given.ids[number],
             )
 
         found = states()
@@ -121,6 +130,7 @@ class _UnfinishedPack:
         self.spec: ModelSpec = recipe.layout.spec
         self.selector: Selector = "none"
         self.operations = TORCH
+        self._source = CheckpointWeights(recipe.checkpoint)
         self._layout = recipe.layout
         self._folder = folder
         self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
@@ -167,6 +177,10 @@ class _UnfinishedPack:
     def rotation(self, layer_idx: int) -> Rotation | None:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._rotations[layer_idx]
+
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer of the checkpoint: the pack's is written last."""
+        return self._source.ngram_table(layer)
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         entry = self._dense[role].entry

@@ -101,7 +101,17 @@ class ModelPass:
         self._device = device
         first, answer = given.begun(embedded)
         number, folder = self.num_sequences + with_twin, store.work / name
-        self._states = LayerStates(weights, first, number, self.sequence_length, folder, device, answer=answer)
+        ids = given.ids
+        self._states = LayerStates(
+            weights,
+            first,
+            number,
+            self.sequence_length,
+            folder,
+            device,
+            answer=answer,
+            ids=lambda place: ids[place % len(ids)],  # the twin is of the first
+        )
 
     @torch.inference_mode()
     def run(self, stage: str, progress: Progress) -> None:

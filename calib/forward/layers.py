@@ -55,8 +55,8 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
 from moe_pack.runtime.model.kv_cache import Chosen
-from moe_pack.runtime.model.layer import enter_second, experts_norm, run_unrouted, with_returned
-from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model.layer import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
+from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
@@ -235,6 +235,10 @@ class LayerwiseWeights:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._source.rotation(layer_idx)
 
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer, which stays on the disk."""
+        return self._source.ngram_table(layer)
+
     def _enter_layer(self, role: str) -> None:
         """Drops the matrices of the previous layer if the role is of another layer."""
         parts = role.split(".")
@@ -260,13 +264,20 @@ class SequenceAttention:
         else:
             self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
 
-    def added(self, x: Tensor, weights: Weights, layer: int, text: Tensor | None, chosen: Chosen) -> Tensor:
-        """Returns hidden states float32 [n, d] with a layer's attention added.
+    def added(
+        self, x: Tensor, weights: Weights, layer: int, text: Tensor | None, chosen: Chosen, ids: Tensor | None
+    ) -> Tensor:
+        """Returns hidden states float32 [n, d] with a layer's n-grams and attention added.
 
         Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: what a layer
-                 with an indexer writes, and a layer that shares its choice reads.
+                 with an indexer writes, and a layer that shares its choice reads.   ids: the tokens int64 [n], for a
+                 layer with n-grams.
         """
         spec, mixer = self._spec, self._spec.mixer_of(layer)
+        if (ngrams := spec.ngrams_of(layer)) is not None:
+            assert ids is not None, f"layer {layer} needs the tokens"
+            rows = NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
+            x = add_ngrams(x, rows, weights, layer, LayerState.of_ngrams(ngrams, spec.hidden_size, self._device))
         if mixer is not None:
             return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles[0])
         cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
@@ -401,6 +412,7 @@ class LayerStates:
              text of an encoder, or share what a layer before chose; needed if sequences branch off then.
              keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
              workers: threads that run sequences; None: as many as `num_workers`.
+             ids: returns the tokens int64 [S] of a sequence, by its number; needed in a model with n-grams.
     """
 
     def __init__(
@@ -416,6 +428,7 @@ class LayerStates:
         origin: Callable[[int], int] | None = None,
         keeps_all: bool = False,
         workers: int | None = None,
+        ids: Beginning | None = None,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
@@ -428,6 +441,7 @@ class LayerStates:
         self._origin = origin
         self._keeps_all = keeps_all
         self._workers = workers
+        self._ids = ids
         assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
         self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
@@ -464,7 +478,8 @@ class LayerStates:
         def run_sequence(number: int) -> None:
             rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
             chosen = self.chosen(layer, number)
-            x, inputs = self.half_of(layer, self.at(layer, number), self.text(layer, number), self._weights, chosen)
+            before, text = self.at(layer, number), self.text(layer, number)
+            x, inputs = self.half_of(layer, before, text, self._weights, chosen, self.ids(number))
             self._choices.write(number, chosen)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
             if k:
@@ -481,17 +496,23 @@ class LayerStates:
     def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
         """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
         x, text, chosen = self.at(layer, number), self.text(layer, number), self.chosen(layer, number)
-        return self.half_of(layer, x, text, self._weights, chosen)
+        return self.half_of(layer, x, text, self._weights, chosen, self.ids(number))
 
     def half_of(
-        self, layer: int, x: Tensor, text: Tensor | None, weights: Weights, chosen: Chosen | None = None
+        self,
+        layer: int,
+        x: Tensor,
+        text: Tensor | None,
+        weights: Weights,
+        chosen: Chosen | None = None,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
 
-        Args:    text, chosen: as the functions of these names return them; the layer's own choice is written to the
-                 latter.
+        Args:    text, chosen, ids: as the functions of these names return them; the layer's own choice is written to
+                 `chosen`.
         """
-        x = self.attended(layer, x, text, weights, chosen)
+        x = self.attended(layer, x, text, weights, chosen, ids)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
         inputs = mlp_input(x, weights, layer)
@@ -531,12 +552,18 @@ class LayerStates:
         return replace(tokens, outputs=None)
 
     def attended(
-        self, layer: int, x: Tensor, text: Tensor | None, weights: Weights, chosen: Chosen | None = None
+        self,
+        layer: int,
+        x: Tensor,
+        text: Tensor | None,
+        weights: Weights,
+        chosen: Chosen | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
         if text is not None:
             text = norm(text.to(self.device), weights, "encoder_norm")
-        return self._attention.added(x.to(self.device), weights, layer, text, chosen or Chosen())
+        return self._attention.added(x.to(self.device), weights, layer, text, chosen or Chosen(), ids)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""
@@ -583,6 +610,10 @@ class LayerStates:
             assert self._answer is not None, "a layer at which a decoder begins"
             return self._answer(self._root_of(number, self._num_first))
         return self._read_hidden(self._paths[layer], number)
+
+    def ids(self, number: int) -> Tensor | None:
+        """Returns the tokens of a sequence, int64 [S]; None if the model does not need them."""
+        return None if self._ids is None or self.spec.ngrams is None else self._ids(number)
 
     def text(self, layer: int, number: int) -> Tensor | None:
         """Returns the encoder's output for a sequence, float32 [S, d], not normed; None outside of its decoder."""

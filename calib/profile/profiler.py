@@ -238,7 +238,10 @@ class _Run:
         num_sequences, S = self._given.ids.shape
         first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
         folder = self._store.work / "statistics"
-        states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
+        ids = self._given.ids
+        states = LayerStates(
+            self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
+        )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         self._progress.begin((self._statistics_cost(Trial(self._weights, states), layers)).stage("statistics"))
         for layer in layers:

@@ -118,12 +118,12 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 
 
 def kind_of(spec: ModelSpec, layer: int) -> int:
-    """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, and stack."""
+    """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, n-grams and stack."""
 
     def kind(layer: int) -> tuple[int, ...]:
         halves = spec.has_first(layer), spec.has_second(layer)
         first = -1 if spec.mixer_of(layer) is not None else spec.attention_kind(layer)
-        return (*halves, layer in spec.moe_layers, first, stack_of(spec, layer))
+        return (*halves, layer in spec.moe_layers, first, spec.ngrams_of(layer) is None, stack_of(spec, layer))
 
     return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 
@@ -149,7 +149,8 @@ class Trial:
         """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
         text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
-        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights))
+        ids = self._states.ids(0)
+        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights, None, ids))
         return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
@@ -179,7 +180,8 @@ class Trial:
         S, x = self._states.sequence_length, self._states.before(0)
         text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
         above, weights = (x, x[:, : self._spec.hidden_size]), Tracked(self._weights)
-        seconds = _seconds(lambda: half_gradient(self._states, layer, x, text, weights, above))
+        ids = self._states.ids(0)
+        seconds = _seconds(lambda: half_gradient(self._states, layer, x, text, weights, above, None, ids))
         return Cost(2 * half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()

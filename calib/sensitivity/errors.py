@@ -47,6 +47,7 @@ from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
 from moe_pack.runtime.model import Activations, Expert, NeuronBlock, Operations, Weights, activations, neuron_of
 from moe_pack.runtime.model import Matrix as DenseMatrix
+from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
@@ -259,6 +260,10 @@ class RoundedDense:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._source.rotation(layer_idx)
 
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer of `source`."""
+        return self._source.ngram_table(layer)
+
 
 class _RoundedMatrix:
     def __init__(self, matrix: DenseMatrix, width: int, rounding: Rounder) -> None:
@@ -301,6 +306,10 @@ class RoundedExperts:
     def rotation(self, layer_idx: int) -> Rotation | None:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._source.rotation(layer_idx)
+
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer of `source`."""
+        return self._source.ngram_table(layer)
 
 
 class _RoundedExpert:

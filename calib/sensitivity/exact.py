@@ -64,7 +64,15 @@ class ExactPass:
 
         # The same sequences twice: the original, and with all experts at 4 bits, from which the copies branch off.
         self.states = LayerStates(
-            weights, first, 2 * number, given.length, folder, device, answer=answer, origin=origin
+            weights,
+            first,
+            2 * number,
+            given.length,
+            folder,
+            device,
+            answer=answer,
+            origin=origin,
+            ids=lambda place: given.ids[place % number],
         )
         self._num_tokens = number * given.length
 

@@ -48,6 +48,7 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.kv_cache import Chosen
 from moe_pack.runtime.model.layer import router_logits, weights_of_experts
 from moe_pack.runtime.model.matrix import InMemoryMatrix
+from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -121,6 +122,10 @@ class Tracked:
         """Returns the coordinates of a layer's experts in `source`."""
         return self._source.rotation(layer_idx)
 
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer of `source`."""
+        return self._source.ngram_table(layer)
+
 
 # --- back through the parts of a model
 
@@ -148,16 +153,17 @@ def half_gradient(
     weights: Tracked,
     above: tuple[Tensor, Tensor],
     chosen: Chosen | None = None,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient before a layer's first half, and that of the encoder's output, float32 [S, d] each.
 
-    Args:    hidden, text, chosen: of a sequence, as for `LayerStates.half_of`.   above: the gradients with respect to
-             `x` and `inputs` of `LayerTokens`.
+    Args:    hidden, text, chosen, ids: of a sequence, as for `LayerStates.half_of`.   above: the gradients with respect
+             to `x` and `inputs` of `LayerTokens`.
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
         hidden = hidden.to(states.device).clone().requires_grad_()
         text = None if text is None else text.to(states.device).clone().requires_grad_()
-        outputs = states.half_of(layer, hidden, text, weights, chosen)
+        outputs = states.half_of(layer, hidden, text, weights, chosen, ids)
         sources = [hidden] if text is None else [hidden, text]
         # A layer without a second half has no inputs of one to go back through.
         pairs = [(out, each) for out, each in zip(outputs, above, strict=True) if out.requires_grad]

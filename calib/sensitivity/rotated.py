@@ -16,6 +16,7 @@ from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, NeuronFunction, 
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.runtime.model import Expert, Matrix, NeuronBlock, Operations, Weights, activations
+from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation
 
 _JUDGED_NEURONS = 128  # of an expert a layer
@@ -56,6 +57,10 @@ class RotatedExperts:
     def rotation(self, layer_idx: int) -> Rotation | None:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._layers[layer_idx].vectors
+
+    def ngram_table(self, layer: int) -> RowTable:
+        """Returns the n-gram table of a decoder layer of `source`."""
+        return self._source.ngram_table(layer)
 
 
 def is_rotated_better(expert: Expert, function: NeuronFunction, tokens: ExpertTokens, rotation: LayerRotation) -> bool:

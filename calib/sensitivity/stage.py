@@ -148,7 +148,15 @@ class SensitivityPass:
         folder.mkdir(exist_ok=True)
         first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
         self.states = LayerStates(
-            weights, first, self.num_sequences, S, folder / "forward", device, answer=answer, keeps_all=True
+            weights,
+            first,
+            self.num_sequences,
+            S,
+            folder / "forward",
+            device,
+            answer=answer,
+            keeps_all=True,
+            ids=lambda number: given.ids[number],
         )
         self.next_back, self._above, self._other = self._resume()
 
@@ -284,6 +292,7 @@ class SensitivityPass:
                 self._tracked,
                 (of_x[rows], below[rows]),
                 states.chosen(layer, number),
+                states.ids(number),
             )
             gradients[rows] = gradient.cpu()
             if of_text is not None:
@@ -487,7 +496,7 @@ class SensitivityPass:
                 text: Tensor | None = text,
                 given: Tensor | None = given,
             ) -> tuple[Tensor, Tensor]:
-                half = states.half_of(layer, hidden, text, weights, states.chosen(layer, number))
+                half = states.half_of(layer, hidden, text, weights, states.chosen(layer, number), states.ids(number))
                 return states.after(layer, half, given, weights), half[1]
 
             original = ended(self.weights)
@@ -557,7 +566,10 @@ class SensitivityPass:
         first, answer = self._given.begun(embedded)
         begun = number * (len(copies) if self._all_begin_first else 1)
         S, folder = self.states.sequence_length, self._folder / "copies"
-        return LayerStates(self.weights, first, begun, S, folder, self.device, answer=answer)
+        ids = self._given.ids
+        return LayerStates(
+            self.weights, first, begun, S, folder, self.device, answer=answer, ids=lambda place: ids[place % number]
+        )
 
     def _begun(self, copies: tuple[Copy, ...], layer: int) -> Iterator[Tensor]:
         """Yields the hidden states of the copies that begin before this layer."""

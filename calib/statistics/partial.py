@@ -93,8 +93,9 @@ class PartialStates:
         first = self._shares.num_sequences - self._shares.num_judged
 
         def scores_of(number: int) -> Tensor:
-            text, chosen = states.text(layer, first + number), states.chosen(layer, first + number)
-            x = states.attended(layer, mapped[number], text, weights, chosen)
+            place = first + number
+            text, chosen = states.text(layer, place), states.chosen(layer, place)
+            x = states.attended(layer, mapped[number], text, weights, chosen, states.ids(place))
             return router_scores(mlp_input(x, weights, layer), weights, layer).cpu()
 
         results = list(in_order(scores_of, range(self._shares.num_judged), num_workers(self._spec)))
