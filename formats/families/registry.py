@@ -55,6 +55,7 @@ from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.families.qwen3_next import QWEN3_NEXT
 from moe_pack.formats.families.qwen3_omni_moe import QWEN3_OMNI_MOE
 from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
+from moe_pack.formats.families.qwen4_exp import QWEN4_EXP, QWEN4_EXP_TEXT
 from moe_pack.formats.families.readers import dense_model, read_quantization
 from moe_pack.formats.families.solar_open import SOLAR_OPEN
 from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
@@ -76,6 +77,8 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_OCR2,
         QWEN3_VL_MOE,
         QWEN3_NEXT,
+        QWEN4_EXP,
+        QWEN4_EXP_TEXT,
         QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
         DEEPSEEK,

@@ -167,7 +167,7 @@ def test_partial_states_share_the_choice_of_their_sequence(
                 judged * S,
                 on_output=on_output,
             )
-        partial_states.end(layer)
+        partial_states.end(layer, states, weights)
         states.leave(layer, tokens)
     assert partial_states.is_judged(3) and weights.spec.chooser_of(3) == 2
 

@@ -90,26 +90,7 @@ _ERNIE_VL_SWITCHED: dict[str, Values] = {
     "tied head, no shared expert": {"tie_word_embeddings": True, "moe_num_shared_experts": 0},
     "two dense layers": {"mlp_layer_types": ["dense", "dense", "sparse"]},
 }
-_GEMMA4: Values = {
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 1,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "intermediate_size": 80,
-    "moe_intermediate_size": 48,
-    "num_experts": 6,
-    "top_k_experts": 2,
-    "enable_moe_block": True,
-    "hidden_size_per_layer_input": 0,
-    "attention_k_eq_v": True,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    "sliding_window": 7,
-    "final_logit_softcapping": 3.0,
-    "pad_token_id": 0,
-}
 SHAPES: dict[str, Values] = {
-    "gemma4_text": _GEMMA4,
-    "gemma4": _GEMMA4 | {"model_type": "gemma4_text"},
     "llama4_text": _LLAMA4,
     "llama4": _LLAMA4 | {"model_type": "llama4_text"},
     "minimax_m2": {
@@ -311,14 +292,6 @@ SHAPES: dict[str, Values] = {
     },
 }
 SWITCHED: dict[str, dict[str, Values]] = {
-    "gemma4_text": {
-        "values of their own, no cap": {"attention_k_eq_v": False, "final_logit_softcapping": None},
-        "bias, window in no layer, rotated as a whole": {
-            "attention_bias": True,
-            "layer_types": ["full_attention"] * 3,
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
-        },
-    },
     "minimax_m2": {
         "yarn, whole heads": {"rope_parameters": _YARN},
         "tied head": {"tie_word_embeddings": True},
@@ -758,9 +731,12 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "nemotron_h_omni": Multimodal(_RADIO),
     "NemotronH_Nano_Omni_Reasoning_V3": Multimodal(_RADIO),
-    "qwen3_5_moe": Multimodal(
-        {"vision_config": {key: _QWEN_VISION[key] for key in _QWEN_VISION if key != "deepstack_visual_indexes"}}
-    ),
+    **{
+        family: Multimodal(
+            {"vision_config": {key: _QWEN_VISION[key] for key in _QWEN_VISION if key != "deepstack_visual_indexes"}}
+        )
+        for family in ("qwen3_5_moe", "qwen4_exp")
+    },
     "qwen3_omni_moe": Multimodal(
         {"enable_audio_output": False},
         ("thinker_config", "text_config"),

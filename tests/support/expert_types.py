@@ -70,12 +70,6 @@ REASONS: tuple[Reason, ...] = (
         "from token to experts in the first layers, scores of the square root of softplus, clamped SiLU",
     ),
     Reason(
-        "qwen4_exp",
-        "Qwen4-Exp, Qwen3.8-Flash-Next",
-        "a table of n-grams whose rows are added in some layers, four residual streams, attention to blocks of "
-        "positions that an indexer selects",
-    ),
-    Reason(
         "glm5_next",
         "GLM-5.3-Flash",
         "hyper-connections (four residual streams), Kimi delta attention with bounded decays, latent attention to "

@@ -21,6 +21,7 @@ from answers import start_token, their_answer, their_greedy, their_logits_one_by
 from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
 from models import pack
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
+from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED
 
 from moe_pack.formats import Pack
 from moe_pack.formats.families.registry import FAMILIES
@@ -206,21 +207,6 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": 40,
     },
-    "longcat_flash": {
-        "num_layers": 2,
-        "num_hidden_layers": 4,
-        "ffn_hidden_size": 80,
-        "expert_ffn_hidden_size": 48,
-        "n_routed_experts": 6,
-        "zero_expert_num": 3,
-        "moe_topk": 3,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "head_dim": 8,
-        "v_head_dim": 12,
-        "q_lora_rank": 40,
-    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -228,33 +214,6 @@ BASE: dict[str, Values] = {
         "attention_bias": True,
         "lm_head_bias": True,
         "rope_scaling": LONGROPE,
-    },
-    "afmoe": {
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 80,
-        "moe_intermediate_size": 48,
-        "num_dense_layers": 1,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 2,
-        "route_scale": 1.7,
-        "sliding_window": 7,
-        "mup_enabled": True,
-        "global_attn_every_n_layers": 2,
-    },
-    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48, "num_key_value_heads": 2},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 48},
-    "granitemoe": {
-        "num_key_value_heads": 2,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 48,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.05,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 6.0,
-        "tie_word_embeddings": True,
     },
     "glm4_moe": {
         "num_key_value_heads": 2,
@@ -304,6 +263,7 @@ BASE: dict[str, Values] = {
         "relative_attention_max_distance": 40,
     },
     **SHAPES,
+    **RESIDUAL_SHAPES,
     **SMALLEST,
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
@@ -334,6 +294,8 @@ PARTLY_ROTATED = (
     "qwen3_next",
     "qwen3_5_moe",
     "qwen3_5_moe_text",
+    "qwen4_exp",
+    "qwen4_exp_text",
 )
 # Families whose layers need not have rotary positions, or which have no key for a neuron's function.
 NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
@@ -347,7 +309,11 @@ TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "experts fused", fused=True) for family in (*ROTARY, *NOT_ROTARY[1:])),
     *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
-    *(Tiny(family, name, switch) for family, switches in SWITCHED.items() for name, switch in switches.items()),
+    *(
+        Tiny(family, name, switch)
+        for family, switches in (SWITCHED | RESIDUAL_SWITCHED).items()
+        for name, switch in switches.items()
+    ),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
     Tiny("mixtral", "yarn", {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e4}}),
     *(
@@ -513,17 +479,10 @@ TINY: tuple[Tiny, ...] = (
         {"num_key_value_heads": 2, "attention_bias": True, "norm_topk_prob": True},
     ),
     Tiny(
-        "flex_olmo",
-        "own keys, bias, normalized",
-        {"num_key_value_heads": 4, "attention_bias": True, "norm_topk_prob": True},
+        "glm4_moe",
+        "no norms, no bias, not normalized",
+        {"use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 2},
     ),
-    Tiny(
-        "longcat_flash",
-        "no experts that return their input, other scale",
-        {"zero_expert_num": 0, "routed_scaling_factor": 1.5},
-    ),
-    Tiny("afmoe", "window everywhere, bias", {"layer_types": ["sliding_attention"] * 3, "attention_bias": True}),
-    Tiny("afmoe", "no window, plain embedding", {"layer_types": ["full_attention"] * 3, "mup_enabled": False}),
     Tiny("granitemoe", "own head, bias", {"tie_word_embeddings": False, "attention_bias": True}),
     Tiny(
         "glm4_moe",
@@ -533,11 +492,6 @@ TINY: tuple[Tiny, ...] = (
             "topk_group": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
-    ),
-    Tiny(
-        "glm4_moe",
-        "no norms, no bias, not normalized",
-        {"use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 2},
     ),
     Tiny("gpt_oss", "window on two of three", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}),
     Tiny(

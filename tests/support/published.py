@@ -101,6 +101,7 @@ PUBLISHED = (
     Published("k-exaone-236b-a23b", "236", "23"),
     Published("mistral-small-4", "119", "6"),
     Published("llama-4-scout-17b-16e", "108", "17"),
+    Published("qwen3.8-flash-next", "176", "6", active_leaves_out=("embed", "head")),
     Published("gemma-4-26b-a4b", "25.2", "3.8"),
     Published("trinity-mini", "26", "3"),
     Published("switch-base-16", "1.1", "0.223"),
@@ -112,6 +113,7 @@ PUBLISHED = (
 UNPUBLISHED = {
     "deepseek_ocr2": "tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",
     "flex_olmo": "no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
+    "qwen4_exp_text": "its models are published inside multimodal checkpoints, qwen4_exp",
     "gemma4_text": "its models are published inside multimodal checkpoints, gemma4",
     "flint": "no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     "granitemoe_swa": "only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
