@@ -113,7 +113,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
         size = _hidden_rms(spec) / spec.embedding_multiplier
-        # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant.
+        # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant, if it has a bias.
         return (
             WeightDistribution(size * CONSTANT, size * OWN)
             if spec.norm.kind == "rms"
@@ -131,7 +131,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
     """Returns the values of a norm, a bias, attention sinks or a mixer's vector: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
-    shifts = spec.norm.kind == "layer"
+    shifts = spec.norm.has_bias
     if role.name == "norm":
         return _last_norm(spec, num_values, stream)
     if name == "mlp_norm" and shifts:

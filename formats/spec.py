@@ -79,12 +79,19 @@ NeuronFunction = NeuronName | LimitedFunction  # of an expert; a limited one alw
 class NormSpec:
     """`rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`. `eps` is added to the square.
 
-    `zero_centered`: weights are stored less 1, also those of queries' and keys' norms.
+    `zero_centered`: weights are stored less 1, also those of queries' and keys' norms. `unbiased`: of `layer`,
+    there is no bias.
     """
 
     kind: Literal["rms", "layer"]
     eps: float
     zero_centered: bool = added(False)
+    unbiased: bool = added(False)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether each norm has a bias."""
+        return self.kind == "layer" and not self.unbiased
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +454,7 @@ def _offset(norm: NormSpec) -> float:
 
 def _norm(spec: ModelSpec, name: str) -> list[DenseRole]:
     weight = DenseRole(name, (spec.hidden_size,), False, _offset(spec.norm))
-    return [weight] if spec.norm.kind == "rms" else [weight, DenseRole(f"{name}_bias", (spec.hidden_size,), False)]
+    return [weight, DenseRole(f"{name}_bias", (spec.hidden_size,), False)] if spec.norm.has_bias else [weight]
 
 
 def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRole]:
@@ -644,6 +651,8 @@ def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and spec.encoder is not None:
         return "a model with an encoder cannot have a mixer in place of attention"
     is_grouped = all(isinstance(attention, GroupedQuerySpec) for attention, _ in spec.attention_kinds)
+    if spec.norm.unbiased and spec.norm.kind != "layer":
+        return f"a norm that is unbiased needs kind layer, found {spec.norm.kind}"
     if spec.norm.zero_centered and (spec.norm.kind != "rms" or not is_grouped):
         return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
     if spec.halves is not None and (fault := halves_fault(spec.halves, spec.num_hidden_layers)) is not None:

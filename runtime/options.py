@@ -35,6 +35,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "a softcap of logits": spec.logits_softcap is not None,
         "partly rotated pairs": spec.rope is not None and isinstance(spec.rope.scaling, ProportionalSpec),
         "n-gram tables": spec.ngrams is not None,
+        "layer norms without bias": spec.norm.unbiased,
         "router weights on the input of experts": spec.router.on_input,
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "experts that return their input": spec.router.num_identity > 0,
@@ -64,6 +65,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "values of another size than keys": attention.value_head_dim is not None,
             "scaled values": attention.value_scale != 1.0,
             "attention to blocks": attention.indexer is not None,
+            "clamped queries, keys and values": attention.clip is not None,
         }
     return next((part for part, is_there in parts.items() if is_there), None)
 

@@ -82,6 +82,8 @@ class GroupedQuerySpec:
     `keys_as_values`: there is no projection of values; they are that of keys, before their norm and rotation.
     `v_norm`: each head's values are normed (rms, the model's eps), without a weight. `value_head_dim`: of values, if
     not `head_dim`. `value_scale` multiplies values last. `indexer`: null if a query attends to all positions before it.
+    `clip`: every value of the three projections, after a norm of the whole one, is at least `-clip` and at most `clip`;
+    null: any.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
     transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
     """
@@ -106,6 +108,7 @@ class GroupedQuerySpec:
     value_head_dim: int | None = added(None)
     value_scale: float = added(1.0)
     indexer: BlockIndexerSpec | None = added(None)  # noqa: RUF009  # likewise
+    clip: float | None = added(None)
 
     @property
     def value_dim(self) -> int:
@@ -348,6 +351,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in this order"
     if not 0 < attention.value_scale < 1e6:
         return f"value_scale is {attention.value_scale}, expected between 0 and 1e6"
+    if attention.clip is not None and not 0 < attention.clip < 1e6:
+        return f"attention clip is {attention.clip}, expected between 0 and 1e6"
     if (attention.gated or attention.keys_as_values) and attention.value_dim != attention.head_dim:
         name = "gated" if attention.gated else "keys_as_values"
         return f"{name} attention has keys of {attention.head_dim} and values of {attention.value_dim}, expected equal"
@@ -362,6 +367,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return "attention bias names v, but keys_as_values leaves no projection of values"
     if attention.gated and attention.gate is not None:
         return "attention has gated and gate, of which only one can be"
+    if attention.clip is not None and (attention.gated or attention.keys_as_values):
+        return f"attention has {'gated' if attention.gated else 'keys_as_values'} and clip, of which only one can be"
     scaling = None if rope is None else rope.scaling
     if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
         return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"

@@ -65,7 +65,7 @@ def _attend_grouped(
         return linear(inputs, weights.matrix(f"{role}.{name}"), bias)
 
     q, k = project("q", x), project("k", x)
-    v = k if spec.keys_as_values else project("v", x)
+    v = _clipped(k if spec.keys_as_values else project("v", x), spec)
     if spec.v_norm:
         heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
         v = operations.rms_norm(heads, torch.ones(spec.value_dim, device=x.device), eps).flatten(1)
@@ -84,6 +84,7 @@ def _attend_grouped(
     if norms is not None and spec.qk_norm == "projection":
         q, k = (operations.rms_norm(each, norm, eps) for each, norm in ((q, norms.q), (k, norms.k)))
         norms = None
+    q, k = _clipped(q, spec), _clipped(k, spec)
     if spec.temperature is not None and not (is_rotated and spec.temperature.is_unrotated):
         q = q * _temperature(spec.temperature, cache.num_tokens, len(x), x.device)
     if not is_rotated:
@@ -95,6 +96,10 @@ def _attend_grouped(
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return project("o", _gated(mixed, x, weights, spec.gate, spec.value_dim, role))
+
+
+def _clipped(x: Tensor, spec: GroupedQuerySpec) -> Tensor:
+    return x if spec.clip is None else x.clamp(-spec.clip, spec.clip)
 
 
 def _gated(mixed: Tensor, x: Tensor, weights: Weights, spec: OutputGateSpec | None, head_dim: int, role: str) -> Tensor:

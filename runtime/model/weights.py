@@ -69,6 +69,5 @@ def norm(x: Tensor, weights: Weights, role: str) -> Tensor:
     spec: NormSpec = weights.spec.norm
     if spec.kind == "rms":
         return weights.operations.rms_norm(x, weights.vector(role), spec.eps)
-    return torch.nn.functional.layer_norm(
-        x, x.shape[-1:], weights.vector(role), weights.vector(f"{role}_bias"), spec.eps
-    )
+    bias = weights.vector(f"{role}_bias") if spec.has_bias else None
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weights.vector(role), bias, spec.eps)

@@ -103,6 +103,7 @@ PARTS: dict[str, dict[str, object]] = {
         "router num_identity": 3, "router normalize": False, "router bias": True, "router logit_bias": True,
     },
     "keys that are values": {"attention keys_as_values": True, "attention v_norm": True, "logits_softcap": 30.0},
+    "clamped projections": {"attention clip": 0.5, "norm kind": "layer", "norm unbiased": True},
     "gates of values": {"attention gate": {"each": "value", "function": "softplus"}},
     "gates of heads": {"attention gate": {"each": "head", "function": "sigmoid"}},
     "limits": {"expert limits": [{"layers": [0], "routed": 7.0, "unrouted": None}], "expert function": "capped_silu"},

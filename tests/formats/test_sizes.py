@@ -111,6 +111,7 @@ def test_each_part_of_a_model_counts_its_weights() -> None:
         (GROUPED, "attention windowed_layers", [1], 0),
         (GROUPED, "attention gated", True, 3 * (128 * 64 + 128)),
         (GROUPED, "norm zero_centered", True, 0),
+        (GROUPED, "attention clip", 8.0, 0),
         (GROUPED, "rope rotary_dim", 16, 0),
         (GROUPED, "attention sliding_window", None, 0),
         (LATENT, "attention q_lora_rank", None, 2 * (96 * 64 - 40 * 64 - 40 - 96 * 40)),

@@ -130,6 +130,8 @@ def test_an_attention_that_cannot_be_is_refused() -> None:
         ("attention bias", ["q", "q"], ["q", "k", "v", "o"], BIAS.format("('q', 'q')")),
         ("attention value_scale", 0.0, 0.5, "value_scale is 0.0, expected between 0 and 1e6"),
         ("attention value_scale", 1e6, 2.0, "value_scale is 1000000.0, expected between 0 and 1e6"),
+        ("attention clip", 0.0, 0.5, "attention clip is 0.0, expected between 0 and 1e6"),
+        ("attention clip", 1e6, None, "attention clip is 1000000.0, expected between 0 and 1e6"),
     ]
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
@@ -486,6 +488,14 @@ def test_a_bias_of_values_that_are_keys_is_refused() -> None:
     assert_refused_beside_legal(shared, "attention bias", ["q", "v"], ["q", "k"], message)
 
 
+def test_values_that_are_clamped_have_a_projection_of_their_own() -> None:
+    for name in ("gated", "keys_as_values"):
+        with case(name):
+            spec = changed(changed(GROUPED, "attention bias", []), f"attention {name}", True)
+            message = f"attention has {name} and clip, of which only one can be"
+            assert_refused_beside_legal(spec, "attention clip", 8.0, None, message)
+
+
 def test_outputs_with_two_kinds_of_gates_are_refused() -> None:
     message = "attention has gated and gate, of which only one can be"
     gated = changed(GROUPED, "attention gated", True)
@@ -572,6 +582,12 @@ def test_a_mixer_that_cannot_be_is_refused() -> None:
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
             assert_refused_beside_legal(HYBRID, path, wrong, right, message)
+
+
+def test_a_norm_without_bias_that_has_none_anyway_is_refused() -> None:
+    message = "a norm that is unbiased needs kind layer, found rms"
+    assert_refused_beside_legal(GROUPED, "norm unbiased", True, False, message)
+    assert spec_fault(changed(changed(GROUPED, "norm kind", "layer"), "norm unbiased", True)) is None
 
 
 def test_a_zero_centered_norm_that_cannot_be_is_refused() -> None:

@@ -622,7 +622,8 @@ class SecondReader:
         return [*shapes, ("ngrams.conv", (width * ngrams["conv_kernel"],))]
 
     def _norm_shapes(self, role: str) -> list[tuple[str, Shape]]:
-        biased = self.manifest["model"]["norm"]["kind"] == "layer"
+        norm = self.manifest["model"]["norm"]
+        biased = norm["kind"] == "layer" and not norm.get("unbiased", False)
         return [(name, (self._d,)) for name in ([role, f"{role}_bias"] if biased else [role])]
 
     def _mlp_shapes(self, has_experts: bool) -> list[tuple[str, Shape]]:
