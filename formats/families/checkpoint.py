@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceMatrix, claim_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
@@ -175,7 +175,8 @@ class Checkpoint:
         """Returns shard and tensor for messages, and the matrix's rows if the tensor has many matrices."""
         tensor = self._tensors[source.tensor]
         last = source.first_row + (source.num_rows - 1) * source.row_step
-        rows = f", rows {source.first_row} to {last}" if len(tensor.entry.shape) > 2 else ""
+        is_part = len(tensor.entry.shape) > 2 or source.num_rows < tensor.entry.shape[0]
+        rows = f", rows {source.first_row} to {last}" if is_part and not source.transposed else ""
         return f"{tensor.shard}: tensor {source.tensor!r}{rows}"
 
     def unused(self) -> list[StoredTensor]:
@@ -307,6 +308,7 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     Raises:  CheckpointError for an unknown name, an unsupported config, or more layers or tokens than the model has.
     """
     values, place = _config(source)
+    values = _renamed(values)
     text = _text_values(values)
     if isinstance(text, dict):
         _cut_layers(text, num_layers)
@@ -323,14 +325,26 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
 
 def _text_values(values: Any) -> Any:
     """Returns the object of a config that describes the text model: the config itself, unless it is multimodal."""
-    model_type = values.get("model_type") if isinstance(values, dict) else None
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        return values
-    old = {new: old for old, new in family.old_keys.items()}
-    for key in family.text_keys:
-        values = values.get(key, values.get(old.get(key))) if isinstance(values, dict) else None
+    family = _family(values)
+    for key in () if family is None else family.text_keys:
+        values = values.get(key) if isinstance(values, dict) else None
     return values
+
+
+def _renamed(values: Any) -> Any:
+    """Returns the values of a config with keys under their newer names, as far as it does not have them too."""
+    family = _family(values)
+    old_keys = {} if family is None else family.old_keys
+    return (
+        {old_keys[k] if k in old_keys and old_keys[k] not in values else k: values[k] for k in values}
+        if old_keys
+        else values
+    )
+
+
+def _family(values: Any) -> Family | None:
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
 def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:

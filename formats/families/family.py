@@ -53,9 +53,9 @@ class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
 
     `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in
-    `dense_names`); a name without `{e}` is that
-    of a tensor of all experts of the layer, `[E, rows, columns]`. A matrix is stored as `[out, in]` (gate and up
-    `[f, d]`, down `[d, f]`), or as `[in, out]` if `transposed`. If gate and up have the same name, the neurons of
+    `dense_names`); a name without `{e}` is that of a tensor of all experts of the layer, `[E, rows, columns]`, or
+    `[E rows, columns]` if it is `one_matrix`. A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`),
+    or as `[in, out]` if `transposed`, which may also be down alone. If gate and up have the same name, the neurons of
     gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
     same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks.
     """
@@ -63,7 +63,8 @@ class ExpertNames:
     matrices: Mapping[Matrix, str]
     biases: Mapping[Matrix, str] = field(default_factory=dict)
     interleaved: bool = False
-    transposed: bool = False
+    transposed: bool | Literal["down"] = False
+    one_matrix: bool = False
     scales: Mapping[Matrix, str] = field(default_factory=dict)
 
 
@@ -412,7 +413,7 @@ def _claim_matrix(
     for expert in range(num_experts):
         name = named(template, number, expert)
         source, shape = _matrix_place(spec, spelling, matrix, name, expert if fused else 0)
-        whole = (_num_fused(spec, tensors, name), *shape) if fused else shape
+        whole = _fused_shape(spec, spelling, tensors, name, shape) if fused else shape
         if matrix in spelling.scales:
             source = replace(source, codec="mxfp4", scales=named(spelling.scales[matrix], number, expert))
         elif not fused:
@@ -421,6 +422,15 @@ def _claim_matrix(
             _check_matrix(source, whole, tensors, quantization)
         claims[layer, expert, matrix] = source
     return claims
+
+
+def _fused_shape(
+    spec: ModelSpec, spelling: ExpertNames, tensors: Tensors, name: str, shape: tuple[int, int]
+) -> tuple[int, ...]:
+    """Returns the shape of a tensor of all experts, each of whose matrices has `shape`."""
+    if spelling.one_matrix:
+        return spec.router.num_experts * shape[0], shape[1]
+    return _num_fused(spec, tensors, name), *shape
 
 
 def _num_fused(spec: ModelSpec, tensors: Tensors, name: str) -> int:
@@ -448,7 +458,7 @@ def _matrix_place(
     """Returns the place of an expert's matrix, the `slot`-th of a tensor, and the shape of each of these matrices."""
     d, f = spec.hidden_size, spec.expert.intermediate_size
     first, step, size = _turn(spec, spelling, spelling.matrices, matrix, f)
-    if (matrix == "down") == spelling.transposed:
+    if (matrix == "down") == (spelling.transposed in (True, matrix)):
         return SourceMatrix(name, slot * size + first, f, d, d, row_step=step), (size, d)
     place = SourceMatrix(name, slot * d, d, f, size, first_col=first, col_step=step, neurons="columns")
     return place, (d, size)

@@ -1,5 +1,7 @@
 """OLMoE-1B-7B. Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060)."""
 
+from dataclasses import replace
+
 from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
@@ -15,8 +17,8 @@ from moe_pack.formats.families.readers import (
 
 
 def _read_config(config: Config) -> ModelSpec:
-    config.only("clip_qkv", None)
     attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True, qk_norm="projection")
+    attention = replace(attention, clip=config.number("clip_qkv") if config.has("clip_qkv") else None)
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok", 8)
     return read_decoder(
         config,

@@ -10,6 +10,7 @@ from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.dbrx import DBRX
 from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
@@ -81,6 +82,7 @@ FAMILIES: dict[str, Family] = {
         QWEN4_EXP_TEXT,
         QWEN3_5_MOE,
         QWEN3_5_MOE_TEXT,
+        DBRX,
         DEEPSEEK,
         DEEPSEEK_V2,
         DEEPSEEK_V3,

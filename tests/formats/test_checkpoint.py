@@ -154,9 +154,9 @@ def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path) -> None:
-    folder = configured(tmp_path, model_type="dbrx")
+    folder = configured(tmp_path, model_type="unknown_moe")
     known = ", ".join(sorted(FAMILIES))
-    assert refusal(folder) == f"config.json: architecture 'dbrx' is not supported; supported: {known}"
+    assert refusal(folder) == f"config.json: architecture 'unknown_moe' is not supported; supported: {known}"
 
 
 def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[], Path]) -> None:

@@ -436,8 +436,11 @@ def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[]
             spec = checkpoint.spec
             # Biases of gate and up lie in one tensor, as these do.
             is_fused = fused or family in FUSED_ALWAYS
+            num_matrices = len(spec.expert.matrices)
             of_each_layer = (
-                2 + 2 * bool(spec.expert.bias) if is_fused else len(spec.expert.matrices) * spec.router.num_experts
+                (3 if family == "dbrx" else 2) + 2 * bool(spec.expert.bias)
+                if is_fused
+                else num_matrices * spec.router.num_experts
             )
             assert len(packed) == of_each_layer * len(spec.moe_layers)
             checkpoint.close()

@@ -82,11 +82,14 @@ def cached_as_published(published: Published) -> bool:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer
         return cached_values(spec) == 2 * 2 * values["num_heads"] * values["d_kv"] * values["num_decoder_layers"]
+    old_keys = FAMILIES[spec.family].old_keys
+    values = {old_keys.get(key, key): value for key, value in values.items()}
     num_layers = len(attending(spec))
     if isinstance(spec.attention, LatentSpec):
         return cached_values(spec) == num_layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    num_kv_heads = values.get("num_key_value_heads") or values["num_attention_heads"]
+    num_kv_heads = values.get("num_key_value_heads", values.get("attn_config", {}).get("kv_n_heads"))
+    num_kv_heads = num_kv_heads or values["num_attention_heads"]
     return cached_values(spec) == 2 * num_kv_heads * head_dim * num_layers
 
 

@@ -90,7 +90,17 @@ _ERNIE_VL_SWITCHED: dict[str, Values] = {
     "tied head, no shared expert": {"tie_word_embeddings": True, "moe_num_shared_experts": 0},
     "two dense layers": {"mlp_layer_types": ["dense", "dense", "sparse"]},
 }
+_DBRX_FFN: Values = {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3}
 SHAPES: dict[str, Values] = {
+    "dbrx": {
+        "d_model": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "max_seq_len": 128,
+        "vocab_size": 96,
+        "attn_config": {"clip_qkv": 0.5, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": _DBRX_FFN,
+    },
     "llama4_text": _LLAMA4,
     "llama4": _LLAMA4 | {"model_type": "llama4_text"},
     "minimax_m2": {
@@ -292,6 +302,14 @@ SHAPES: dict[str, Values] = {
     },
 }
 SWITCHED: dict[str, dict[str, Values]] = {
+    "dbrx": {
+        "hardly clamped, not normalized, yarn": {
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 4, "rope_theta": 77.0},
+            "ffn_config": _DBRX_FFN | {"moe_normalize_expert_weights": None},
+            "rope_parameters": _YARN | {"rope_theta": 77.0},
+        },
+        "clamped closely": {"attn_config": {"clip_qkv": 0.1, "kv_n_heads": 1, "rope_theta": 1e4}},
+    },
     "minimax_m2": {
         "yarn, whole heads": {"rope_parameters": _YARN},
         "tied head": {"tie_word_embeddings": True},

@@ -52,6 +52,10 @@ def built(values: Values) -> tuple[str, Values]:
         }
         vision = text.pop("vision_config")
         values = {"text_config": text, "vision_config": vision, "tie_word_embeddings": values["tie_word_embeddings"]}
+    if family == "dbrx":  # the class of transformers 5.23 takes no whole number here
+        ffn = values["ffn_config"]
+        whole = ffn.get("moe_normalize_expert_weights")
+        values |= {"ffn_config": ffn | {"moe_normalize_expert_weights": None if whole is None else float(whole)}}
     return BUILT_AS.get(family, family), values
 
 

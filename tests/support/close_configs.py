@@ -62,6 +62,8 @@ _GROUPS = (
     "n_group is 3 and topk_group is 1; "
     "8 experts must divide into n_group groups, and topk_group must not exceed n_group"
 )
+_ATTN = {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 1e4}
+_FFN = {"ffn_hidden_size": 48, "moe_num_experts": 6, "moe_top_k": 3, "moe_normalize_expert_weights": 1.0}
 CLOSE: tuple[Close, ...] = (
     *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")) for family in ROTARY),
     *(
@@ -322,7 +324,49 @@ CLOSE: tuple[Close, ...] = (
     Close("longcat_flash", {"mla_scale_q_lora": False}, "mla_scale_q_lora is False; " + _ONLY("True")),
     Close("longcat_flash", {"mla_scale_kv_lora": False}, "mla_scale_kv_lora is False; " + _ONLY("True")),
     Close("longcat_flash", {"num_hidden_layers": 2}, "num_hidden_layers is 2; " + _ONLY("4")),
-    Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; " + _ONLY("None")),
+    Close("olmoe", {"clip_qkv": 0.0}, "attention clip is 0.0, expected between 0 and 1e6"),
+    *(
+        Close("dbrx", changes, message)
+        for changes, message in (
+            ({"attn_config": None}, "key 'attn_config' is missing, expected an object"),
+            ({"ffn_config": None}, "key 'ffn_config' is missing, expected an object"),
+            (
+                {"attn_config": _ATTN | {"rope_theta": 5e5}},
+                "attn_config: rope_theta is 500000.0, config.json has 10000.0; these keys must be equal",
+            ),
+            (
+                {"attn_config": _ATTN | {"rope_theta": None}},
+                "attn_config: key 'rope_theta' is missing, expected a number",
+            ),
+            ({"attn_config": _ATTN | {"clip_qkv": None}}, "attn_config: key 'clip_qkv' is missing, expected a number"),
+            (
+                {"attn_config": _ATTN | {"qk_ln": True}},
+                "attn_config: key 'qk_ln' (True) is unknown for this family and may change the arithmetic",
+            ),
+            ({"attn_config": _ATTN | {"clip_qkv": -1}}, "attention clip is -1.0, expected between 0 and 1e6"),
+            (
+                {"ffn_config": _FFN | {"ffn_act_fn": {"name": "gelu"}}},
+                "ffn_config: ffn_act_fn: name is 'gelu', supported: silu",
+            ),
+            (
+                {"ffn_config": _FFN | {"moe_normalize_expert_weights": 2}},
+                "ffn_config: moe_normalize_expert_weights is 2; " + _ONLY("1"),
+            ),
+            (
+                {"ffn_config": {key: value for key, value in _FFN.items() if key != "moe_normalize_expert_weights"}},
+                "ffn_config: key 'moe_normalize_expert_weights' is missing, expected a value or null",
+            ),
+            (
+                {"ffn_config": _FFN | {"uniform_expert_assignment": True}},
+                "ffn_config: uniform_expert_assignment is True; " + _ONLY("False"),
+            ),
+            (
+                {"n_layers": 4, "num_hidden_layers": 3},
+                "num_hidden_layers is 3, n_layers is 4; these keys must be equal",
+            ),
+            ({"tie_word_embeddings": True}, "tie_word_embeddings is True; " + _ONLY("False")),
+        )
+    ),
     Close(
         "granitemoe",
         {"shared_intermediate_size": 64},

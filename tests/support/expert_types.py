@@ -108,11 +108,6 @@ REASONS: tuple[Reason, ...] = (
         "minimax", "MiniMax-Text-01, M1", "lightning attention (linear, with a fixed decay a head), scaled residuals"
     ),
     Reason(
-        "dbrx",
-        "DBRX",
-        "layer norms without bias, queries, keys and values clamped to a bound, experts stacked in one matrix",
-    ),
-    Reason(
         "muse_spark",
         "Muse Spark Open",
         "experts in a smaller space between two projections, with a norm of their input and of each output, learned "

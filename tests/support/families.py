@@ -272,6 +272,7 @@ BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Whose published checkpoints have all experts of a layer in one tensor.
 FUSED_ALWAYS = (
     "aria",
+    "dbrx",
     "granitemoe",
     "granitemoe_swa",
     "granitemoehybrid",
@@ -532,7 +533,7 @@ def config_of(tiny: Tiny) -> PreTrainedConfig:
 
     quiet_transformers()
     model_type = BUILT_AS.get(tiny.family, tiny.family)
-    small = {} if tiny.family in WITH_ENCODER else SMALL
+    small = {} if tiny.family in (*WITH_ENCODER, "dbrx") else SMALL  # which name their sizes otherwise
     values = small | BASE[tiny.family] | tiny.config
     if tiny.family in MULTIMODAL:
         values = MULTIMODAL[tiny.family].config(values)

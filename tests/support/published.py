@@ -73,6 +73,7 @@ PUBLISHED = (
     Published("deepseek-v2", "236", "21", "34.6"),
     Published("phi-3.5-moe", "41.9", "6.6"),
     Published("olmoe-1b-7b", "6.9", "1.3"),
+    Published("dbrx-instruct", "132", "36"),
     Published("granite-3.0-1b-a400m", "1.3", "0.4"),
     Published("granite-3.0-3b-a800m", "3.3", "0.8"),
     Published("glm-4.5-air", "106", "12", "94.208", ("embed", "head"), ("embed", "head")),

@@ -1,0 +1,111 @@
+"""DBRX. Source: transformers, models/dbrx; Databricks (2024).
+
+Layer norms have no bias; queries, keys and values come from one matrix and are clamped to a bound.
+The base of rotary positions is in `attn_config`, where the published code reads it. transformers 5.23 takes 10,000
+unless `rope_parameters` has one; a config with two different bases is refused.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family, Stacked
+from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_rope
+
+# Each of the two objects is a config of its own, with the keys that all of them have.
+_NOT_READ = frozenset({"tie_word_embeddings"})
+
+
+def _object(config: Config, key: str) -> Config:
+    group = config.group(key)
+    if group is None:
+        raise CheckpointError(f"{config.place}: key {key!r} is missing, expected an object")
+    return group
+
+
+def _read_router(ffn: Config) -> RouterSpec:
+    ffn.require("moe_normalize_expert_weights")  # null says that weights are not normalized; missing, it is 1
+    ffn.only("moe_normalize_expert_weights", 1)
+    return RouterSpec(
+        "softmax_topk",
+        ffn.whole("moe_num_experts"),
+        ffn.whole("moe_top_k"),
+        normalize=ffn.has("moe_normalize_expert_weights"),
+    )
+
+
+def _read_config(config: Config) -> ModelSpec:
+    attn, ffn = _object(config, "attn_config"), _object(config, "ffn_config")
+    num_kv_heads, theta = attn.whole("kv_n_heads"), attn.number("rope_theta")
+    config.only("num_key_value_heads", num_kv_heads)
+    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    attention = replace(
+        read_grouped_query(config, own_keys=True),
+        num_kv_heads=num_kv_heads,
+        clip=attn.number("clip_qkv"),  # without it, no code runs
+    )
+    rope = read_rope(config, attention.head_dim, default_theta=theta)
+    if rope.theta != theta:
+        raise CheckpointError(
+            f"{attn.place}: rope_theta is {theta}, {config.place} has {rope.theta}; these keys must be equal"
+        )
+    activation = ffn.group("ffn_act_fn")
+    if activation is not None:
+        activation.choice("name", ("silu",))
+        activation.refuse_unread()
+    ffn.only("hidden_size", config.whole("hidden_size"))
+    ffn.only("uniform_expert_assignment", False)
+    ffn.ignore("moe_jitter_eps", "moe_loss_weight")
+    attn.ignore("attn_pdrop")
+    spec = read_decoder(
+        config,
+        "dbrx",
+        attention,
+        rope,
+        _read_router(ffn),
+        ffn.whole("ffn_hidden_size"),
+        dense_size_key=None,
+        norm=NormSpec("layer", 1e-5, unbiased=True),
+    )
+    config.only("tie_word_embeddings", False)
+    for group in (attn, ffn):
+        group.refuse_unread(_NOT_READ)
+    return spec
+
+
+_BLOCK = "transformer.blocks.{i}"
+_ATTENTION = f"{_BLOCK}.norm_attn_norm"
+_QKV = Stacked(f"{_ATTENTION}.attn.Wqkv.weight", tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
+DBRX = Family(
+    model_type="dbrx",
+    short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
+    read_config=_read_config,
+    dense_names={
+        "embed": "transformer.wte.weight",
+        "layers.{i}.attention_norm": f"{_ATTENTION}.norm_1.weight",
+        **dict.fromkeys(_QKV.roles, _QKV),
+        "layers.{i}.attention.o": f"{_ATTENTION}.attn.out_proj.weight",
+        "layers.{i}.mlp_norm": f"{_ATTENTION}.norm_2.weight",
+        "layers.{i}.router": f"{_BLOCK}.ffn.router.layer.weight",
+        "norm": "transformer.norm_f.weight",
+        "head": "lm_head.weight",
+    },
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": f"{_BLOCK}.ffn.experts.mlp.w1",
+                "up": f"{_BLOCK}.ffn.experts.mlp.v1",
+                "down": f"{_BLOCK}.ffn.experts.mlp.w2",
+            },
+            transposed="down",
+            one_matrix=True,
+        ),
+    ),
+    ignored_keys=frozenset({"emb_pdrop", "resid_pdrop"}),
+    old_keys={
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+        "max_seq_len": "max_position_embeddings",
+    },
+)
