@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceMatrix, claim_tensors, spec_of_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
@@ -55,6 +55,7 @@ class Checkpoint:
         try:
             self._open_shards()
             shapes = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in self._tensors.items()}
+            self.spec = spec_of_tensors(self.family, self.spec, shapes)
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)

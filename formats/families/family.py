@@ -99,7 +99,7 @@ class Family:
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
-    they are called now.
+    they are called now. `may_lack_router_bias`: a checkpoint without any router's bias is that of a model without them.
     """
 
     model_type: str
@@ -114,6 +114,7 @@ class Family:
     text_keys: tuple[str, ...] = ()
     old_keys: Mapping[str, str] = field(default_factory=dict)
     table_names: tuple[TableNames, ...] = ()
+    may_lack_router_bias: bool = False
 
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
@@ -213,6 +214,14 @@ class Claims:
     copies: Mapping[str, str]
     tables: Mapping[int, tuple[SourceMatrix, ...]] = field(default_factory=dict)
     constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def spec_of_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> ModelSpec:
+    """Returns the spec of a checkpoint with these tensors: that of its config, or without the routers' bias."""
+    roles = [f"layers.{layer}.router_bias" for layer in spec.moe_layers if family.may_lack_router_bias]
+    if not roles or any(way.name in tensors for role in roles for way in _stored(family, spec, role)):
+        return spec
+    return replace(spec, router=replace(spec.router, bias=False))
 
 
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN) -> Claims:

@@ -9,6 +9,7 @@ from typing import Any
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
+from moe_pack.formats.families.axk1 import AXK1
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.dbrx import DBRX
 from moe_pack.formats.families.deepseek import DEEPSEEK
@@ -88,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         KIMI_K2,
         KIMI_K25,
+        AXK1,
         KIMI_LINEAR,
         DEEPSEEK_V32,
         PHIMOE,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +399,24 @@ def test_families_without_such_layers_drop_none(tmp_path: Path) -> None:
     name = "model.layers.1.eh_proj.weight"
     MIXTRAL.write(tmp_path, lambda tensors: tensors.__setitem__(name, torch.zeros(D, D)))
     assert refusal(tmp_path) == unclaimed(name)
+
+
+def test_routers_without_a_bias_and_norms_that_dense_layers_do_not_use_are_read(tmp_path: Path) -> None:
+    """As A.X K1 is published."""
+    spec = Checkpoint(write(Tiny("axk1", "published"), tmp_path)).spec
+    tensors = load_file(tmp_path / "model.safetensors")
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    assert spec.router.bias and len(biases) == len(spec.moe_layers) == spec.num_hidden_layers - 1
+    norm, unused = (f"model.layers.{layer}.post_mlp_layernorm.weight" for layer in (1, 0))
+    tensors[unused] = tensors[norm].clone()
+    save_file({name: tensor for name, tensor in tensors.items() if name not in biases}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.spec == replace(spec, router=replace(spec.router, bias=False))
+    assert_every_value_is_claimed_once(checkpoint)
+    assert checkpoint.claims.dropped == {unused: "the norm after experts, in a layer without experts"}
+    checkpoint.close()
+    save_file({name: tensor for name, tensor in tensors.items() if name != biases[0]}, tmp_path / "model.safetensors")
+    assert refusal(tmp_path) == f"{biases[0]!r} is missing"
 
 
 # --- the whole account

@@ -136,7 +136,6 @@ REASONS: tuple[Reason, ...] = (
         "latent attention that an indexer selects for in some layers and with a window and other sizes in the rest, "
         "a gate for each head, a norm of the rotated key",
     ),
-    Reason("axk1", "A.X K1", "a norm after the sum of shared and routed experts; else `deepseek_v3`"),
     Reason(
         "axk2",
         "A.X K2",

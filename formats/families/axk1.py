@@ -1,0 +1,76 @@
+"""A.X K1: DeepSeek-V3 with a norm of what a layer's experts add. Source: transformers, models/axk1; 2601.09200."""
+
+from dataclasses import replace
+
+from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family, LeftOut
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    LATENT_NAMES,
+    PREDICTION_LAYER,
+    read_decoder,
+    read_kinds,
+    read_latent,
+    read_rope,
+    read_sigmoid_router,
+)
+from moe_pack.formats.parts import NormedResidualSpec
+
+_POST_NORM = "post_mlp_layernorm.weight"
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("scoring_func", "sigmoid")
+    # Missing, transformers takes those of A.X K1.
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
+        config.require(key)
+    router = read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
+    if router.n_group > 1:
+        config.only("topk_method", "noaux_tc")
+    config.ignore("topk_method")  # without groups, all methods choose the largest
+    expert_size = config.whole("moe_intermediate_size")
+    config.whole("q_lora_rank")  # queries always have a latent
+    spec = read_decoder(
+        config,
+        "axk1",
+        read_latent(config),
+        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        router,
+        expert_size,
+        moe_layers=_moe_layers(config),
+        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+    )
+    return replace(spec, residual=NormedResidualSpec("normed", True, ("experts",), apart=False, scaled=False))
+
+
+def _moe_layers(config: Config) -> tuple[int, ...]:
+    """Reads the layers with experts, by `mlp_layer_types` or the older keys."""
+    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    if kinds:
+        config.ignore("first_k_dense_replace", "moe_layer_freq")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    first, step = config.count("first_k_dense_replace", 1), config.whole("moe_layer_freq", 1)
+    return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
+
+
+AXK1 = Family(
+    model_type="axk1",
+    short_names={"a.x-k1": "skt/A.X-K1"},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        **LATENT_NAMES,
+        "layers.{i}.mlp_post_norm": (f"model.layers.{{i}}.{_POST_NORM}", f"model.layers.{{i}}.mlp.{_POST_NORM}"),
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dropped=(LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
+    unused=(PREDICTION_LAYER,),
+    ignored_keys=frozenset(
+        {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
+    ),
+    may_lack_router_bias=True,
+)
