@@ -102,7 +102,7 @@ def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
     """Returns the distributions of the weights of gate, up and down."""
     router = spec.router
     # Router weights from sigmoids that are not normalized add up to at most the number of active experts.
-    is_sum = router.kind in ("sigmoid_topk", "sqrtsoftplus_topk") and not router.normalize
+    is_sum = router.kind in ("sigmoid_topk", "sqrtsoftplus_topk", "topk_sigmoid") and not router.normalize
     weight = router.scaling_factor * (router.num_experts_per_tok if is_sum else 1)
     rows = WeightDistribution(0.0, spec.hidden_size**-0.5)
     return {"gate": rows, "up": rows, "down": _down(spec, spec.expert.intermediate_size, weight)}

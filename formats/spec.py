@@ -100,7 +100,8 @@ class RouterSpec:
 
     `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
     then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `topk_sigmoid`: the largest
-    logits, then the sigmoid of each. `sqrtsoftplus_topk`: the root of each logit's softplus, then the largest.
+    logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
+    softplus, then the largest.
     `sparsemixer`: the largest
     logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
     `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
@@ -716,9 +717,10 @@ def _router_fault(router: RouterSpec) -> str | None:
             f"num_experts_per_tok is {router.num_experts_per_tok}, "
             f"but topk_group leaves only {router.topk_group * group_size} experts"
         )
-    if not router.kind.endswith("_topk") and (router.n_group > 1 or router.bias or router.normalize):
+    is_plain = router.kind in ("topk_softmax", "sparsemixer")
+    if is_plain and (router.n_group > 1 or router.bias or router.normalize):
         return f"a {router.kind} router cannot have n_group, bias or normalize"
-    if router.kind == "sqrtsoftplus_topk" and router.n_group > 1:
+    if router.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and router.n_group > 1:
         return f"a {router.kind} router cannot have n_group"
     if not 0 <= router.num_identity < 2**20:
         return f"router num_identity is {router.num_identity}, expected 0 to 2^20 - 1"

@@ -39,7 +39,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "router weights on the input of experts": spec.router.on_input,
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "experts that return their input": spec.router.num_identity > 0,
-        "routers of sqrtsoftplus_topk": spec.router.kind == "sqrtsoftplus_topk",
+        f"routers of {spec.router.kind}": spec.router.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
     }
     if spec.residual is not None:
         parts[f"a {spec.residual.kind} residual"] = True

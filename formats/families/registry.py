@@ -37,6 +37,7 @@ from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
 from moe_pack.formats.families.jamba import JAMBA
 from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
+from moe_pack.formats.families.kolibri1 import KOLIBRI1
 from moe_pack.formats.families.laguna import LAGUNA
 from moe_pack.formats.families.lfm2_moe import LFM2_MOE
 from moe_pack.formats.families.llama4 import LLAMA4, LLAMA4_TEXT
@@ -126,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         HY_V3,
         HUNYUAN_V1_MOE,
         EXAONE_MOE,
+        KOLIBRI1,
         MISTRAL3,
         MISTRAL4,
         LLAMA4,

@@ -49,7 +49,14 @@ _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
-_ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3, "sqrtsoftplus_topk": 4}
+_ROUTERS = {
+    "softmax_topk": 0,
+    "topk_softmax": 1,
+    "sigmoid_topk": 2,
+    "sparsemixer": 3,
+    "sqrtsoftplus_topk": 4,
+    "topk_sigmoid": 5,
+}
 _FUNCTIONS: dict[NeuronFunction, int] = {
     "silu": 0,
     "relu": 1,

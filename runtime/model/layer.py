@@ -304,7 +304,8 @@ def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
     if not spec.bias:
         return logits[:, : spec.num_experts]
     bias = weights.vector(f"layers.{layer}.router_bias")
-    return expert_scores(logits, spec) + bias[: spec.num_experts]
+    scores = logits if spec.kind == "topk_sigmoid" else expert_scores(logits, spec)
+    return scores + bias[: spec.num_experts]
 
 
 # ---- the second half of a layer: experts ----------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 def least_sum(spec: RouterSpec) -> float:
     """Returns what is added to a sum of weights before dividing by it; the sum of vanishing sigmoids would be zero."""
-    return max(spec.least_sum, 1e-20 if spec.kind in ("sigmoid_topk", "sqrtsoftplus_topk") else 0.0)
+    can_vanish = spec.kind in ("sigmoid_topk", "sqrtsoftplus_topk", "topk_sigmoid")
+    return max(spec.least_sum, 1e-20 if can_vanish else 0.0)
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
@@ -111,9 +112,17 @@ def _softmax_scores(logits: Tensor, bias: Tensor | None) -> Tensor:
 def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """Chooses the largest logits.
 
-    Source: transformers, models/granitemoe, GraniteMoeTopKRouter; models/llama4, Llama4Router.
+    Source: transformers, models/granitemoe, GraniteMoeTopKRouter.
     """
     return _largest(logits, spec.num_experts_per_tok)
+
+
+def _topk_sigmoid(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """Chooses the largest logits, with a bias added to them.
+
+    Source: transformers, models/llama4, Llama4Router (without a bias); models/kolibri1, Kolibri1TopKRouter.
+    """
+    return _largest(logits if bias is None else logits + bias, spec.num_experts_per_tok)
 
 
 def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
@@ -187,7 +196,7 @@ _CHOICES: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], Tensor]] = {
     "softmax_topk": _softmax_topk,
     "topk_softmax": _topk_softmax,
     "sigmoid_topk": _sigmoid_topk,
-    "topk_sigmoid": _topk_softmax,
+    "topk_sigmoid": _topk_sigmoid,
     "sqrtsoftplus_topk": _sqrtsoftplus_topk,
     "sparsemixer": _sparsemixer,
 }

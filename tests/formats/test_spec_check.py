@@ -377,9 +377,10 @@ def test_a_router_with_experts_that_return_their_input_is_a_softmax_of_all() -> 
     for wrong, right, message in cases:
         with case(wrong, right):
             assert_refused_beside_legal(GROUPED, "router", some | wrong, some | right, message)
-    roots = SOFT | {"kind": "sqrtsoftplus_topk", "bias": True, "normalize": True}
-    message = "a sqrtsoftplus_topk router cannot have n_group"
-    assert_refused_beside_legal(GROUPED, "router", roots | {"n_group": 2, "topk_group": 2}, roots, message)
+    for kind in ("sqrtsoftplus_topk", "topk_sigmoid"):
+        biased = SOFT | {"kind": kind, "bias": True, "normalize": True}
+        message = f"a {kind} router cannot have n_group"
+        assert_refused_beside_legal(GROUPED, "router", biased | {"n_group": 2, "topk_group": 2}, biased, message)
 
 
 @pytest.mark.parametrize("router", [SOFT, SIGMA], ids=["softmax_topk", "sigmoid_topk"])

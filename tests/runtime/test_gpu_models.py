@@ -31,6 +31,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(GROUPED, "router expert_scale", True), "scaled routers"),
     (changed(changed(GROUPED, "router normalize", False), "router num_identity", 2), "experts that return their input"),
     (changed(GROUPED, "router kind", "sqrtsoftplus_topk"), "routers of sqrtsoftplus_topk"),
+    (changed(GROUPED, "router kind", "topk_sigmoid"), "routers of topk_sigmoid"),
     (changed(GROUPED, "expert function", "gelu_tanh"), "experts of gelu_tanh"),
     (changed(GROUPED, "attention rotated_layers", [0]), "layers that do not rotate"),
     (changed(GROUPED, "attention chunked", True), "attention in chunks"),

@@ -7,10 +7,11 @@ import torch
 from native import operations_limited_to
 from specs import GROUPED
 from torch import Tensor, nn
-from transformers import DeepseekV4Config, LongcatFlashConfig
+from transformers import DeepseekV4Config, Kolibri1Config, LongcatFlashConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1TopKRouter
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
 from moe_pack.formats import ModelSpec, RouterSpec
@@ -108,6 +109,19 @@ def test_the_root_of_softplus_is_deepseek_s(operations: Operations) -> None:
     x = random(T, D, seed=9)
     _, weights, experts = module(x)
     router = RouterSpec("sqrtsoftplus_topk", 8, 3, normalize=True, bias=True, scaling_factor=1.5)
+    tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
+    held = Layer(replace(GROUPED, router=router), tensors, operations=operations)
+    assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_largest_logits_with_a_bias_are_kolibri_s(operations: Operations, normalize: bool) -> None:
+    config = Kolibri1Config(hidden_size=D, num_experts=8, num_experts_per_tok=3, norm_topk_prob=normalize)
+    module = randomized(Kolibri1TopKRouter(config))
+    x = random(T, D, seed=9)
+    _, weights, experts = module(x)
+    router = RouterSpec("topk_sigmoid", 8, 3, normalize=normalize, bias=True)
     tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
     held = Layer(replace(GROUPED, router=router), tensors, operations=operations)
     assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)

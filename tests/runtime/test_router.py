@@ -77,6 +77,12 @@ def sqrtsoftplus_topk(logits: list[float], bias: list[float], spec: RouterSpec) 
     return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
 
 
+def topk_sigmoid(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    biased = [logit + b for logit, b in zip(logits, bias, strict=True)]
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
+
+
 def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
     running, made, band = dict(enumerate(logits)), [], 2 * spec.jitter
     for _ in range(spec.num_experts_per_tok):
@@ -93,6 +99,7 @@ RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
     "topk_softmax": topk_softmax,
     "sigmoid_topk": sigmoid_topk,
     "sqrtsoftplus_topk": sqrtsoftplus_topk,
+    "topk_sigmoid": topk_sigmoid,
     "sparsemixer": sparsemixer,
 }
 ROUTERS = [
@@ -110,6 +117,8 @@ ROUTERS = [
     RouterSpec("sigmoid_topk", 12, 3, True, bias=True, n_group=6, topk_group=2),
     RouterSpec("sqrtsoftplus_topk", 8, 3, True, bias=True, scaling_factor=1.5),
     RouterSpec("sqrtsoftplus_topk", 8, 2, False),
+    RouterSpec("topk_sigmoid", 8, 3, True, bias=True, scaling_factor=1.5),
+    RouterSpec("topk_sigmoid", 8, 1, False),
     RouterSpec("sparsemixer", 8, 2, False, jitter=0.01),
     RouterSpec("sparsemixer", 8, 2, False, jitter=0.3),
     RouterSpec("sparsemixer", 8, 3, False, jitter=0.1),
@@ -254,6 +263,7 @@ def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec)
     scores = {
         "softmax_topk": softmax(logits),
         "sigmoid_topk": [1 / (1 + math.exp(-logit)) for logit in logits],
+        "topk_sigmoid": [1 / (1 + math.exp(-logit)) for logit in logits],
         "sqrtsoftplus_topk": [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
     }[router.kind]
     return [weight for _, weight in finished(experts, scores, router)]

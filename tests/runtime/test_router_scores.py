@@ -48,6 +48,8 @@ def test_a_routers_scores_rank_experts_as_it_chooses_them() -> None:
             ("sigmoid_topk", False),
             ("sigmoid_topk", True),
             ("sqrtsoftplus_topk", True),
+            ("topk_sigmoid", False),
+            ("topk_sigmoid", True),
             ("topk_softmax", False),
             ("sparsemixer", False),
         ],

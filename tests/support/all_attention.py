@@ -264,6 +264,15 @@ SHAPES: dict[str, Values] = {
         "sliding_window": 7,
     },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
+    "kolibri1": _EXPERTS
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_hidden_layers": 5,
+        "shared_expert_intermediate_size": 24,
+        "sliding_window": 7,
+    },
     "flint": _EXPERTS
     | {
         "num_hidden_layers": 5,
@@ -569,6 +578,14 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "layer_types": ["full_attention"] * 6,
             "attention_value_scale": 0.5,
         },
+    "kolibri1": {
+        "two layers without a window, yarn": {
+            "rope_parameters": _YARN,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        },
+        "windows everywhere, normalized": {"layer_types": ["sliding_attention"] * 5, "norm_topk_prob": True},
+        "no layer rotates": {"layer_types": ["full_attention"] * 5},
+        "tied head": {"tie_word_embeddings": True},
     },
     "flint": {
         "bias, tied head, not normalized, windows everywhere, yarn": {

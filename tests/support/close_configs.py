@@ -481,6 +481,14 @@ CLOSE: tuple[Close, ...] = (
         Close("flint", {key: None}, f"key '{key}' is missing, expected a value or null")
         for key in ("head_dim", "sliding_window", "shared_expert_intermediate_size")
     ),
+    Close("kolibri1", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+    Close("kolibri1", {"use_sliding_window": False}, "use_sliding_window is False; " + _ONLY("True")),
+    Close("kolibri1", {"sliding_window": 0}, "sliding_window is 0, expected 1 to 2^31 - 1"),
+    *(
+        Close("kolibri1", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("head_dim", "num_key_value_heads")
+    ),
+    Close("kolibri1", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
     Close("deepseek_ocr2", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
     Close("deepseek_ocr2", {"head_dim": 32}, "head_dim is 32; " + _ONLY("16")),
     Close(

@@ -162,11 +162,6 @@ REASONS: tuple[Reason, ...] = (
         "power of the position, a softcap of logits",
     ),
     Reason(
-        "kolibri1",
-        "Kolibri-1",
-        "norms also after attention and after experts, experts chosen by logits with a bias in place of scores",
-    ),
-    Reason(
         "doge",
         "Doge 20M to 320M",
         "thousands of experts of one neuron each, found by two halves of a key; scores of attention with a bias from "

@@ -218,7 +218,7 @@ PyObject* route_tokens(PyObject*, PyObject* arguments) {
                           &work.least_sum, &work.factor, &work.jitter))
         return nullptr;
     if (pool_of(capsule) == nullptr) return nullptr;
-    if (kind < 0 || kind > (int)RouterKind::sqrtsoftplus_topk) return refuse("kind", "expected 0 to 4");
+    if (kind < 0 || kind > (int)RouterKind::topk_sigmoid) return refuse("kind", "expected 0 to 5");
     if (work.num_experts < 1 || work.num_experts > kMaxRouted) return refuse("experts", "expected 1 to 2^20");
     if (work.num_chosen < 1 || work.num_chosen > work.num_experts)
         return refuse("chosen", "more than there are, or none");

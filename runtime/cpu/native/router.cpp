@@ -89,7 +89,8 @@ void route_token(const RouterWork& work, const float* logits, float* room, int64
         for (int32_t i = 0; i < num_experts; i++) scores[i] = std::sqrt(softplus(logits[i]));
     else
         for (int32_t i = 0; i < num_experts; i++) scores[i] = 1.0f / (1.0f + std::exp(-logits[i]));
-    for (int32_t i = 0; i < num_experts; i++) deciding[i] = work.bias ? scores[i] + work.bias[i] : scores[i];
+    const float* ranking = work.kind == RouterKind::topk_sigmoid ? logits : scores;
+    for (int32_t i = 0; i < num_experts; i++) deciding[i] = work.bias ? ranking[i] + work.bias[i] : ranking[i];
     if (work.num_groups > 1) keep_best_groups(work, deciding, marks);
     largest(deciding, num_experts, work.num_chosen, marks, [&](int32_t k, int32_t i) {
         experts[k] = i;

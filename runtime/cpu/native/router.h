@@ -5,7 +5,14 @@
 
 namespace moe_pack {
 
-enum class RouterKind : int32_t { softmax_topk = 0, topk_softmax = 1, sigmoid_topk = 2, sparsemixer = 3, sqrtsoftplus_topk = 4 };
+enum class RouterKind : int32_t {
+    softmax_topk = 0,
+    topk_softmax = 1,
+    sigmoid_topk = 2,
+    sparsemixer = 3,
+    sqrtsoftplus_topk = 4,
+    topk_sigmoid = 5
+};
 
 struct RouterWork {
     RouterKind kind;

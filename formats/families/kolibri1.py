@@ -1,0 +1,89 @@
+"""Kolibri 1: norms before and after both halves of a layer. Source: transformers, models/kolibri1.
+
+Layers with a window rotate, and the others do not.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    read_decoder,
+    read_grouped_query,
+    read_kinds,
+    read_rope,
+)
+from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("attention_bias", False)
+    config.only("use_sliding_window", True)
+    # Missing, transformers takes those of Kolibri 1.
+    for key in ("head_dim", "num_key_value_heads"):
+        config.require(key)
+    attention = _read_attention(config)
+    rope = read_rope(config, attention.head_dim)
+    spec = read_decoder(
+        config,
+        "kolibri1",
+        attention,
+        None if attention.sliding_window is None else rope,
+        RouterSpec(
+            "topk_sigmoid",
+            config.whole(config.either("num_experts", "num_local_experts")),
+            config.whole("num_experts_per_tok", 6),
+            config.flag("norm_topk_prob", False),
+            bias=True,
+        ),
+        config.whole("moe_intermediate_size"),
+        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
+    )
+    return replace(spec, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False))
+
+
+def _read_attention(config: Config) -> GroupedQuerySpec:
+    """Reads attention in which the layers with a window rotate."""
+    attention, windowed = read_grouped_query(config, qk_norm="head"), _windowed_layers(config)
+    window = config.whole("sliding_window")  # missing, transformers takes 513, with null it fails
+    if not windowed:
+        return attention
+    attention = replace(attention, sliding_window=window)
+    if len(windowed) == config.num_layers():
+        return attention
+    return replace(attention, windowed_layers=windowed, rotated_layers=windowed)
+
+
+def _windowed_layers(config: Config) -> tuple[int, ...]:
+    """Reads the layers with a window: as `layer_types` says, else all but every fifth."""
+    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    if kinds:
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    return tuple(layer for layer in range(config.num_layers()) if (layer + 1) % 5)
+
+
+_LAYER = "model.layers.{i}"
+KOLIBRI1 = Family(
+    model_type="kolibri1",
+    short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.attention_post_norm": (
+            f"{_LAYER}.post_attn_norm.weight",
+            f"{_LAYER}.post_self_attn_layernorm.weight",
+        ),
+        "layers.{i}.mlp_post_norm": (f"{_LAYER}.post_ffn_norm.weight", f"{_LAYER}.post_mlp_layernorm.weight"),
+        "layers.{i}.router_bias": (
+            f"{_LAYER}.moe.router.expert_bias",
+            f"{_LAYER}.mlp.gate.e_score_correction_bias",
+        ),
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    ignored_keys=frozenset({"head_dtype"}),  # the head is float32 here, whatever it says
+)
