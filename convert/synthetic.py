@@ -15,9 +15,10 @@ of the token's own. The routers read both:
     logit_e = popular_e + own_e . z        z: the token's own part of its normed hidden state, deviation 1 in each row
     own rows of the next layer = C * those of this layer + sqrt(1 - C^2) * new ones, experts renamed
 
-The constant direction has the same value in every dimension, and `popular_e` is read from it. All rows are orthogonal,
-to each other and to the constant, so that logits are independent. The `popular_e` for a popularity is found by drawing
-logits and letting the router choose.
+The constant direction has the same value in every dimension, and `popular_e` is read from it. Layer norms without bias
+would take it away: there its sign turns every 128 dimensions, and the weights of the norm before a router turn too. All
+rows are orthogonal, to each other and to the constant, so that logits are independent. The `popular_e` for a popularity
+is found by drawing logits and letting the router choose.
 """
 
 import hashlib
@@ -57,7 +58,7 @@ from moe_pack.formats import (
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
-from moe_pack.formats.parts import DenseRole, NormedResidualSpec
+from moe_pack.formats.parts import DenseRole, NormedResidualSpec, ParallelResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
 from moe_pack.formats.spec import with_repeats
 from moe_pack.formats.version import installed_version
@@ -83,14 +84,24 @@ _ACTIVE_RMS: dict[NeuronFunction, float] = {
     "clamped_swiglu": 0.9187,
 }
 _ROWS_AT_ONCE = 512
+_RUN = 128  # columns; the scales of a row are of fewer
 
 
 @dataclass(frozen=True, slots=True)
 class WeightDistribution:
-    """A uniform distribution of random weights, by its mean and its standard deviation."""
+    """A uniform distribution of random weights, by its mean and its standard deviation.
+
+    `turns`: the mean has another sign in every second run of columns (`turning_signs`); not with every codec.
+    """
 
     mean: float
     deviation: float
+    turns: bool = False
+
+
+def turning_signs(num_values: int) -> NDArray[np.float32]:
+    """Returns 1 for 128 values, -1 for the next 128, and so on: a constant that no norm takes for the mean."""
+    return np.where(np.arange(num_values) // _RUN % 2, -1.0, 1.0).astype(np.float32)
 
 
 def random_stream(*key: int) -> np.random.BitGenerator:
@@ -113,12 +124,10 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
         size = _hidden_rms(spec) / spec.embedding_multiplier
-        # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant, if it has a bias.
-        return (
-            WeightDistribution(size * CONSTANT, size * OWN)
-            if spec.norm.kind == "rms"
-            else WeightDistribution(0.0, size)
-        )
+        # A norm of kind layer subtracts the mean: there `dense_vector` adds the constant, if a bias can add it.
+        if spec.norm.has_bias:
+            return WeightDistribution(0.0, size)
+        return WeightDistribution(size * CONSTANT, size * OWN, turns=spec.norm.kind == "layer")
     if role.name == "head":
         return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
     if name == "down" and not _is_of_streams(role):
@@ -131,12 +140,12 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
     """Returns the values of a norm, a bias, attention sinks or a mixer's vector: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
-    shifts = spec.norm.has_bias
+    before_router = "attention_norm" if isinstance(spec.residual, ParallelResidualSpec) else "mlp_norm"
     if role.name == "norm":
         return _last_norm(spec, num_values, stream)
-    if name == "mlp_norm" and shifts:
-        return np.full(num_values, OWN, np.float32)
-    if name == "mlp_norm_bias":
+    if name == before_router and spec.norm.kind == "layer":
+        return np.full(num_values, OWN, np.float32) if spec.norm.has_bias else turning_signs(num_values)
+    if name == f"{before_router}_bias":
         return np.full(num_values, CONSTANT, np.float32)
     if role.name.rpartition(".")[0].endswith(".mixer") and not name.endswith("norm"):
         return _mixer_vector(name, num_values, stream)
@@ -237,6 +246,8 @@ def random_matrix(
         assert isinstance(words, np.ndarray), "an array for a number of words"
         drawn = words.astype("<u8", copy=False).view(np.uint8)[:num_values]
         out[start : start + _ROWS_AT_ONCE] = values[drawn].reshape(-1, num_cols)
+    if spread.turns:
+        out[:, turning_signs(num_cols) < 0] ^= 0x8000  # the bit of the sign
     return out.view(np.uint8)
 
 
@@ -291,9 +302,10 @@ def scales_and_zeros(part: PartFormat, num_cols: int, spread: WeightDistribution
     """Returns scales and zeros of an affine row, u8 [2 * scale_bytes], for codes with equal probability."""
     codec, top = affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
+    signs = turning_signs(num_cols)[:: num_cols // codec.num_groups] if spread.turns else np.ones(codec.num_groups)
     scales, zeros = codec.store_scales(
         torch.full((1, codec.num_groups), scale),
-        torch.full((1, codec.num_groups), top / 2 - spread.mean / scale),
+        top / 2 - torch.from_numpy(signs).float()[None] * (spread.mean / scale),
     )
     return torch.cat((scales, zeros), dim=1)[0].numpy()
 

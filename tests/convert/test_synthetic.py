@@ -25,11 +25,21 @@ from moe_pack.convert import (
     synthetic_layout,
 )
 from moe_pack.convert.synthetic import WeightDistribution, popular_logits, random_rows, random_stream
-from moe_pack.formats import ConversionError, Pack, PartFormat, PlanError, RouterSpec, trellis_format, uniform_plan
+from moe_pack.formats import (
+    ConversionError,
+    NormSpec,
+    Pack,
+    PartFormat,
+    PlanError,
+    RouterSpec,
+    trellis_format,
+    uniform_plan,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import check_rows, row_layout
 from moe_pack.formats.pack import audit
+from moe_pack.formats.parts import ParallelResidualSpec
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.writer import Step
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
@@ -197,11 +207,19 @@ def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable
 
 @pytest.mark.slow
 def test_experts_are_as_popular_as_was_asked_for(new_folder: Callable[[], Path]) -> None:
-    cases = [("", 0.0), ("phi-3.5-moe", 0.8)]
-    for name, skew in cases:
-        with case(name, skew):
+    plain, phi = small(), shrunk("phi-3.5-moe", hidden_size=256, vocab_size=4096)
+    parallel = ParallelResidualSpec("parallel", averaged=False)
+    cases = [
+        (plain, 0.0),
+        (phi, 0.8),
+        (replace(phi, residual=parallel), 0.8),
+        (replace(plain, residual=parallel), 0.8),
+        (replace(plain, norm=NormSpec("layer", 1e-5, unbiased=True)), 0.8),
+        (replace(plain, norm=NormSpec("layer", 1e-5, unbiased=True), residual=parallel), 0.8),
+    ]
+    for spec, skew in cases:
+        with case(spec.norm, spec.residual, skew):
             tmp_path = new_folder()
-            spec = shrunk(name, hidden_size=256, vocab_size=4096) if name else small()
             like = character(spec, skew=skew)
             found = run(made(spec, tmp_path / "pack", like), 1500)
             k = spec.router.num_experts_per_tok

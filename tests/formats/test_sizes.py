@@ -95,6 +95,7 @@ def test_each_part_of_a_model_counts_its_weights() -> None:
         (GROUPED, "tied_head", True, -EMBEDDING),
         (GROUPED, "head_bias", True, 96),
         (GROUPED, "norm kind", "layer", 7 * 64),
+        (changed(GROUPED, "norm kind", "layer"), "norm unbiased", True, -7 * 64),
         (GROUPED, "attention bias", [], -3 * (128 + 64 + 64)),
         (GROUPED, "attention bias", ["q", "k", "v", "o"], 3 * 64),
         (GROUPED, "attention qk_norm", "none", -3 * (32 + 32)),

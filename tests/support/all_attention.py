@@ -578,6 +578,7 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "layer_types": ["full_attention"] * 6,
             "attention_value_scale": 0.5,
         },
+    },
     "kolibri1": {
         "two layers without a window, yarn": {
             "rope_parameters": _YARN,

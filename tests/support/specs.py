@@ -100,6 +100,9 @@ RESIDUALS = {
     "norms apart": replace(GROUPED, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), True, True)),
     "shortcut": replace(GROUPED, residual=ShortcutResidualSpec("shortcut", (1,))),
     "parallel": replace(GROUPED, residual=ParallelResidualSpec("parallel", averaged=True)),
+    "parallel, layer norms": replace(
+        GROUPED, norm=NormSpec("layer", 1e-5, unbiased=True), residual=ParallelResidualSpec("parallel", averaged=False)
+    ),
     "gated streams": replace(
         GROUPED, norm=NormSpec("rms", 1e-6, zero_centered=True), residual=GatedStreamsSpec("gated_streams", 4, 40)
     ),
