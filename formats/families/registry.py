@@ -10,6 +10,7 @@ from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.axk1 import AXK1
+from moe_pack.formats.families.cohere2_moe import COHERE2_MOE, COHERE2_VISION
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.dbrx import DBRX
 from moe_pack.formats.families.deepseek import DEEPSEEK
@@ -128,6 +129,8 @@ FAMILIES: dict[str, Family] = {
         HUNYUAN_V1_MOE,
         EXAONE_MOE,
         KOLIBRI1,
+        COHERE2_MOE,
+        COHERE2_VISION,
         MISTRAL3,
         MISTRAL4,
         LLAMA4,

@@ -53,6 +53,18 @@ _YARN: Values = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+_COHERE: Values = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "prefix_dense_intermediate_size": 80,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "mlp_layer_types": ["dense", *["sparse"] * 4],
+    "sliding_window": 7,
+}
 _MISTRAL: Values = {
     "n_routed_experts": 8,
     "rope_parameters": _YARN
@@ -264,6 +276,8 @@ SHAPES: dict[str, Values] = {
         "sliding_window": 7,
     },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
+    "cohere2_moe": _COHERE | {"logit_scale": 0.25},
+    "cohere2_vision": _COHERE | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     "kolibri1": _EXPERTS
     | {
         "num_key_value_heads": 2,
@@ -380,6 +394,7 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "tie_word_embeddings": True,
         },
     },
+    "cohere2_vision": {"own head": {"tie_word_embeddings": False}},
     "deepseek_v32": {
         "yarn, heads of the rotated size": {
             "index_head_dim": 8,
@@ -579,6 +594,37 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "attention_value_scale": 0.5,
         },
     },
+    "cohere2_moe": {
+        "rms norms, sigmoids, shared experts added, bias, yarn": {
+            "rms_norm_eps": 1e-6,
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "sum",
+            "attention_bias": True,
+            "rope_parameters": _YARN,
+        },
+        "sigmoids as they are, no shared expert, own head": {
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+        "layers by steps, a dense layer that does not rotate": {
+            "first_k_dense_replace": 2,
+            "mlp_layer_types": None,
+            "layer_types": None,
+            "prefix_dense_sliding_window_pattern": 2,
+            "sliding_window_pattern": 2,
+            "prefix_dense_intermediate_size": None,
+        },
+        "layers by steps, dense layers without a window rotate": {
+            "first_k_dense_replace": 2,
+            "mlp_layer_types": None,
+            "layer_types": None,
+            "sliding_window_pattern": 3,
+        },
+        "windows everywhere": {"layer_types": ["sliding_attention"] * 5},
+        "no layer rotates": {"mlp_layer_types": ["sparse"] * 5, "layer_types": ["full_attention"] * 5},
+    },
     "kolibri1": {
         "two layers without a window, yarn": {
             "rope_parameters": _YARN,
@@ -749,6 +795,20 @@ MULTIMODAL: dict[str, Multimodal] = {
                 "projector_input_dim": 16,
                 "projector_output_dim": 16,
             },
+        },
+    ),
+    "cohere2_vision": Multimodal(
+        {
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "alignment_intermediate_size": 32,
         },
     ),
     "mistral3": Multimodal(

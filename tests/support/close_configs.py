@@ -481,6 +481,28 @@ CLOSE: tuple[Close, ...] = (
         Close("flint", {key: None}, f"key '{key}' is missing, expected a value or null")
         for key in ("head_dim", "sliding_window", "shared_expert_intermediate_size")
     ),
+    Close("cohere2_moe", {"use_parallel_block": False}, "use_parallel_block is False; " + _ONLY("True")),
+    Close("cohere2_moe", {"use_gated_activation": False}, "use_gated_activation is False; " + _ONLY("True")),
+    Close("cohere2_moe", {"use_qk_norm": True}, "use_qk_norm is True; " + _ONLY("False")),
+    Close("cohere2_moe", {"rotary_pct": 0.5}, "rotary_pct is 0.5; " + _ONLY("1.0")),
+    Close(
+        "cohere2_moe",
+        {"position_embedding_type": "rope_neox"},
+        "position_embedding_type is 'rope_neox'; " + _ONLY("'rope_gptj'"),
+    ),
+    Close("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu', supported: softmax, sigmoid"),
+    Close(
+        "cohere2_moe",
+        {"shared_expert_combination_strategy": "concat"},
+        "shared_expert_combination_strategy is 'concat', supported: average, sum",
+    ),
+    Close("cohere2_moe", {"logit_scale": 0.0}, "logit_scale is 0.0, expected between 1e-6 and 1e6"),
+    Close("cohere2_moe", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
+    *(
+        Close("cohere2_moe", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("head_dim", "logit_scale")
+    ),
+    Close("cohere2_vision", {"logit_scale": 0.25}, "logit_scale is 0.25; " + _ONLY("1.0")),
     Close("kolibri1", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
     Close("kolibri1", {"use_sliding_window": False}, "use_sliding_window is False; " + _ONLY("True")),
     Close("kolibri1", {"sliding_window": 0}, "sliding_window is 0, expected 1 to 2^31 - 1"),

@@ -99,12 +99,6 @@ REASONS: tuple[Reason, ...] = (
         "hyper-connections (four residual streams), sparse latent attention with sinks and gates, clamped SiLU",
     ),
     Reason(
-        "cohere2_moe",
-        "Command A+",
-        "attention and experts in parallel from one norm, layer norms without bias, the average of shared and routed "
-        "experts",
-    ),
-    Reason(
         "minimax", "MiniMax-Text-01, M1", "lightning attention (linear, with a fixed decay a head), scaled residuals"
     ),
     Reason(

@@ -624,7 +624,7 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
             elif weight.ndim == 1 and "norm" in name:
                 usual = 0.0 if not weight.any() else 1.0  # zero-centered norms begin with zeros
                 weight.uniform_(usual - 0.5, usual + 0.5)
-            elif weight.ndim > 1:
+            elif weight.ndim > 1 and weight.is_floating_point():
                 weight.normal_(std=0.15)
         if config.is_encoder_decoder:  # transformers 5 takes them apart where the head is not tied
             for stack in (model.encoder, model.decoder):

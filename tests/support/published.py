@@ -113,6 +113,8 @@ PUBLISHED = (
 # Families of which no public copy of a real config.json was found, and why.
 UNPUBLISHED = {
     "axk1": "no public copy of the file of skt/A.X-K1 was found; transformers' defaults are its sizes",
+    "cohere2_moe": "public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
+    "cohere2_vision": "no public copy of the file of CohereLabs/command-a-plus-05-2026-bf16 was found",
     "deepseek_ocr2": "tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",
     "flex_olmo": "no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     "qwen4_exp_text": "its models are published inside multimodal checkpoints, qwen4_exp",

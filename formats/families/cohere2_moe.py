@@ -1,0 +1,142 @@
+"""North Mini Code and Command A+: both halves of a layer read one norm, and are added together.
+
+Layers with a window rotate, and so may dense layers before those with experts; the others do not. Command A+ is
+published inside a multimodal checkpoint.
+Source: transformers, models/cohere2_moe and models/cohere2_vision.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.multimodal import within
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    attention_bias,
+    read_decoder,
+    read_grouped_query,
+    read_kinds,
+    read_rope,
+)
+from moe_pack.formats.parts import GroupedQuerySpec, ParallelResidualSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("use_parallel_block", True)
+    config.only("use_gated_activation", True)
+    config.only("use_qk_norm", False)
+    config.only("position_embedding_type", "rope_gptj")
+    config.only("rotary_pct", 1.0)
+    config.require("head_dim")  # missing, transformers takes 128
+    num_dense = config.count("first_k_dense_replace", 0)
+    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
+    attention = _read_attention(config, num_dense, moe_layers)
+    rope = read_rope(config, attention.head_dim, interleaved=True)
+    if attention.rotated_layers == ():
+        attention, rope = replace(attention, rotated_layers=None), None
+    expert_size, num_shared = config.whole("intermediate_size"), config.count("num_shared_experts", 0)
+    dense_size, combination = "prefix_dense_intermediate_size", "shared_expert_combination_strategy"
+    spec = read_decoder(
+        config,
+        "cohere2_moe",
+        attention,
+        rope,
+        _read_router(config),
+        expert_size,
+        moe_layers=moe_layers,
+        dense_size_key=dense_size if config.has(dense_size) else "intermediate_size",
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        norm=_read_norm(config),
+        tied_head=config.flag("tie_word_embeddings", True),
+        logits_scaling=1 / _logit_scale(config),
+    )
+    is_averaged = config.choice(combination, ("average", "sum")) == "average" and num_shared > 0
+    return replace(spec, residual=ParallelResidualSpec("parallel", averaged=is_averaged))
+
+
+def _logit_scale(config: Config) -> float:
+    config.require("logit_scale")  # missing, transformers takes 0.0625
+    scale = config.number("logit_scale")
+    if not 1e-6 < scale < 1e6:
+        raise CheckpointError(f"{config.place}: logit_scale is {scale}, expected between 1e-6 and 1e6")
+    return scale
+
+
+def _read_norm(config: Config) -> NormSpec:
+    """Reads norms: rms if there is an eps of these, else layer norms without a bias."""
+    eps = config.number("layer_norm_eps", 1e-5)
+    if config.has("rms_norm_eps"):
+        return NormSpec("rms", config.number("rms_norm_eps"))
+    config.ignore("rms_norm_eps")
+    return NormSpec("layer", eps, bias=False)
+
+
+def _read_router(config: Config) -> RouterSpec:
+    """Reads a router that chooses the largest logits, and takes a softmax over these or their sigmoids."""
+    is_softmax = config.choice("expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
+    normalize = config.flag("norm_topk_prob", True)  # a softmax is normal already
+    return RouterSpec(
+        "topk_softmax" if is_softmax else "topk_sigmoid",
+        config.whole(config.either("num_experts", "num_local_experts")),
+        config.whole("num_experts_per_tok", 2),
+        normalize=normalize and not is_softmax,
+    )
+
+
+def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...]) -> GroupedQuerySpec:
+    """Reads attention; if no layer rotates, `rotated_layers` is empty."""
+    attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True)
+    num_layers, windowed = config.num_layers(), _windowed_layers(config, num_dense)
+    window = config.whole("sliding_window")  # missing, transformers takes 4096, with null it fails
+    dense_rotate = config.whole("prefix_dense_sliding_window_pattern", 1) == 1
+    rotated = tuple(i for i in range(num_layers) if i in windowed or (dense_rotate and i not in moe_layers))
+    return replace(
+        attention,
+        sliding_window=window if windowed else None,
+        windowed_layers=windowed if 0 < len(windowed) < num_layers else None,
+        rotated_layers=rotated if len(rotated) < num_layers else None,
+    )
+
+
+def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
+    """Reads the layers with a window: as `layer_types` says, else by steps, among the dense layers and after them."""
+    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    if kinds:
+        config.ignore("sliding_window_pattern")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    before = config.whole("prefix_dense_sliding_window_pattern", 1)
+    after = config.whole("sliding_window_pattern", 4)
+    return tuple(
+        layer
+        for layer in range(config.num_layers())
+        if ((layer + 1) % before if layer < num_dense else (layer - num_dense + 1) % after)
+    )
+
+
+COHERE2_MOE = Family(
+    model_type="cohere2_moe",
+    short_names={"north-mini-code-1.0": "CohereLabs/North-Mini-Code-1.0"},
+    read_config=_read_config,
+    dense_names=DENSE_NAMES,
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+)
+
+
+def _read_text_config(config: Config) -> ModelSpec:
+    """Reads the text model inside a multimodal config, whose class in transformers does not scale logits."""
+    config.only("logit_scale", 1.0)
+    return _read_config(config)
+
+
+COHERE2_VISION = within(
+    replace(COHERE2_MOE, read_config=_read_text_config),
+    "cohere2_vision",
+    tied_head=True,
+    short_names={"command-a-plus": "CohereLabs/command-a-plus-05-2026-bf16"},
+    ignored_keys=frozenset({"alignment_intermediate_size", "downsample_factor"}),
+)
