@@ -238,6 +238,7 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "axk1": _EXPERTS | _LATENT | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
     "mellum": _EXPERTS
     | {
         "num_hidden_layers": 4,
@@ -518,6 +519,18 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "moe_num_shared_experts": 3,
             "head_dim": 32,
             "rope_parameters": _YARN,
+        },
+    },
+    "axk1": {
+        "yarn with an mscale, one group": {
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "rotated in halves, not normalized": {"rope_interleave": False, "norm_topk_prob": False},
+        "dense layers by kind, two shared experts": {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_shared_experts": 2,
         },
     },
     "mellum": {

@@ -268,7 +268,6 @@ BASE: dict[str, Values] = {
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
 BASE |= dict.fromkeys(NEMOTRON[1:], BASE["nemotron_h"])
-BASE["axk1"] = BASE["deepseek_v3"]
 BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Whose published checkpoints have all experts of a layer in one tensor.
 FUSED_ALWAYS = (
@@ -467,21 +466,6 @@ TINY: tuple[Tiny, ...] = (
         "deepseek_v3",
         "no query latent, rotated in halves, not normalized",
         {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
-    ),
-    Tiny(
-        "axk1",
-        "yarn with an mscale, one group",
-        {
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": YARN | {"rope_theta": 5e4, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
-    Tiny("axk1", "rotated in halves, not normalized", {"rope_interleave": False, "norm_topk_prob": False}),
-    Tiny(
-        "axk1",
-        "dense layers by kind, two shared experts",
-        {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 2},
     ),
     Tiny("deepseek_v3", "no dense layer, tied head", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
     Tiny(
