@@ -21,7 +21,7 @@ from moe_pack.formats.families.readers import (
     read_kinds,
     read_rope,
 )
-from moe_pack.formats.parts import GroupedQuerySpec, ParallelResidualSpec
+from moe_pack.formats.parts import GroupedQuerySpec, ParallelResidualSpec, RopeSpec
 
 
 def _read_config(config: Config) -> ModelSpec:
@@ -36,7 +36,7 @@ def _read_config(config: Config) -> ModelSpec:
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
     attention = _read_attention(config, num_dense, moe_layers)
-    rope = read_rope(config, attention.head_dim, interleaved=True)
+    rope: RopeSpec | None = read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
         attention, rope = replace(attention, rotated_layers=None), None
     expert_size, num_shared = config.whole("intermediate_size"), config.count("num_shared_experts", 0)
@@ -73,7 +73,7 @@ def _read_norm(config: Config) -> NormSpec:
     if config.has("rms_norm_eps"):
         return NormSpec("rms", config.number("rms_norm_eps"))
     config.ignore("rms_norm_eps")
-    return NormSpec("layer", eps, bias=False)
+    return NormSpec("layer", eps, unbiased=True)
 
 
 def _read_router(config: Config) -> RouterSpec:

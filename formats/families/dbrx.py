@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stacked
+from moe_pack.formats.families.family import ExpertNames, Family, Stored
 from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_rope
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
@@ -75,7 +75,7 @@ def _read_config(config: Config) -> ModelSpec:
 
 _BLOCK = "transformer.blocks.{i}"
 _ATTENTION = f"{_BLOCK}.norm_attn_norm"
-_QKV = Stacked(f"{_ATTENTION}.attn.Wqkv.weight", tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
+_QKV = Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
 DBRX = Family(
     model_type="dbrx",
     short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
