@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from all_attention import MULTIMODAL, OTHER_PARTS
 from built_configs import built
 from cases import case
 from families import class_of, quiet_transformers, text_values, with_text
+from multimodal_parts import MULTIMODAL, OTHER_PARTS
 from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from all_attention import MULTIMODAL, SHAPES, SWITCHED
+from all_attention import SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
 from models import pack
+from multimodal_parts import MULTIMODAL
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED
 

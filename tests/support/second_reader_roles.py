@@ -1,0 +1,182 @@
+"""The shapes of a pack's dense tensors, for the second reader: written from docs/format.md, section 9, alone."""
+
+from typing import Any
+
+Shape = tuple[int, ...]
+
+
+class BadPackError(Exception):
+    """The pack is not what docs/format.md says."""
+
+
+def require(fulfilled: object, fault: str) -> None:
+    if not fulfilled:
+        raise BadPackError(fault)
+
+
+def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
+    """The roles of several residual streams, for a half or after the last layer (section 9)."""
+    n, is_half = residual.get("streams", 0), name != "streams"
+    if residual["kind"] == "gated_streams":
+        rank = residual["rank"]
+        shapes: dict[str, Shape] = {"norm": (n * d,), "down": (rank, n * d), "up": (n * d, rank)}
+        shapes |= {"inject": (n, n * d)} if is_half else {}
+    elif residual["kind"] == "mixed_streams":
+        mixes = residual["mixing"] > 0
+        number = (2 * n + n * n if mixes else 2 * n) if is_half else n
+        scales = (3 if mixes else 2) if is_half else 1
+        shapes = {"weights": (number, n * d), "base": (number,), "scale": (scales,)}
+    else:
+        return []
+    return [(f"{name}.{role}", shape) for role, shape in shapes.items()]
+
+
+def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The projections of attention whose heads have keys of their own (section 9)."""
+    width = attention["num_heads"] * attention["head_dim"]
+    return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
+
+
+def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str, Shape]]:
+    """The role of gates of heads that give `size` values (section 9)."""
+    if (gate := attention.get("gate")) is None:
+        return []
+    require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
+    return [("gate", (attention["num_heads"] * (size if gate["each"] == "value" else 1), d))]
+
+
+def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The roles of a layer's attention (section 9)."""
+    shapes: list[tuple[str, Shape]] = []
+    if attention["kind"] == "grouped_query":
+        size = attention["head_dim"]
+        q, kv = attention["num_heads"] * size, attention["num_kv_heads"] * size
+        queries = 2 * q if attention.get("gated", False) else q
+        u = attention.get("value_head_dim", size)
+        values, mixed = attention["num_kv_heads"] * u, attention["num_heads"] * u
+        for name, shape in {"q": (queries, d), "k": (kv, d), "v": (values, d), "o": (d, mixed)}.items():
+            if name == "v" and attention.get("keys_as_values", False):
+                continue
+            shapes.append((name, shape))
+            if name in attention["bias"]:
+                shapes.append((f"{name}_bias", (shape[0],)))
+        shapes += gate_shapes(attention, u, d)
+        if attention.get("sinks", False):
+            shapes.append(("sinks", (attention["num_heads"],)))
+        if attention["qk_norm"] in ("head", "rotated_head"):
+            shapes += [("q_norm", (size,)), ("k_norm", (size,))]
+        elif attention["qk_norm"] == "projection":
+            shapes += [("q_norm", (q,)), ("k_norm", (kv,))]
+        if "indexer" in attention:
+            m, i = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
+            shapes += [("index_q", (m * i, d)), ("index_k", (i, d)), ("index_q_norm", (i,)), ("index_k_norm", (i,))]
+    elif attention["kind"] == "relative":
+        shapes += relative_shapes(attention, d)
+    else:
+        require(attention["kind"] == "latent", "manifest.json: kind of attention")
+        h, q_rank, kv_rank = (attention[key] for key in ("num_heads", "q_lora_rank", "kv_lora_rank"))
+        n, r, v = (attention[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        if q_rank is None:
+            shapes.append(("q", (h * (n + r), d)))
+        else:
+            shapes += [("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", (h * (n + r), q_rank))]
+        shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
+        shapes.append(("o", (d, h * v)))
+        shapes += gate_shapes(attention, v, d)
+        if "indexer" in attention and not attention["indexer"].get("shared", False):
+            heads, width = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
+            shapes += [("index_q", (heads * width, q_rank)), ("index_k", (width, d)), ("index_k_norm", (width,))]
+            shapes += [("index_k_norm_bias", (width,)), ("index_weights", (heads, d))]
+    return [(f"attention.{role}", shape) for role, shape in shapes]
+
+
+def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The roles of a layer's mixer (section 9)."""
+    shapes = {"gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2, "mamba": mamba}
+    kind = mixer["kind"]
+    require(kind in (*shapes, "short_conv"), "manifest.json: kind of mixer")
+    return [(f"mixer.{role}", shape) for role, shape in shapes.get(kind, short_conv)(mixer, d)]
+
+
+def gated_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, taps = mixer["num_value_heads"], mixer["conv_kernel"]
+    v = h * mixer["value_head_dim"]
+    c = 2 * mixer["num_key_heads"] * mixer["key_head_dim"] + v
+    if mixer["interleaved"]:
+        shapes: list[tuple[str, Shape]] = [("qkvz", (c + v, d)), ("ba", (2 * h, d))]
+    else:
+        shapes = [("qkv", (c, d)), ("z", (v, d)), ("b", (h, d)), ("a", (h, d))]
+    shapes += [("conv", (c * taps,)), ("a_log", (h,)), ("dt_bias", (h,)), ("out_norm", (mixer["value_head_dim"],))]
+    return [*shapes, ("o", (d, v))]
+
+
+def kimi_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, size, taps = mixer["num_heads"], mixer["head_dim"], mixer["conv_kernel"]
+    w = h * size
+    return [
+        *((name, (w, d)) for name in ("q", "k", "v")),
+        *((f"{name}_conv", (w * taps,)) for name in ("q", "k", "v")),
+        ("b", (h, d)),
+        ("decay_a", (size, d)),
+        ("decay_b", (w, size)),
+        ("a_log", (h,)),
+        ("dt_bias", (w,)),
+        ("gate_a", (size, d)),
+        ("gate_b", (w, size)),
+        ("out_norm", (size,)),
+        ("o", (d, w)),
+    ]
+
+
+def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    h, w = mixer["num_heads"], mixer["num_heads"] * mixer["head_dim"]
+    c = w + 2 * mixer["num_groups"] * mixer["state_size"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (w + c + h, d)),
+        ("in_bias", (w + c + h,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("a_log", (h,)),
+        ("dt_bias", (h,)),
+        ("skip", (h,)),
+        ("out_norm", (w,)),
+        ("o", (d, w)),
+        ("o_bias", (d,)),
+    ]
+    present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
+    return [(name, shape) for name, shape in shapes if present.get(name, True)]
+
+
+def mamba(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    c, n, rank = mixer["channels"], mixer["state_size"], mixer["step_rank"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (2 * c, d)),
+        ("in_bias", (2 * c,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("x", (rank + 2 * n, c)),
+        ("dt_norm", (rank,)),
+        ("b_norm", (n,)),
+        ("c_norm", (n,)),
+        ("dt", (c, rank)),
+        ("dt_bias", (c,)),
+        ("a_log", (c * n,)),
+        ("skip", (c,)),
+        ("o", (d, c)),
+        ("o_bias", (d,)),
+    ]
+    present = {"in_bias": mixer["proj_bias"], "conv_bias": mixer["conv_bias"], "o_bias": mixer["proj_bias"]}
+    return [(name, shape) for name, shape in shapes if present.get(name, True)]
+
+
+def short_conv(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    c = mixer["channels"]
+    shapes: list[tuple[str, Shape]] = [
+        ("in", (3 * c, d)),
+        ("in_bias", (3 * c,)),
+        ("conv", (c * mixer["conv_kernel"],)),
+        ("conv_bias", (c,)),
+        ("o", (d, c)),
+        ("o_bias", (d,)),
+    ]
+    return [(name, shape) for name, shape in shapes if mixer["bias"] or not name.endswith("bias")]
