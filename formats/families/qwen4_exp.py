@@ -21,6 +21,7 @@ from moe_pack.formats.families.readers import (
     read_decoder,
     read_grouped_query,
     read_rope,
+    rope_group,
 )
 from moe_pack.formats.parts import BlockIndexerSpec, GatedDeltaSpec, GatedStreamsSpec
 
@@ -31,6 +32,9 @@ def _read_text(config: Config) -> ModelSpec:
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")
     config.require("head_dim")  # missing, transformers takes 256
+    group = rope_group(config)
+    if group is None or not group.has("partial_rotary_factor"):
+        config.require("partial_rotary_factor")  # missing, transformers refuses the config
     attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
     streams = config.whole("hc_count", 4)

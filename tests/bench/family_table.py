@@ -21,7 +21,8 @@ from pathlib import Path
 
 import benchlib  # noqa: F401  # first: it puts tests/support on the path
 import torch
-from close_configs import CLOSE, Close, refusal
+from close_configs import CLOSE, refusal
+from close_rows import Close
 from expert_types import PAGE, REASONS, count_line, faults, with_generated
 from families import BASE, TINY, Comparison, compare, is_bounded
 from published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total

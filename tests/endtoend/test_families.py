@@ -9,7 +9,8 @@ import pytest
 import torch
 from built_configs import BUILT_AS
 from cases import case
-from close_configs import CLOSE, Close, refusal
+from close_configs import CLOSE, refusal
+from close_rows import Close
 from families import (
     BASE,
     IN_TRANSFORMERS,

@@ -271,7 +271,7 @@ CLOSE: tuple[Close, ...] = (
                 kind: PROPORTIONAL | {"rope_type": "default", "rope_theta": 1e4} for kind in ATTENTION_KINDS
             }
         },
-        "full_attention: partial_rotary_factor needs rope_type 'proportional'",
+        "partial_rotary_factor needs rope_type 'proportional'",
     ),
     Close("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; " + ONLY("'sigmoid'")),
     Close("afmoe", {"route_norm": False}, "route_norm is False; " + ONLY("True")),

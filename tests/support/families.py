@@ -274,6 +274,8 @@ BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 FUSED_ALWAYS = (
     "aria",
     "dbrx",
+    "gemma4",
+    "gemma4_text",
     "granitemoe",
     "granitemoe_swa",
     "granitemoehybrid",
