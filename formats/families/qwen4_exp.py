@@ -32,9 +32,6 @@ def _read_text(config: Config) -> ModelSpec:
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")
     config.require("head_dim")  # missing, transformers takes 256
-    group = rope_group(config)
-    if group is None or not group.has("partial_rotary_factor"):
-        config.require("partial_rotary_factor")  # missing, transformers refuses the config
     attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
     streams = config.whole("hc_count", 4)
@@ -55,6 +52,9 @@ def _read_text(config: Config) -> ModelSpec:
         norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=_read_mixer(config),
     )
+    group = rope_group(config)
+    if group is None or not group.has("partial_rotary_factor"):
+        config.require("partial_rotary_factor")  # missing, transformers refuses the config
     residual = GatedStreamsSpec("gated_streams", streams, config.whole("hc_lowrank", 320))
     return replace(spec, residual=residual, ngrams=read_ngrams(config, streams))
 
