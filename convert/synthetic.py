@@ -58,7 +58,7 @@ from moe_pack.formats import (
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
-from moe_pack.formats.parts import DenseRole, NormedResidualSpec, ParallelResidualSpec
+from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
 from moe_pack.formats.spec import with_repeats
 from moe_pack.formats.version import installed_version
@@ -166,8 +166,9 @@ def _is_of_streams(role: DenseRole) -> bool:
 
 
 def _hidden_rms(spec: ModelSpec) -> float:
-    """Returns the rms of hidden states: 1 where halves read them as they are."""
+    """Returns the rms of hidden states: 1 where halves read them as they are, or add to what they read."""
     is_read = isinstance(spec.residual, NormedResidualSpec) and not spec.residual.before
+    is_read |= isinstance(spec.residual, NormedStateSpec)
     return 1.0 if is_read else _HIDDEN_RMS
 
 

@@ -29,6 +29,7 @@ from moe_pack.formats.parts import (
     MixerSpec,
     NgramSpec,
     NormedResidualSpec,
+    NormedStateSpec,
     OtherAttentionSpec,
     RelativeSpec,
     ResidualSpec,
@@ -671,6 +672,8 @@ def _residual_fault(spec: ModelSpec) -> str | None:
         return f"a {residual.kind} residual needs layers with both halves, and no encoder"
     if not isinstance(residual, NormedResidualSpec) and spec.residual_multiplier != 1.0:
         return f"a {residual.kind} residual cannot have a residual_multiplier of {spec.residual_multiplier}"
+    if isinstance(residual, NormedStateSpec) and (residual.mixer is None) != (spec.mixer is None):
+        return "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
     if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec) and spec.norm.kind != "rms":
         return f"a {residual.kind} residual needs norms of kind rms, found {spec.norm.kind}"
     if isinstance(residual, NormedResidualSpec) and residual.apart:

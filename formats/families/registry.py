@@ -46,6 +46,7 @@ from moe_pack.formats.families.longcat_flash import LONGCAT_FLASH
 from moe_pack.formats.families.mellum import MELLUM
 from moe_pack.formats.families.mimo_v2_flash import MIMO_V2_FLASH
 from moe_pack.formats.families.minicpm import MINICPM
+from moe_pack.formats.families.minimax import MINIMAX
 from moe_pack.formats.families.minimax_m2 import MINIMAX_M2
 from moe_pack.formats.families.minimax_m3_vl import MINIMAX_M3_VL
 from moe_pack.formats.families.mistral4 import MISTRAL3, MISTRAL4
@@ -114,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         MINICPM,
         XVERSE,
         SWITCH_TRANSFORMERS,
+        MINIMAX,
         MINIMAX_M2,
         MINIMAX_M3_VL,
         ERNIE4_5_MOE,

@@ -18,6 +18,7 @@ from moe_pack.formats.parts.mixers import (
     GatedDeltaSpec,
     HalvesSpec,
     KimiDeltaSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
     MixerSpec,
@@ -25,9 +26,11 @@ from moe_pack.formats.parts.mixers import (
 )
 from moe_pack.formats.parts.ngrams import NgramSpec
 from moe_pack.formats.parts.residual import (
+    FactorsSpec,
     GatedStreamsSpec,
     MixedStreamsSpec,
     NormedResidualSpec,
+    NormedStateSpec,
     ParallelResidualSpec,
     ResidualSpec,
     ShortcutResidualSpec,
@@ -40,6 +43,7 @@ __all__ = [
     "AttentionSpec",
     "BlockIndexerSpec",
     "DenseRole",
+    "FactorsSpec",
     "GatedDeltaSpec",
     "GatedStreamsSpec",
     "GroupedQuerySpec",
@@ -47,6 +51,7 @@ __all__ = [
     "IndexerSpec",
     "KimiDeltaSpec",
     "LatentSpec",
+    "LightningSpec",
     "Llama3Spec",
     "LongRopeSpec",
     "Mamba2Spec",
@@ -55,6 +60,7 @@ __all__ = [
     "MixerSpec",
     "NgramSpec",
     "NormedResidualSpec",
+    "NormedStateSpec",
     "OtherAttentionSpec",
     "OutputGateSpec",
     "ParallelResidualSpec",

@@ -376,7 +376,70 @@ class ShortConvSpec:
         return None
 
 
-MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec
+@dataclass(frozen=True, slots=True)
+class LightningSpec:
+    """Lightning attention: a state `[head_dim, head_dim]` for each head, with a decay that no token changes.
+
+    The decay of head `h` in the layer with `factor` is `exp(-factor * 2^(-8 (h + 1) / num_heads))`; `factors` has one
+    for each of `layers`. Outputs of all heads are normed together (rms, `norm_eps`), and have gates.
+    Source: MiniMax-01 (2501.08313), section 2.2; transformers, models/minimax, MiniMaxLightningAttention.
+    """
+
+    kind: Literal["lightning_attention"]
+    layers: tuple[int, ...]
+    num_heads: int
+    head_dim: int
+    factors: tuple[float, ...]
+    norm_eps: float
+
+    @property
+    def head_width(self) -> int:
+        """The values of all heads."""
+        return self.num_heads * self.head_dim
+
+    def rates(self, layer: int) -> tuple[float, ...]:
+        """Returns how fast the state of each head decays in a layer: the logarithms of decays, without their sign."""
+        factor = self.factors[self.layers.index(layer)]
+        return tuple(factor * 2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads))
+
+    def roles(self, d: int) -> Iterator[DenseRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+        yield DenseRole("qkv", (3 * self.head_width, d), True)
+        yield DenseRole("gate", (self.head_width, d), True)
+        yield DenseRole("out_norm", (self.head_width,), False)
+        yield DenseRole("o", (d, self.head_width), True)
+
+    @property
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+        return StateShape((), (self.num_heads, self.head_dim, self.head_dim))
+
+    @property
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+        return 14 * self.head_width
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together."""
+        return self.num_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 8 * self.head_dim)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that must be positive, by name."""
+        return {name: getattr(self, name) for name in ("num_heads", "head_dim")}
+
+    @property
+    def fault(self) -> str | None:
+        """Why states with these decays cannot run; None if they can."""
+        if len(self.factors) != len(self.layers):
+            return f"mixer factors are {len(self.factors)} numbers for {len(self.layers)} layers"
+        if not all(0 < factor <= 2 for factor in self.factors):
+            return f"mixer factors are {self.factors}, expected above 0 and at most 2"
+        return None if 0 < self.norm_eps < 1 else f"mixer norm_eps is {self.norm_eps}, expected between 0 and 1"
+
+
+MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec | LightningSpec
 
 
 @dataclass(frozen=True, slots=True)

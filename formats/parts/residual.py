@@ -111,7 +111,42 @@ class MixedStreamsSpec:
         return self.streams * (2 + (self.streams if self.mixing else 0))
 
 
-ResidualSpec = NormedResidualSpec | ShortcutResidualSpec | ParallelResidualSpec | GatedStreamsSpec | MixedStreamsSpec
+@dataclass(frozen=True, slots=True)
+class FactorsSpec:
+    """The factors of the normed hidden state, and of the output that is added to it."""
+
+    state: float
+    output: float
+
+
+@dataclass(frozen=True, slots=True)
+class NormedStateSpec:
+    """A half's output is added to the normed hidden state that the half read, not to what was normed.
+
+    Factors are those of layers with `attention`, of layers with a `mixer` (null if there are none), and of all second
+    halves.
+    Source: MiniMax-01 (2501.08313), section 2.2.4; transformers, models/minimax, MiniMaxDecoderLayer.
+    """
+
+    kind: Literal["normed_state"]
+    attention: FactorsSpec
+    mixer: FactorsSpec | None
+    mlp: FactorsSpec
+
+    @property
+    def streams(self) -> int:
+        """One: the hidden state itself."""
+        return 1
+
+
+ResidualSpec = (
+    NormedResidualSpec
+    | NormedStateSpec
+    | ShortcutResidualSpec
+    | ParallelResidualSpec
+    | GatedStreamsSpec
+    | MixedStreamsSpec
+)
 
 
 def has_input_norm(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
@@ -179,6 +214,12 @@ def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_laye
         return "residual layers must not follow each other" if {i + 1 for i in layers} & set(layers) else None
     if isinstance(residual, ParallelResidualSpec):
         return None
+    if isinstance(residual, NormedStateSpec):
+        given = [each for each in (residual.attention, residual.mixer, residual.mlp) if each is not None]
+        numbers = [number for each in given for number in (each.state, each.output)]
+        if all(0 < number < 1e6 for number in numbers):
+            return None
+        return f"residual factors are {numbers}, expected between 0 and 1e6"
     if not 2 <= residual.streams <= MAX_STREAMS:
         return f"residual streams is {residual.streams}, expected 2 to {MAX_STREAMS}"
     if isinstance(residual, GatedStreamsSpec):

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec, NeuronFunction, RunError
 from moe_pack.formats.parts import (
+    FactorsSpec,
     GatedStreamsSpec,
     MixedStreamsSpec,
     NormedResidualSpec,
+    NormedStateSpec,
     ParallelResidualSpec,
     ShortcutResidualSpec,
 )
@@ -89,6 +91,10 @@ def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
         return torch.cat((x[:, :d], y), dim=1)
     if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
         return _enter_streams(x, y, weights, residual, f"layers.{layer}.attention_streams")
+    if isinstance(residual, NormedStateSpec):
+        factors = residual.attention if spec.mixer_of(layer) is None else residual.mixer
+        assert factors is not None, "a checked spec"
+        return _on_normed(x, y, weights, f"layers.{layer}.attention_norm", factors)
     if has_output_norm(residual, "attention", False):
         y = norm(y, weights, f"layers.{layer}.attention_post_norm")
     return x + scaled(y, spec.residual_multiplier)
@@ -113,6 +119,8 @@ def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weig
         return torch.cat((x, torch.zeros_like(x)), dim=1)
     if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
         return _enter_streams(x, _sum(unrouted, routed), weights, residual, f"layers.{layer}.mlp_streams")
+    if isinstance(residual, NormedStateSpec):
+        return _on_normed(x, _sum(unrouted, routed), weights, f"layers.{layer}.mlp_norm", residual.mlp)
     if isinstance(residual, NormedResidualSpec):
         return _enter_normed(x, unrouted, routed, weights, residual, layer)
     return x + scaled(_sum(unrouted, routed), spec.residual_multiplier)
@@ -136,6 +144,11 @@ def _enter_normed(
         y = norm(y, weights, f"{role}.mlp_post_norm")
     x = x + scaled(y, weights.spec.residual_multiplier)
     return x * weights.vector(f"{role}.scale") if spec.scaled else x
+
+
+def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: FactorsSpec) -> Tensor:
+    """Returns hidden states after a half that read `norm(x)` and returned y: the sum of both, by their factors."""
+    return scaled(norm(x, weights, role), factors.state) + scaled(y, factors.output)
 
 
 def _unit(x: Tensor, weights: Weights) -> Tensor:

@@ -9,7 +9,15 @@ import math
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
+from moe_pack.formats.parts import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MixerSpec,
+    ShortConvSpec,
+)
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.mixers import LayerState, convolve
 from moe_pack.runtime.model.weights import Weights
@@ -33,6 +41,8 @@ def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerS
         return _mamba2(x, weights, role, mixer, state)
     if isinstance(mixer, MambaSpec):
         return _mamba(x, weights, role, mixer, state)
+    if isinstance(mixer, LightningSpec):
+        return _lightning(x, weights, layer, mixer, state)
     return _short_conv(x, weights, role, mixer, state)
 
 
@@ -145,6 +155,17 @@ def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, sta
     before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
     y = weights.operations.convolve(before * value, weights.vector(f"{role}.conv"), bias["conv"], state)
     return linear(after * y, weights.matrix(f"{role}.o"), bias["o"])
+
+
+def _lightning(x: Tensor, weights: Weights, layer: int, spec: LightningSpec, state: LayerState) -> Tensor:
+    """Returns lightning attention of tokens x."""
+    operations, role = weights.operations, f"layers.{layer}.mixer"
+    qkv = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.qkv")))
+    q, k, v = qkv.view(len(x), spec.num_heads, 3, spec.head_dim).unbind(2)
+    log_decay = -torch.tensor(spec.rates(layer), device=x.device).expand(len(x), -1)
+    y = operations.recur(q, k, v, log_decay, None, state).flatten(1)
+    y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), spec.norm_eps)
+    return linear(y * linear(x, weights.matrix(f"{role}.gate")).sigmoid(), weights.matrix(f"{role}.o"))
 
 
 def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: LayerState) -> Tensor:

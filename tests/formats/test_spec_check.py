@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cases import case
-from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, YARN, Values, changed
+from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.parts import HalvesSpec, IndexerSpec, LatentSpec, OtherAttentionSpec
@@ -710,6 +710,40 @@ def test_residuals_that_cannot_be_are_refused() -> None:
     assert_refused_beside_legal(with_residual["gated_streams"], "norm kind", "layer", "rms", kind)
     halves = "a shortcut residual needs layers with both halves, and no encoder"
     assert spec_fault(replace(with_residual["shortcut"], halves=HalvesSpec((), (0,)))) == halves
+
+
+def test_sums_with_what_was_read_that_cannot_be_are_refused() -> None:
+    lightning = RESIDUALS["sums with what was read"]
+    one: Values = {"state": 1.0, "output": 1.0}
+    legal: Values = {"kind": "normed_state", "attention": one, "mixer": one, "mlp": one}
+    needs = "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
+    numbers = "residual factors are {}, expected between 0 and 1e6"
+    cases = [
+        ({"mixer": None}, needs),
+        ({"attention": one | {"state": 0.0}}, numbers.format([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])),
+        ({"mixer": one | {"output": 1e6}}, numbers.format([1.0, 1.0, 1.0, 1e6, 1.0, 1.0])),
+        ({"mlp": one | {"state": -1.0}}, numbers.format([1.0, 1.0, 1.0, 1.0, -1.0, 1.0])),
+    ]
+    for wrong, message in cases:
+        with case(message):
+            assert_refused_beside_legal(lightning, "residual", legal | wrong, legal, message)
+    assert spec_fault(replace(lightning, mixer=None)) == needs
+
+
+def test_lightning_attention_that_cannot_be_is_refused() -> None:
+    spec = RESIDUALS["sums with what was read"]
+    between = "mixer factors are {}, expected above 0 and at most 2"
+    cases: list[tuple[str, object, object, str]] = [
+        ("mixer layers", [0, 1], [2], "mixer factors are 1 numbers for 2 layers"),
+        ("mixer factors", [], [1.0], "mixer factors are 0 numbers for 1 layers"),
+        ("mixer factors", [0.0], [2.0], between.format((0.0,))),
+        ("mixer factors", [2.5], [1e-6], between.format((2.5,))),
+        ("mixer norm_eps", 0.0, 1e-5, "mixer norm_eps is 0.0, expected between 0 and 1"),
+        ("mixer head_dim", 0, 1, "mixer head_dim is 0, expected 1 to 2^31 - 1"),
+    ]
+    for path, wrong, right, message in cases:
+        with case(path, wrong):
+            assert_refused_beside_legal(spec, path, wrong, right, message)
 
 
 def test_scales_of_latents_that_cannot_be_are_refused() -> None:

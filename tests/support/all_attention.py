@@ -1,4 +1,4 @@
-"""Rows of families whose every layer attends; the table of all families, and what is done with rows, is `families`.
+"""Rows of families whose every layer attends, and of MiniMax; all rows, and what is done with them, are in `families`.
 
 `SHAPES` is a family's smallest config, `SWITCHED` what else its config can switch. In a multimodal checkpoint both are
 the text model's; `MULTIMODAL` has the other parts, as small as their classes allow.
@@ -218,6 +218,19 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
+    "minimax": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "block_size": 8,
+        "full_attn_alpha_factor": 1.5,
+        "linear_attn_alpha_factor": 0.75,
+        "linear_attn_beta_factor": 1.25,
+        "mlp_alpha_factor": 2,
+        "mlp_beta_factor": 0.5,
+    },
     "axk1": _EXPERTS | _LATENT | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
     "mellum": _EXPERTS
     | {
@@ -500,6 +513,26 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "head_dim": 32,
             "rope_parameters": _YARN,
         },
+    },
+    "minimax": {
+        "the published shares of states, part of each head rotated": {
+            "head_dim": 32,
+            "rotary_dim": 8,
+            "full_attn_alpha_factor": 3.5565588200778455,
+            "linear_attn_alpha_factor": 3.5565588200778455,
+            "linear_attn_beta_factor": 1.0,
+            "mlp_alpha_factor": 3.5565588200778455,
+            "mlp_beta_factor": 1.0,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        },
+        "no lightning, window of 7, yarn, tied head": {
+            "layer_types": ["full_attention"] * 4,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "rope_parameters": _YARN,
+            "tie_word_embeddings": True,
+        },
+        "lightning alone": {"layer_types": ["linear_attention"] * 4},
     },
     "axk1": {
         "yarn with an mscale, one group": {

@@ -368,4 +368,18 @@ ROWS: tuple[Close, ...] = (
         {"relative_attention_num_buckets": 30},
         "num_buckets is 30, expected a multiple of 4 up to 65536",
     ),
+    Close("minimax", {"postnorm": False}, "postnorm is False; " + ONLY("True")),
+    Close("minimax", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64; " + ONLY("0")),
+    Close("minimax", {"rotary_dim": 7}, "rotary_dim is 7, expected an even number up to 16"),
+    Close(
+        "minimax",
+        {"mlp_beta_factor": 0},
+        "residual factors are [1.5, 1.0, 0.75, 1.25, 2.0, 0.0], expected between 0 and 1e6",
+    ),
+    Close(
+        "minimax",
+        {"rotary_dim": 8, "rope_parameters": YARN | {"rope_theta": 1e4}},
+        "rope_type 'yarn' is not supported; supported: default",
+    ),
+    Close("minimax", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing, expected a value or null"),
 )

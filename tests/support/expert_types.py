@@ -99,9 +99,6 @@ REASONS: tuple[Reason, ...] = (
         "hyper-connections (four residual streams), sparse latent attention with sinks and gates, clamped SiLU",
     ),
     Reason(
-        "minimax", "MiniMax-Text-01, M1", "lightning attention (linear, with a fixed decay a head), scaled residuals"
-    ),
-    Reason(
         "muse_spark",
         "Muse Spark Open",
         "experts in a smaller space between two projections, with a norm of their input and of each output, learned "

@@ -19,6 +19,7 @@ import torch
 from all_attention import SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
+from corrected import correct_minimax
 from models import pack
 from multimodal_parts import MULTIMODAL
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
@@ -667,6 +668,8 @@ def original(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = kind.from_pretrained(folder, config=config_for_class(folder), dtype=torch.float32)
     model = getattr(model, "thinker", model)  # the whole of qwen3_omni_moe has no logits, only its thinker
     model.train(False)
+    if model.config.model_type == "minimax":
+        correct_minimax(model)
     rope: Values = getattr(model.config, "rope_parameters", {})
     if model.config.model_type == "phimoe" and rope["rope_type"] == "longrope":
         model.model.rotary_emb.forward = published_longrope(rope)

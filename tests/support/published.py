@@ -125,6 +125,7 @@ UNPUBLISHED = {
     "kolibri1": "no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
+    "minimax": "no public copy of the file of MiniMaxAI/MiniMax-Text-01-hf was found, only keys in other files",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
     "ernie4_5_vl_moe": "its models are published with a flat config, ernie4_5_moe_vl",
     "nemotron_h_omni": "tests quote parts of the file, no public copy has all of it; its text model is nemotron_h's",

@@ -585,7 +585,7 @@ class SecondReader:
 
     def _first_norms(self, residual: dict[str, Any] | None) -> list[tuple[str, Shape]]:
         """What stands before the roles of attention or of a mixer."""
-        if residual is None or residual["kind"] in ("shortcut", "parallel"):
+        if residual is None or residual["kind"] in ("shortcut", "parallel", "normed_state"):
             return self._norm_shapes("attention_norm")
         if residual["kind"] != "normed":
             shapes = stream_shapes(residual, "attention_streams", self._d)
@@ -595,7 +595,7 @@ class SecondReader:
 
     def _second_norms(self, residual: dict[str, Any] | None, has_experts: bool) -> list[tuple[str, Shape]]:
         """What stands before the roles of experts or of a dense expert."""
-        if residual is None or residual["kind"] == "shortcut":
+        if residual is None or residual["kind"] in ("shortcut", "normed_state"):
             return self._norm_shapes("mlp_norm")
         if residual["kind"] == "parallel":
             return []

@@ -92,10 +92,21 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     """The roles of a layer's mixer (section 9)."""
-    shapes = {"gated_delta_net": gated_delta, "kimi_delta_attention": kimi_delta, "mamba2": mamba2, "mamba": mamba}
-    kind = mixer["kind"]
-    require(kind in (*shapes, "short_conv"), "manifest.json: kind of mixer")
-    return [(f"mixer.{role}", shape) for role, shape in shapes.get(kind, short_conv)(mixer, d)]
+    shapes = {
+        "gated_delta_net": gated_delta,
+        "kimi_delta_attention": kimi_delta,
+        "mamba2": mamba2,
+        "mamba": mamba,
+        "short_conv": short_conv,
+        "lightning_attention": lightning,
+    }
+    require(mixer["kind"] in shapes, "manifest.json: kind of mixer")
+    return [(f"mixer.{role}", shape) for role, shape in shapes[mixer["kind"]](mixer, d)]
+
+
+def lightning(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    w = mixer["num_heads"] * mixer["head_dim"]
+    return [("qkv", (3 * w, d)), ("gate", (w, d)), ("out_norm", (w,)), ("o", (d, w))]
 
 
 def gated_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:

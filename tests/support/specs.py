@@ -17,12 +17,15 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.parts import (
+    FactorsSpec,
     GatedDeltaSpec,
     GatedStreamsSpec,
     GroupedQuerySpec,
     LatentSpec,
+    LightningSpec,
     MixedStreamsSpec,
     NormedResidualSpec,
+    NormedStateSpec,
     OutputGateSpec,
     ParallelResidualSpec,
     ProportionalSpec,
@@ -98,6 +101,13 @@ RESIDUALS = {
         GROUPED, residual=NormedResidualSpec("normed", True, ("experts",), False, False)
     ),
     "norms apart": replace(GROUPED, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), True, True)),
+    "sums with what was read": replace(
+        GROUPED,
+        mixer=LightningSpec("lightning_attention", (1,), 4, 16, factors=(0.5,), norm_eps=1e-6),
+        residual=NormedStateSpec(
+            "normed_state", FactorsSpec(1.5, 0.75), FactorsSpec(2.0, 1.25), FactorsSpec(1.25, 0.5)
+        ),
+    ),
     "shortcut": replace(GROUPED, residual=ShortcutResidualSpec("shortcut", (1,))),
     "parallel": replace(GROUPED, residual=ParallelResidualSpec("parallel", averaged=True)),
     "parallel, layer norms": replace(
