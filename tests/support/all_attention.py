@@ -1,4 +1,4 @@
-"""Rows of families whose every layer attends, and of MiniMax; all rows, and what is done with them, are in `families`.
+"""Rows of families whose every layer attends; the table of all families, and what is done with rows, is `families`.
 
 `SHAPES` is a family's smallest config, `SWITCHED` what else its config can switch. In a multimodal checkpoint both are
 the text model's; `MULTIMODAL` has the other parts, as small as their classes allow.
@@ -32,18 +32,6 @@ _YARN: Values = {
     "original_max_position_embeddings": 32,
     "beta_fast": 32,
     "beta_slow": 1,
-}
-_COHERE: Values = {
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 48,
-    "prefix_dense_intermediate_size": 80,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "num_shared_experts": 2,
-    "mlp_layer_types": ["dense", *["sparse"] * 4],
-    "sliding_window": 7,
 }
 _MISTRAL: Values = {
     "n_routed_experts": 8,
@@ -218,20 +206,6 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
-    "minimax": {
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 3,
-        "block_size": 8,
-        "full_attn_alpha_factor": 1.5,
-        "linear_attn_alpha_factor": 0.75,
-        "linear_attn_beta_factor": 1.25,
-        "mlp_alpha_factor": 2,
-        "mlp_beta_factor": 0.5,
-    },
-    "axk1": _EXPERTS | _LATENT | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
     "mellum": _EXPERTS
     | {
         "num_hidden_layers": 4,
@@ -270,17 +244,6 @@ SHAPES: dict[str, Values] = {
         "sliding_window": 7,
     },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
-    "cohere2_moe": _COHERE | {"logit_scale": 0.25},
-    "cohere2_vision": _COHERE | {"model_type": "cohere2_moe", "logit_scale": 1.0},
-    "kolibri1": _EXPERTS
-    | {
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 6,
-        "num_hidden_layers": 5,
-        "shared_expert_intermediate_size": 24,
-        "sliding_window": 7,
-    },
     "flint": _EXPERTS
     | {
         "num_hidden_layers": 5,
@@ -388,7 +351,6 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "tie_word_embeddings": True,
         },
     },
-    "cohere2_vision": {"own head": {"tie_word_embeddings": False}},
     "deepseek_v32": {
         "yarn, heads of the rotated size": {
             "index_head_dim": 8,
@@ -514,38 +476,6 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "rope_parameters": _YARN,
         },
     },
-    "minimax": {
-        "the published shares of states, part of each head rotated": {
-            "head_dim": 32,
-            "rotary_dim": 8,
-            "full_attn_alpha_factor": 3.5565588200778455,
-            "linear_attn_alpha_factor": 3.5565588200778455,
-            "linear_attn_beta_factor": 1.0,
-            "mlp_alpha_factor": 3.5565588200778455,
-            "mlp_beta_factor": 1.0,
-            "layer_types": [*["linear_attention"] * 3, "full_attention"],
-        },
-        "no lightning, window of 7, yarn, tied head": {
-            "layer_types": ["full_attention"] * 4,
-            "head_dim": 16,
-            "sliding_window": 7,
-            "rope_parameters": _YARN,
-            "tie_word_embeddings": True,
-        },
-        "lightning alone": {"layer_types": ["linear_attention"] * 4},
-    },
-    "axk1": {
-        "yarn with an mscale, one group": {
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-        "rotated in halves, not normalized": {"rope_interleave": False, "norm_topk_prob": False},
-        "dense layers by kind, two shared experts": {
-            "mlp_layer_types": ["sparse", "dense", "sparse"],
-            "n_shared_experts": 2,
-        },
-    },
     "mellum": {
         "own positions by default, most layers without a window, bias, tied head": {
             "rope_parameters": None,
@@ -619,46 +549,6 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "layer_types": ["full_attention"] * 6,
             "attention_value_scale": 0.5,
         },
-    },
-    "cohere2_moe": {
-        "rms norms, sigmoids, shared experts added, bias, yarn": {
-            "rms_norm_eps": 1e-6,
-            "expert_selection_fn": "sigmoid",
-            "shared_expert_combination_strategy": "sum",
-            "attention_bias": True,
-            "rope_parameters": _YARN,
-        },
-        "sigmoids as they are, no shared expert, own head": {
-            "expert_selection_fn": "sigmoid",
-            "norm_topk_prob": False,
-            "num_shared_experts": 0,
-            "tie_word_embeddings": False,
-        },
-        "layers by steps, a dense layer that does not rotate": {
-            "first_k_dense_replace": 2,
-            "mlp_layer_types": None,
-            "layer_types": None,
-            "prefix_dense_sliding_window_pattern": 2,
-            "sliding_window_pattern": 2,
-            "prefix_dense_intermediate_size": None,
-        },
-        "layers by steps, dense layers without a window rotate": {
-            "first_k_dense_replace": 2,
-            "mlp_layer_types": None,
-            "layer_types": None,
-            "sliding_window_pattern": 3,
-        },
-        "windows everywhere": {"layer_types": ["sliding_attention"] * 5},
-        "no layer rotates": {"mlp_layer_types": ["sparse"] * 5, "layer_types": ["full_attention"] * 5},
-    },
-    "kolibri1": {
-        "two layers without a window, yarn": {
-            "rope_parameters": _YARN,
-            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
-        },
-        "windows everywhere, normalized": {"layer_types": ["sliding_attention"] * 5, "norm_topk_prob": True},
-        "no layer rotates": {"layer_types": ["full_attention"] * 5},
-        "tied head": {"tie_word_embeddings": True},
     },
     "flint": {
         "bias, tied head, not normalized, windows everywhere, yarn": {
