@@ -31,9 +31,11 @@ from moe_pack.formats.parts import (
     NormedResidualSpec,
     NormedStateSpec,
     OtherAttentionSpec,
+    ParallelResidualSpec,
     RelativeSpec,
     ResidualSpec,
     RopeSpec,
+    ShortcutResidualSpec,
     added,
 )
 from moe_pack.formats.parts.attention import (
@@ -388,7 +390,7 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
-        for role in ngrams.roles(spec.hidden_size, _offset(spec.norm)):
+        for role in ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)):
             yield replace(role, name=f"ngrams.{role.name}")
     if spec.has_first(layer):
         yield from _first_half(spec, layer, is_crossing)
@@ -503,7 +505,7 @@ def state_values(spec: ModelSpec) -> int:
     mixers = 0 if spec.mixer is None else len(spec.mixer.layers) * spec.mixer.state.num_values
     if spec.ngrams is None:
         return mixers
-    return mixers + len(spec.ngrams.layers) * spec.ngrams.state(spec.hidden_size).num_values
+    return mixers + len(spec.ngrams.layers) * spec.ngrams.state(spec.stream_width).num_values
 
 
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
@@ -701,7 +703,9 @@ def _ngrams_fault(spec: ModelSpec) -> str | None:
         return None
     if spec.encoder is not None or spec.norm.kind != "rms":
         return f"ngrams need a model without an encoder and a norm of kind rms, found {spec.norm.kind}"
-    return ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.hidden_size, spec.vocab_size)
+    if isinstance(spec.residual, ShortcutResidualSpec | ParallelResidualSpec):
+        return f"ngrams cannot enter a {spec.residual.kind} residual"
+    return ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
 
 
 def _router_fault(router: RouterSpec) -> str | None:

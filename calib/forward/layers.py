@@ -277,7 +277,7 @@ class SequenceAttention:
         if (ngrams := spec.ngrams_of(layer)) is not None:
             assert ids is not None, f"layer {layer} needs the tokens"
             rows = NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
-            x = add_ngrams(x, rows, weights, layer, LayerState.of_ngrams(ngrams, spec.hidden_size, self._device))
+            x = add_ngrams(x, rows, weights, layer, LayerState.of_ngrams(ngrams, spec.stream_width, self._device))
         if mixer is not None:
             return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles[0])
         cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)

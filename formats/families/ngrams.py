@@ -30,8 +30,8 @@ NGRAM_NAMES = {
 }
 
 
-def read_ngrams(config: Config, streams: int) -> NgramSpec | None:
-    """Reads the n-gram embeddings of a model with so many parallel hidden states; None if no layer has them.
+def read_ngrams(config: Config) -> NgramSpec | None:
+    """Reads the n-gram embeddings of a model; None if no layer has them.
 
     Layers count from 1 in `ple_layer_ids`. `split_ngram_parts` says only how many tensors a table is saved in.
     """
@@ -54,7 +54,6 @@ def read_ngrams(config: Config, streams: int) -> NgramSpec | None:
     return hashed_ngrams(
         tuple(layer - 1 for layer in layers),
         config.num_layers(),
-        streams=streams,
         embed_dim=config.whole("ple_embed_dim", config.whole("hidden_size")),
         conv_kernel=config.whole("ple_conv_kernel_size", 4),
         ngram_size=ngram_size,

@@ -34,7 +34,6 @@ def _read_text(config: Config) -> ModelSpec:
     config.require("head_dim")  # missing, transformers takes 256
     attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
-    streams = config.whole("hc_count", 4)
     spec = read_decoder(
         config,
         "qwen4_exp_text",
@@ -55,8 +54,8 @@ def _read_text(config: Config) -> ModelSpec:
     group = rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
-    residual = GatedStreamsSpec("gated_streams", streams, config.whole("hc_lowrank", 320))
-    return replace(spec, residual=residual, ngrams=read_ngrams(config, streams))
+    residual = GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
+    return replace(spec, residual=residual, ngrams=read_ngrams(config))
 
 
 def _read_indexer(config: Config) -> BlockIndexerSpec:

@@ -29,8 +29,8 @@ class NgramSpec:
 
     For each n from 2 to `ngram_size` a token has `heads_per_ngram` heads; each reads one row of `embed_dim` divided by
     the number of heads values, by a hash of the token and the `n - 1` before it. The rows together, `embed_dim` values,
-    give a key for each of `streams` parallel hidden states of the model's hidden size, and a value. The value, gated by
-    each stream, goes through a causal convolution of `conv_kernel` taps, `dilation` tokens apart.
+    give a key for each residual stream of the model (`residual`; one without), and a value. The value, gated by each
+    stream, goes through a causal convolution of `conv_kernel` taps, `dilation` tokens apart.
     For each layer: `head_sizes`, the rows of each head, which lie in its table one head after another; `multipliers`,
     those of the hash, the token's own first; `num_rows`, the rows of its table, of which the last may be unused.
     A hash does not see beyond `eos_token`, which also stands before the text.
@@ -38,7 +38,6 @@ class NgramSpec:
     """
 
     layers: tuple[int, ...]
-    streams: int
     embed_dim: int
     conv_kernel: int
     dilation: int
@@ -68,27 +67,26 @@ class NgramSpec:
         """The weights of all tables."""
         return sum(self.num_rows) * self.row_values
 
-    def roles(self, hidden_size: int, offset: float) -> Iterator[DenseRole]:
-        """Yields the dense tensors of a layer. `offset` is that of norms."""
-        width = self.streams * hidden_size
-        yield DenseRole("key", (width, self.embed_dim), True)
+    def roles(self, hidden_size: int, stream_width: int, offset: float) -> Iterator[DenseRole]:
+        """Yields the dense tensors of a layer; hidden states have `stream_width` values. `offset` is that of norms."""
+        yield DenseRole("key", (stream_width, self.embed_dim), True)
         yield DenseRole("value", (hidden_size, self.embed_dim), True)
         for name in ("key_norm", "query_norm", "conv_norm"):
-            yield DenseRole(name, (width,), False, offset)
-        yield DenseRole("conv", (width * self.conv_kernel,), False)
+            yield DenseRole(name, (stream_width,), False, offset)
+        yield DenseRole("conv", (stream_width * self.conv_kernel,), False)
 
-    def state(self, hidden_size: int) -> StateShape:
+    def state(self, stream_width: int) -> StateShape:
         """Returns the shape of a layer's state: the last inputs of its convolution."""
-        return StateShape(((self.conv_kernel - 1) * self.dilation, self.streams * hidden_size), ())
+        return StateShape(((self.conv_kernel - 1) * self.dilation, stream_width), ())
 
-    def width(self, hidden_size: int) -> int:
+    def width(self, stream_width: int) -> int:
         """Returns the most floats of one token while a layer's embeddings are used."""
-        return 2 * self.embed_dim + 8 * self.streams * hidden_size + 2 * hidden_size
+        return 2 * self.embed_dim + 10 * stream_width
 
 
-def ngrams_fault(ngrams: NgramSpec, num_layers: int, hidden_size: int, vocab_size: int) -> str | None:
+def ngrams_fault(ngrams: NgramSpec, num_layers: int, stream_width: int, vocab_size: int) -> str | None:
     """Returns why n-gram embeddings cannot be those of a model with these sizes, or None."""
-    for name in ("streams", "embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
+    for name in ("embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
         size = getattr(ngrams, name)
         if not 0 < size < 2**31:
             return f"ngrams {name} is {size}, expected 1 to 2^31 - 1"
@@ -102,8 +100,8 @@ def ngrams_fault(ngrams: NgramSpec, num_layers: int, hidden_size: int, vocab_siz
         return f"ngrams embed_dim is {ngrams.embed_dim}, expected a multiple of the {ngrams.num_heads} heads"
     if ngrams.conv_kernel > MAX_CONV_KERNEL:
         return f"ngrams conv_kernel is {ngrams.conv_kernel}, expected at most {MAX_CONV_KERNEL}"
-    if ngrams.state(hidden_size).num_values > MAX_STATE_VALUES:
-        return f"the state of ngrams has {ngrams.state(hidden_size).num_values} values, expected at most 2^31"
+    if ngrams.state(stream_width).num_values > MAX_STATE_VALUES:
+        return f"the state of ngrams has {ngrams.state(stream_width).num_values} values, expected at most 2^31"
     if not 0 <= ngrams.eos_token < vocab_size:
         return f"ngrams eos_token is {ngrams.eos_token}, expected 0 to {vocab_size - 1}"
     return _hashes_fault(ngrams, vocab_size)
@@ -133,7 +131,6 @@ def hashed_ngrams(
     layers: Sequence[int],
     num_layers: int,
     *,
-    streams: int,
     embed_dim: int,
     conv_kernel: int,
     ngram_size: int,
@@ -161,7 +158,6 @@ def hashed_ngrams(
     sizes = [tuple(next(primes) for _ in range(num_heads)) for _ in kept]
     return NgramSpec(
         layers=tuple(kept),
-        streams=streams,
         embed_dim=embed_dim,
         conv_kernel=conv_kernel,
         dilation=ngram_size,

@@ -176,7 +176,7 @@ def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, stat
     """
     ngrams, role, d = weights.spec.ngrams_of(layer), f"layers.{layer}.ngrams", weights.spec.hidden_size
     assert ngrams is not None, f"layer {layer} has n-grams"
-    shape, embedded = (len(x), ngrams.streams, d), embedded.to(x.device)
+    shape, embedded = (len(x), x.shape[1] // d, d), embedded.to(x.device)
 
     def normed(y: Tensor, name: str) -> Tensor:
         """Returns y, normed in each stream: float32 [T, streams, d]."""

@@ -395,7 +395,7 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     mixing = 0 if spec.mixer is None else spec.mixer.width
-    mixing = mixing if spec.ngrams is None else max(mixing, spec.ngrams.width(d))
+    mixing = mixing if spec.ngrams is None else max(mixing, spec.ngrams.width(spec.stream_width))
     streams = 0 if spec.residual is None else 6 * spec.stream_width  # normed, gated, weighted, and before and after
     floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
@@ -450,11 +450,11 @@ def ngram_bytes(spec: ModelSpec) -> int:
     """
     if spec.ngrams is None:
         return 0
-    ngrams, d = spec.ngrams, spec.hidden_size
+    ngrams, width = spec.ngrams, spec.stream_width
     row_bytes = plain_layout(ngrams.row_values, "F32").row_bytes
     buffers = SLOTS_PER_TABLE * len(ngrams.layers) * SLOT_TOKENS * ngrams.num_heads * row_bytes
-    vectors = sum(role.shape[0] for role in ngrams.roles(d, 0.0) if len(role.shape) == 1)
-    return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(d).num_values)
+    vectors = sum(role.shape[0] for role in ngrams.roles(spec.hidden_size, width, 0.0) if len(role.shape) == 1)
+    return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(width).num_values)
 
 
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:

@@ -24,6 +24,7 @@ from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.manifest import read_account
 from moe_pack.formats.pack import audit
+from moe_pack.formats.parts import ParallelResidualSpec
 from moe_pack.formats.parts.ngrams import hashed_ngrams, ngrams_fault
 from moe_pack.formats.spec import dense_roles, num_active_parameters, num_parameters, spec_fault
 from moe_pack.formats.writer import Step, pass_step
@@ -65,7 +66,7 @@ def test_sizes_and_multipliers_are_those_of_transformers() -> None:
         {"vocab_size": 1000},
     ):
         values = {"hidden_size": 64, "vocab_size": 96} | CONFIG | change
-        ours = read_ngrams(Config(values, "config.json"), streams=1)
+        ours = read_ngrams(Config(values, "config.json"))
         theirs = Qwen4ExpTextConfig(**{key: value for key, value in values.items() if key != "model_type"})
         assert ours is not None
         for place, layer in enumerate(ours.layers):
@@ -80,7 +81,7 @@ def test_a_model_without_its_last_layers_keeps_the_hashes_of_the_others() -> Non
     whole, cut = ngrams_of(), ngrams_of(CONFIG | {"num_hidden_layers": 2})
     assert (cut.layers, cut.multipliers, cut.head_sizes) == ((0,), whole.multipliers[:1], whole.head_sizes[:1])
     values = CONFIG | {"ple_layer_ids": [3], "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 96}
-    assert read_ngrams(Config(values, "config.json"), streams=1) is None
+    assert read_ngrams(Config(values, "config.json")) is None
 
 
 def test_configs_that_cannot_be_read_are_refused() -> None:
@@ -92,18 +93,18 @@ def test_configs_that_cannot_be_read_are_refused() -> None:
     ]
     for change, message in cases:
         with pytest.raises(CheckpointError) as refused:
-            read_ngrams(Config(CONFIG | {"hidden_size": 64, "vocab_size": 96} | change, "config.json"), 1)
+            read_ngrams(Config(CONFIG | {"hidden_size": 64, "vocab_size": 96} | change, "config.json"))
         assert str(refused.value) == message
     listed = ngrams_of(CONFIG | {"eos_token_id": [7, 8]})
     assert listed.eos_token == 7 and ngrams_of().eos_token == EOS
 
 
 def test_specs_that_cannot_be_are_refused() -> None:
-    spec = replace(ngrams_of(), streams=4)
-    assert ngrams_fault(spec, 3, 64, 96) is None
+    spec = ngrams_of()
+    assert ngrams_fault(spec, 3, 256, 96) is None
     largest = (2**63 - 1) // 95
     cases = [
-        ({"streams": 0}, "ngrams streams is 0, expected 1 to 2^31 - 1"),
+        ({"dilation": 0}, "ngrams dilation is 0, expected 1 to 2^31 - 1"),
         ({"layers": ()}, "ngrams layers must list decoder layers, at least one, in rising order"),
         ({"layers": (2, 0)}, "ngrams layers must list decoder layers, at least one, in rising order"),
         ({"layers": (0, 3)}, "ngrams layers must list decoder layers, at least one, in rising order"),
@@ -133,8 +134,8 @@ def test_specs_that_cannot_be_are_refused() -> None:
         ),
     ]
     for change, message in cases:
-        assert ngrams_fault(replace(spec, **change), 3, 64, 96) == message
-    assert ngrams_fault(replace(spec, multipliers=(spec.multipliers[0], (1, 1, largest))), 3, 64, 96) is None
+        assert ngrams_fault(replace(spec, **change), 3, 256, 96) == message
+    assert ngrams_fault(replace(spec, multipliers=(spec.multipliers[0], (1, 1, largest))), 3, 256, 96) is None
 
 
 def test_a_model_with_ngrams_needs_rms_norms_and_no_encoder(made: Path) -> None:
@@ -143,6 +144,9 @@ def test_a_model_with_ngrams_needs_rms_norms_and_no_encoder(made: Path) -> None:
     message = "ngrams need a model without an encoder and a norm of kind rms, found layer"
     assert spec_fault(spec) is None
     assert spec_fault(replace(spec, norm=replace(spec.norm, kind="layer"))) == message
+    parallel = replace(spec, residual=ParallelResidualSpec("parallel", averaged=False))
+    assert spec_fault(replace(parallel, ngrams=None)) is None
+    assert spec_fault(parallel) == "ngrams cannot enter a parallel residual"
 
 
 def test_tables_count_as_parameters_and_their_rows_as_active_ones(made: Path) -> None:
@@ -158,7 +162,7 @@ def test_tables_count_as_parameters_and_their_rows_as_active_ones(made: Path) ->
 
 def test_prime_sizes_begin_at_the_least() -> None:
     spec = hashed_ngrams(
-        (1, 4), 5, streams=2, embed_dim=8, conv_kernel=2, ngram_size=2, heads_per_ngram=4, eos_token=0,
+        (1, 4), 5, embed_dim=8, conv_kernel=2, ngram_size=2, heads_per_ngram=4, eos_token=0,
         least_head_size=2, rows_multiple=10, vocab_size=50, seed=0,
     )  # fmt: skip
     assert spec is not None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from moe_pack.formats import ModelSpec, NormSpec, Pack, PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
+from moe_pack.formats.parts import GatedStreamsSpec
 from moe_pack.formats.spec import dense_roles, state_values
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine import Engine
@@ -85,9 +87,10 @@ class Layer:
         self.module = Qwen4ExpTextPLELayer(config, layer, config.ple_layer_ids.index(layer + 1))
         for parameter in self.module.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        ngrams = read_ngrams(Config(values, "config.json"), STREAMS)
+        ngrams = read_ngrams(Config(values, "config.json"))
         norm = NormSpec("rms", config.rms_norm_eps, zero_centered=True)
-        self.spec: ModelSpec = replace(GROUPED, num_hidden_layers=4, norm=norm, ngrams=ngrams)
+        streams = GatedStreamsSpec("gated_streams", STREAMS, rank=8)
+        self.spec: ModelSpec = replace(GROUPED, num_hidden_layers=4, norm=norm, ngrams=ngrams, residual=streams)
         self.selector, self.operations = "none", operations
         state = {name: value.detach() for name, value in self.module.state_dict().items()}
         self._held = {
@@ -113,7 +116,7 @@ class Layer:
 
     def state(self) -> LayerState:
         assert self.spec.ngrams is not None
-        return LayerState.of_ngrams(self.spec.ngrams, D, CPU)
+        return LayerState.of_ngrams(self.spec.ngrams, self.spec.stream_width, CPU)
 
     @torch.inference_mode()
     def ours(self, x: Tensor, tokens: Tensor, sizes: list[int]) -> Tensor:
@@ -170,12 +173,31 @@ def test_native_operations_add_the_same(instruction_set: str) -> None:
         )
 
 
+def specified_rows(ngrams: dict[str, Any], layer: int, tokens: list[int]) -> list[list[int]]:
+    """The rows of each token, by the definition (docs/format.md, section 11), from the manifest's values."""
+    place, eos, heads = ngrams["layers"].index(layer), ngrams["eos_token"], ngrams["heads_per_ngram"]
+    m, sizes = ngrams["multipliers"][place], ngrams["head_sizes"][place]
+    found = []
+    for t, token in enumerate(tokens):
+        row = []
+        for n in range(2, ngrams["ngram_size"] + 1):
+            mixed = token * m[0]
+            for j in range(1, n):
+                between = tokens[max(t - j, 0) : t]
+                mixed ^= (eos if t < j or eos in between else tokens[t - j]) * m[j]
+            assert mixed < 2**63
+            for k in range((n - 2) * heads, (n - 1) * heads):
+                row.append(mixed % sizes[k] + sum(sizes[:k]))
+        found.append(row)
+    return found
+
+
 def test_rows_are_those_of_the_specification(made: Path) -> None:
-    second, tokens = SecondReader(made / "pack"), tokens_with_ends()
+    values, tokens = SecondReader(made / "pack").manifest["model"]["ngrams"], tokens_with_ends()
     spec = ngrams_of()
     for place, layer in enumerate(spec.layers):
         found = row_numbers(spec, tokens.numpy(), len(tokens), spec.layers)[place]
-        assert found.tolist() == second.ngram_rows(layer, tokens.tolist())
+        assert found.tolist() == specified_rows(values, layer, tokens.tolist())
         for start in range(1, len(tokens)):
             history = tokens[max(start - 2, 0) : start + 1].numpy()
             assert row_numbers(spec, history, 1, (layer,))[0, 0].tolist() == found[start].tolist()

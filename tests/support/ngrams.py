@@ -1,6 +1,6 @@
 """Mixtral with n-gram embeddings before some of its layers, as qwen4_exp has them: a family for tests alone.
 
-It has one stream, so that hidden states are those of every other family.
+Its residual is plain: one stream.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
 
 
 def _read_config(config: Config) -> ModelSpec:
-    return replace(MIXTRAL.read_config(config), family="ngram_mixtral", ngrams=read_ngrams(config, streams=1))
+    return replace(MIXTRAL.read_config(config), family="ngram_mixtral", ngrams=read_ngrams(config))
 
 
 NGRAM_MIXTRAL = replace(
@@ -61,7 +61,7 @@ def known_family() -> Iterator[None]:
 def ngrams_of(config: dict[str, Any] = CONFIG, hidden_size: int = 64, vocab_size: int = 96) -> NgramSpec:
     """The spec of a config."""
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
-    spec = read_ngrams(Config(config | sizes, "config.json"), streams=1)
+    spec = read_ngrams(Config(config | sizes, "config.json"))
     assert spec is not None
     return spec
 

@@ -31,11 +31,8 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "ngrams"} | {
-    "repeated",
-    "rotated",
-    "trellis",
-}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "repeated", "rotated", "trellis"}
+FEATURES |= {"ngrams"}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
@@ -353,25 +350,6 @@ class SecondReader:
         stored = np.ascontiguousarray(rows[:, : values * size]).view(NUMPY_DTYPES[dtype])
         return bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
 
-    def ngram_rows(self, layer: int, tokens: list[int]) -> list[list[int]]:
-        """The rows of each token of a text in a layer's table, by the definition (section 11)."""
-        ngrams = self.manifest["model"]["ngrams"]
-        place, eos, heads = ngrams["layers"].index(layer), ngrams["eos_token"], ngrams["heads_per_ngram"]
-        m, sizes = ngrams["multipliers"][place], ngrams["head_sizes"][place]
-        found = []
-        for t, token in enumerate(tokens):
-            row = []
-            for n in range(2, ngrams["ngram_size"] + 1):
-                mixed = token * m[0]
-                for j in range(1, n):
-                    between = tokens[max(t - j, 0) : t]
-                    mixed ^= (eos if t < j or eos in between else tokens[t - j]) * m[j]
-                require(mixed < 2**63, "hash")
-                for k in range((n - 2) * heads, (n - 1) * heads):
-                    row.append(mixed % sizes[k] + sum(sizes[:k]))
-            found.append(row)
-        return found
-
     def rotation(self, l: int) -> tuple[Array, Array] | None:
         """Two matrices [d, d], of the experts' input and of their sum (section 11); None without rotation."""
         if self._rotation is None or not self._rotation["input"][l].any():
@@ -615,7 +593,8 @@ class SecondReader:
         ngrams = self.manifest["model"].get("ngrams")
         if ngrams is None or i not in ngrams["layers"]:
             return []
-        width, embed_dim = ngrams["streams"] * self._d, ngrams["embed_dim"]
+        residual = self.manifest["model"].get("residual") or {}
+        width, embed_dim = residual.get("streams", 1) * self._d, ngrams["embed_dim"]
         shapes: list[tuple[str, Shape]] = [("ngrams.key", (width, embed_dim)), ("ngrams.value", (self._d, embed_dim))]
         shapes += [(f"ngrams.{name}_norm", (width,)) for name in ("key", "query", "conv")]
         return [*shapes, ("ngrams.conv", (width * ngrams["conv_kernel"],))]

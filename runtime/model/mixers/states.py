@@ -35,9 +35,9 @@ class LayerState:
         return cls._zeros(mixer.state, device)
 
     @classmethod
-    def of_ngrams(cls, ngrams: NgramSpec, hidden_size: int, device: torch.device) -> "LayerState":
+    def of_ngrams(cls, ngrams: NgramSpec, stream_width: int, device: torch.device) -> "LayerState":
         """Returns the state of n-grams before the first token: zeros."""
-        return cls._zeros(ngrams.state(hidden_size), device)
+        return cls._zeros(ngrams.state(stream_width), device)
 
     @classmethod
     def _zeros(cls, shape: StateShape, device: torch.device) -> "LayerState":
@@ -66,8 +66,8 @@ class States:
         if mixer is not None:
             self._mixers = {layer: LayerState.empty(mixer, device) for layer in mixer.layers}
         if spec is not None and ngrams is not None:
-            d = spec.hidden_size
-            self._ngrams = {layer: LayerState.of_ngrams(ngrams, d, device) for layer in ngrams.layers}
+            width = spec.stream_width
+            self._ngrams = {layer: LayerState.of_ngrams(ngrams, width, device) for layer in ngrams.layers}
         self._states = (*self._mixers.values(), *self._ngrams.values())
         self._copies = tuple(state.copied() for state in self._states)
         self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)
