@@ -225,6 +225,6 @@ def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_laye
     if isinstance(residual, GatedStreamsSpec):
         return None if 0 < residual.rank < 2**31 else f"residual rank is {residual.rank}, expected 1 to 2^31 - 1"
     if not 0 <= residual.mixing <= 1000 or not 0 < residual.magnitude < 1e6 or not 0 <= residual.eps < 1:
-        numbers = f"mixing {residual.mixing}, magnitude {residual.magnitude} or eps {residual.eps}"
-        return f"residual {numbers} is out of range"
+        named = f"mixing {residual.mixing}, magnitude {residual.magnitude} or eps {residual.eps}"
+        return f"residual {named} is out of range"
     return None

@@ -79,7 +79,8 @@ def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
         return norm(_weighted(x, read), weights, f"{role}_norm")
     if has_input_norm(residual, half, layer in spec.moe_layers):
         return norm(x, weights, f"{role}_norm")
-    return _unit(x, weights) if residual.apart and half == "mlp" else x
+    is_apart = isinstance(residual, NormedResidualSpec) and residual.apart
+    return _unit(x, weights) if is_apart and half == "mlp" else x
 
 
 def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
