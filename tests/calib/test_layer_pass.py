@@ -89,7 +89,10 @@ def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> N
             given = Sequences.of(checkpoint.spec, sequences()[:2])
             held = LayerwiseWeights(weights)
             first, answer = given.begun(lambda ids, number, held=held: embed(ids[number], held))
-            states = LayerStates(held, first, 2, given.length, case_folder, CPU, answer=answer)
+            tokens = given.ids
+            states = LayerStates(
+                held, first, 2, given.length, case_folder, CPU, answer=answer, ids=lambda number, t=tokens: t[number]
+            )
             run(states, held)
             decoder = runner(weights, S)
             for place, sequence in enumerate(given.ids.tolist()):

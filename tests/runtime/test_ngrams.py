@@ -166,11 +166,9 @@ def test_a_layer_adds_what_that_of_transformers_adds_whatever_enters_at_once() -
 def test_native_operations_add_the_same(instruction_set: str) -> None:
     tokens = tokens_with_ends()
     x = torch.randn((len(tokens), STREAMS * D), generator=torch.Generator().manual_seed(1))
-    with closing(kernels_limited_to(instruction_set)) as kernels:
-        given = Layer(SHAPES[0], NativeOperations(kernels))
-        torch.testing.assert_close(
-            given.ours(x, tokens, cut(len(tokens), 5)), given.theirs(x, tokens, [len(tokens)]), atol=2e-5, rtol=1e-4
-        )
+    given = Layer(SHAPES[0], NativeOperations(kernels_limited_to(instruction_set)))
+    found = given.ours(x, tokens, cut(len(tokens), 5))
+    torch.testing.assert_close(found, given.theirs(x, tokens, [len(tokens)]), atol=2e-5, rtol=1e-4)
 
 
 def specified_rows(ngrams: dict[str, Any], layer: int, tokens: list[int]) -> list[list[int]]:
