@@ -162,6 +162,11 @@ class Config:
         """Reads a list of numbers; empty if the key is missing or null."""
         return tuple(self._float(key, number) for number in self._items(key, (int, float), "numbers"))
 
+    def limits(self, key: str) -> tuple[float | None, ...]:
+        """Reads a list of numbers, of which null and 0 mean that there is no limit; empty if the key is missing."""
+        limits = self._items(key, (int, float, type(None)), "numbers or null")
+        return tuple(self._float(key, limit) if limit else None for limit in limits)
+
     def unbounded(self, key: str) -> tuple[float, ...]:
         """Reads a list of numbers that may be infinite, which transformers 5 writes as an object; empty if missing."""
         values = self._typed(key, (list,), "a list of numbers", [])
@@ -169,6 +174,10 @@ class Config:
         if any(type(number) not in (int, float) for number in numbers):
             raise CheckpointError(f"{self.place}: {key} is {_shown(values)}, expected a list of numbers")
         return tuple(float(number) for number in numbers)
+
+    def is_list(self, key: str) -> bool:
+        """Returns whether the key's value is a list, which may stand for one value in its place."""
+        return isinstance(self._values.get(key), list)
 
     def is_text(self, key: str, text: str) -> bool:
         """Returns whether the key's value is this string, which stands for a number that follows from others."""
@@ -229,6 +238,10 @@ class Config:
         self._read.add(key)
         value = self._values.get(key)
         return None if value is None else Config(value, f"{self.place}: {key}")
+
+    def raw(self, key: str) -> dict[str, Any]:
+        """Reads the object under `key` as it is; empty if it is missing or null."""
+        return dict(self._typed(key, (dict,), "an object", {}))
 
     def renamed(self, names: Mapping[str, str]) -> "Config":
         """Returns the config with keys under their newer names.

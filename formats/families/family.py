@@ -22,14 +22,15 @@ class LeftOut:
     """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
 
     The pattern applies only if the checkpoint has the tensor `sign` (None: always). `{n}` in either is the number of
-    layers, `{e}` in the pattern the number of an expert behind the last one that is run. `copy_of` is the name of a
-    tensor that they must be equal to.
+    layers, plus `after`, `{e}` in the pattern the number of an expert behind the last one that is run. `copy_of` is the
+    name of a tensor that they must be equal to.
     """
 
     pattern: str
     reason: str
     sign: str | None = None
     copy_of: str | None = None
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,20 +511,20 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
 def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
     """Returns the first whose pattern a name follows, or None."""
     for candidate in left_out:
-        applies = candidate.sign is None or candidate.sign.format(n=spec.num_hidden_layers) in tensors
-        if applies and _follows(name, candidate.pattern, spec):
+        n = spec.num_hidden_layers + candidate.after
+        applies = candidate.sign is None or candidate.sign.format(n=n) in tensors
+        if applies and _follows(name, candidate.pattern, n, spec.router.num_experts):
             return candidate
     return None
 
 
-def _follows(name: str, pattern: str, spec: ModelSpec) -> bool:
+def _follows(name: str, pattern: str, n: int, num_experts: int) -> bool:
     """Returns whether a name follows the pattern of a `LeftOut`."""
-    n = spec.num_hidden_layers
     if "{e}" not in pattern:
         return fnmatchcase(name, pattern.format(n=n))
     experts = re.escape(pattern.format(n=n, e="{e}")).replace(r"\*", ".*").replace(r"\{e\}", "([0-9]+)")
     found = re.fullmatch(experts, name)
-    return found is not None and int(found[1]) >= spec.router.num_experts
+    return found is not None and int(found[1]) >= num_experts
 
 
 def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:

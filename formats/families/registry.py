@@ -63,6 +63,7 @@ from moe_pack.formats.families.qwen3_vl_moe import QWEN3_VL_MOE
 from moe_pack.formats.families.qwen4_exp import QWEN4_EXP, QWEN4_EXP_TEXT
 from moe_pack.formats.families.readers import dense_model, read_quantization
 from moe_pack.formats.families.solar_open import SOLAR_OPEN
+from moe_pack.formats.families.step3p5 import STEP3P5, STEP3P7
 from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
 from moe_pack.formats.families.xverse import XVERSE
 from moe_pack.formats.spec import spec_fault
@@ -77,6 +78,8 @@ FAMILIES: dict[str, Family] = {
         MELLUM,
         MIMO_V2_FLASH,
         LAGUNA,
+        STEP3P5,
+        STEP3P7,
         ARIA,
         FLINT,
         DEEPSEEK_OCR2,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
-from families import BASE, FUSED_ALWAYS, ROTARY, Tiny, write
+from families import BASE, FUSED_ALWAYS, ROTARY, STACKED, Tiny, write
 from models import Tensors, pack
 from safetensors.torch import load_file, save_file
 
@@ -367,6 +367,17 @@ def test_a_multi_token_prediction_layer_is_unused_with_its_reason(tmp_path: Path
     assert {fate for name, (fate, _) in found.items() if name not in names} == {"packed", "resident"}
 
 
+def test_three_layers_may_predict_further_tokens(tmp_path: Path) -> None:
+    write(Tiny("step3p5", "predicting"), tmp_path)
+    path, names = tmp_path / "model.safetensors", [f"model.layers.{layer}.eh_proj.weight" for layer in (5, 6, 7, 8)]
+    tensors = load_file(path)
+    save_file(tensors | {name: torch.zeros(D, D) for name in names[:3]}, path)
+    found = fates(tmp_path)
+    assert [found[name] for name in names[:3]] == [("unused", MTP)] * 3
+    save_file(tensors | {name: torch.zeros(D, D) for name in names}, path)
+    assert refusal(tmp_path) == unclaimed(names[3])
+
+
 def test_a_tensor_beyond_the_multi_token_prediction_layer_is_refused(new_folder: Callable[[], Path]) -> None:
     cases = [
         "model.layers.3.eh_proj.weight",
@@ -457,9 +468,10 @@ def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[]
             # Biases of gate and up lie in one tensor, as these do.
             is_fused = fused or family in FUSED_ALWAYS
             num_matrices = len(spec.expert.matrices)
+            is_apart = family == "dbrx" or (family in STACKED and not fused)  # a tensor for each matrix of all experts
             of_each_layer = (
-                (3 if family == "dbrx" else 2) + 2 * bool(spec.expert.bias)
-                if is_fused
+                (3 if is_apart else 2) + 2 * bool(spec.expert.bias)
+                if is_fused or is_apart
                 else num_matrices * spec.router.num_experts
             )
             assert len(packed) == of_each_layer * len(spec.moe_layers)

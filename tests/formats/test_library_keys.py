@@ -9,6 +9,7 @@ import pytest
 from built_configs import BUILT_AS
 from cases import case
 from families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
+from text_alone import text_config
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config
@@ -98,7 +99,7 @@ def test_another_value_of_a_key_that_changes_the_model_is_refused(key: str, valu
 
 def whole(family: str, dump: str, extra: dict[str, Any]) -> dict[str, Any]:
     """What `dump` writes of a family's tiny config, with `extra` in each object where the library has it."""
-    values = json.loads(json.dumps(getattr(config_of(Tiny(family, dump)), dump)()))
+    values = text_config(family, json.loads(json.dumps(getattr(config_of(Tiny(family, dump)), dump)())))
     values["model_type"] = family
     added = extra | values
     return with_text(added, extra | text_values(values)) if text_values(values) is not values else added

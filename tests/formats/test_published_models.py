@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees
 from references import REFERENCES
 
 from moe_pack.formats import MATRICES
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.registry import FAMILIES, read_spec
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
 from moe_pack.formats.spec import attending, cached_values, num_parameters
 
@@ -91,6 +93,17 @@ def cached_as_published(published: Published) -> bool:
     num_kv_heads = values.get("num_key_value_heads", values.get("attn_config", {}).get("kv_n_heads"))
     num_kv_heads = num_kv_heads or values["num_attention_heads"]
     return cached_values(spec) == 2 * num_kv_heads * head_dim * num_layers
+
+
+@pytest.mark.parametrize("name", ["mimo-v2-flash", "step-3.7-flash"])
+def test_keys_that_transformers_writes_in_another_way_mean_the_same(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    published = by_name(name)
+    AutoConfig.for_model(**json.loads(published.path.read_text())).save_pretrained(tmp_path)
+    rewritten = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in text_values(rewritten)
+    assert read_spec(Config(rewritten, "config.json"))[1] == spec_of(published)
 
 
 def test_values_cached_a_token_are_those_published() -> None:

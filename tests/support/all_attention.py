@@ -141,21 +141,6 @@ SHAPES: dict[str, Values] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 6.0,
     },
-    "granitemoe_swa": {
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 2,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 48,
-        "shared_intermediate_size": 40,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.05,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 6.0,
-        "sliding_window": 7,
-        "layer_rope_theta": [1e4, 0, 5e5, 5e5, 1e4],
-        "tie_word_embeddings": True,
-    },
     "hunyuan_v1_moe": {
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -206,43 +191,6 @@ SHAPES: dict[str, Values] = {
     },
     "solar_open": _EXPERTS | {"head_dim": 32, "n_routed_experts": 8},
     "hy_v3": _EXPERTS | {"head_dim": 32, "num_experts": 8},
-    "mellum": _EXPERTS
-    | {
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "num_experts": 8,
-        "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-        "rope_parameters": {
-            "full_attention": _YARN | {"attention_factor": 1.3},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-        },
-    },
-    "laguna": _EXPERTS
-    | {
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "num_experts": 8,
-        "shared_expert_intermediate_size": 40,
-        "moe_routed_scaling_factor": 2.5,
-        "sliding_window": 7,
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-        "num_attention_heads_per_layer": [4, 6, 6, 6],
-        "rope_parameters": {
-            "full_attention": _YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-        },
-    },
-    "mimo_v2_flash": _EXPERTS
-    | {
-        "num_hidden_layers": 6,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "v_head_dim": 24,
-        "n_routed_experts": 8,
-        "sliding_window": 7,
-    },
     "aria": {"num_key_value_heads": 2, "intermediate_size": 48, "moe_num_experts": 6, "moe_topk": 3},
     "flint": _EXPERTS
     | {
@@ -442,21 +390,6 @@ SWITCHED: dict[str, dict[str, Values]] = {
     },
     "glm4v_moe": {"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
     "granitemoeshared": {"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
-    "granitemoe_swa": {
-        "one base, yarn, heads of 32": {"layer_rope_theta": None, "head_dim": 32, "rope_parameters": _YARN},
-        "yarn with bases, window on one layer, bias, own head": {
-            "layer_rope_theta": [1e4, 1e4, 0, 2e5, 1e4],
-            "rope_parameters": _YARN,
-            "layer_types": [*["full_attention"] * 3, "sliding_attention", "full_attention"],
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
-        "no positions, no shared expert, no windows": {
-            "layer_rope_theta": [0] * 5,
-            "shared_intermediate_size": 0,
-            "layer_types": ["full_attention"] * 5,
-        },
-    },
     "solar_open": {
         "groups, bias, yarn": {"n_group": 4, "topk_group": 2, "attention_bias": True, "rope_parameters": _YARN}
     },
@@ -474,80 +407,6 @@ SWITCHED: dict[str, dict[str, Values]] = {
             "moe_num_shared_experts": 3,
             "head_dim": 32,
             "rope_parameters": _YARN,
-        },
-    },
-    "mellum": {
-        "own positions by default, most layers without a window, bias, tied head": {
-            "rope_parameters": None,
-            "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"],
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "norm_topk_prob": False,
-        },
-        "one kind of positions": {
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": 2e4} for kind in ("full_attention", "sliding_attention")
-            },
-            "mlp_layer_types": None,
-        },
-        "no windows": {"layer_types": None, "sliding_window": None},
-    },
-    "laguna": {
-        "a gate a value, own positions by default, bias, tied head": {
-            "gating": "per-element",
-            "rope_parameters": None,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "num_attention_heads_per_layer": [2, 4, 2, 6],
-        },
-        "keys of the published config, dense last layer": {
-            "gating": "per-head",
-            "mlp_layer_types": ["sparse", "sparse", "sparse", "dense"],
-            "mlp_only_layers": [3],
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": True,
-            "moe_router_logit_softcapping": 0.0,
-        },
-        "layers alike": {
-            "num_attention_heads_per_layer": None,
-            "layer_types": None,
-            "mlp_layer_types": None,
-        },
-    },
-    "mimo_v2_flash": {
-        "keys of the published config": {
-            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
-            "moe_layer_freq": [0, 1, 1, 1, 1, 1],
-            "sliding_window_size": 7,
-            "rope_theta": 5000000,
-            "swa_rope_theta": 10000,
-            "partial_rotary_factor": 0.334,
-            "swa_num_key_value_heads": 2,
-            "swa_head_dim": 32,
-            "swa_v_head_dim": 24,
-            "layernorm_epsilon": 1e-5,
-            "routed_scaling_factor": None,
-        },
-        "larger values, not scaled, groups, bias, yarn": {
-            "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 4],
-            "mlp_layer_types": [*["sparse"] * 5, "dense"],
-            "v_head_dim": 40,
-            "attention_value_scale": None,
-            "n_group": 4,
-            "topk_group": 2,
-            "attention_bias": True,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 2.5,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "full_attention": _YARN | {"partial_rotary_factor": 0.5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 1.0},
-            },
-        },
-        "values as large as keys, no windows": {
-            "v_head_dim": 32,
-            "layer_types": ["full_attention"] * 6,
-            "attention_value_scale": 0.5,
         },
     },
     "flint": {

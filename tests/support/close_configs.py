@@ -18,6 +18,7 @@ from families import (
     with_text,
     write_config,
 )
+from layered_attention import LAYERED_CLOSE
 from references import REFERENCES
 
 from moe_pack.formats import CheckpointError
@@ -374,61 +375,6 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
     Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
-    Close(
-        "mellum",
-        {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": 0.5} for kind in ATTENTION_KINDS}},
-        "partial_rotary_factor is 0.5; " + ONLY("1.0"),
-    ),
-    Close("mellum", {"use_sliding_window": False}, "use_sliding_window is False; " + ONLY("True")),
-    Close("mellum", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
-    Close("mellum", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
-    *(
-        Close("mimo_v2_flash", {key: value}, f"{key} is {value!r}; " + ONLY(supported))
-        for key, value, supported in (
-            ("rope_theta", 1e4, "5000000.0"),
-            ("swa_rope_theta", 5e6, "10000.0"),
-            ("partial_rotary_factor", 0.5, "0.334"),
-            ("hybrid_layer_pattern", [0, 1, 1, 1, 0, 0], "[0, 1, 1, 1, 1, 0]"),
-            ("moe_layer_freq", [1] * 6, "[0, 1, 1, 1, 1, 1]"),
-            ("swa_num_key_value_heads", 4, "2"),
-            ("swa_num_attention_heads", 8, "4"),
-            ("swa_head_dim", 64, "32"),
-            ("swa_v_head_dim", 32, "24"),
-            ("add_swa_attention_sink_bias", False, "True"),
-            ("add_full_attention_sink_bias", True, "False"),
-            ("layernorm_epsilon", 1e-6, "1e-05"),
-            ("scoring_func", "softmax", "'sigmoid'"),
-            ("topk_method", "greedy", "'noaux_tc'"),
-            ("n_shared_experts", 1, "None"),
-        )
-    ),
-    *(
-        Close("mimo_v2_flash", {key: None}, f"key '{key}' is missing, expected a value or null")
-        for key in ("head_dim", "attention_value_scale")
-    ),
-    *(
-        Close("laguna", {key: value}, f"{key} is {value!r}; " + ONLY(supported))
-        for key, value, supported in (
-            ("mlp_only_layers", [0, 1], "[0]"),
-            ("decoder_sparse_step", 2, "1"),
-            ("norm_topk_prob", False, "True"),
-            ("qkv_bias", True, "False"),
-            ("moe_router_score_func", "softmax", "'sigmoid'"),
-            ("moe_apply_router_weight_on_input", True, "False"),
-            ("moe_router_logit_softcapping", 30.0, "0.0"),
-        )
-    ),
-    Close("laguna", {"gating": False}, "gating is False; supported: True, 'per-head', 'per-element'"),
-    Close("laguna", {"gating": "none"}, "gating is 'none', expected true or false"),
-    Close(
-        "laguna",
-        {"num_attention_heads_per_layer": [4, 4]},
-        "num_attention_heads_per_layer lists 2 layers, but the model has 4",
-    ),
-    Close("laguna", {"num_attention_heads_per_layer": [4, 6, 6, 5]}, "5 heads cannot share 2 keys and values"),
-    Close("laguna", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
-    Close("laguna", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
-    Close("mimo_v2_flash", {"v_head_dim": None}, "key 'v_head_dim' is missing, expected a whole number"),
     Close("aria", {"mlp_bias": True}, "mlp_bias is True; " + ONLY("False")),
     Close("aria", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; " + ONLY("3")),
     Close(
@@ -452,6 +398,7 @@ CLOSE: tuple[Close, ...] = (
     ),
     Close("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu', supported: softmax, sigmoid"),
     *ROWS,
+    *(Close(*row) for row in LAYERED_CLOSE),
 )
 
 

@@ -29,6 +29,8 @@ SCALINGS = {
     "llama4": "llama3",
     "llama4_text": "llama3",
     "ernie4_5_vl_moe": "",
+    "step3p5": "yarn, llama3",
+    "step3p7": "yarn, llama3",
     "gemma4": "proportional",
     "gemma4_text": "proportional",
 }
@@ -318,17 +320,6 @@ ROWS: tuple[Close, ...] = (
     Close("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; " + ONLY("0")),
     Close("solar_open", {"use_qk_norm": True}, "use_qk_norm is True; " + ONLY("False")),
     Close("solar_open", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
-    Close(
-        "granitemoe_swa",
-        {"layer_rope_theta": [1e4, 0.0]},
-        "layer_rope_theta lists 2 layers, but the model has 5",
-    ),
-    Close(
-        "granitemoe_swa",
-        {"layer_rope_theta": [1e4, -1.0, 0.0, 0.0, 0.0]},
-        "rope theta is -1.0, expected between 1 and 1e12",
-    ),
-    Close("granitemoe_swa", {"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
     Close("hy_v3", {"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid is False; " + ONLY("True")),
     Close("hy_v3", {"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias is False; " + ONLY("True")),
     Close("hy_v3", {"qk_norm": False}, "qk_norm is False; " + ONLY("True")),

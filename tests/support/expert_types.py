@@ -76,13 +76,6 @@ REASONS: tuple[Reason, ...] = (
         "pooled positions that an indexer selects, clamped SiLU",
     ),
     Reason(
-        "step3p5",
-        "Step-3.5-Flash",
-        "numbers of heads, rotary bases and rotated shares that differ by layer, a gate for each head from a matrix "
-        "of its own, SiLU clamped in some layers",
-    ),
-    Reason("step3p7", "Step-3.7-Flash", "the text model of `step3p5` in a multimodal config"),
-    Reason(
         "bailing_hybrid",
         "Ling-3.0-Flash",
         "Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for each head",

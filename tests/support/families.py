@@ -20,10 +20,12 @@ from all_attention import SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
 from corrected import correct_minimax
+from layered_attention import LAYERED_SHAPES, LAYERED_SWITCHED
 from models import pack
 from multimodal_parts import MULTIMODAL
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED
+from text_alone import TEXT_OF, leave_text, whole_config
 
 from moe_pack.formats import Pack
 from moe_pack.formats.families.registry import FAMILIES
@@ -266,6 +268,7 @@ BASE: dict[str, Values] = {
     },
     **SHAPES,
     **RESIDUAL_SHAPES,
+    **LAYERED_SHAPES,
     **SMALLEST,
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
@@ -289,7 +292,9 @@ FUSED_ALWAYS = (
     "qwen3_vl_moe",
 )
 # Which have an object with rotary positions for each kind of layer.
-ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash")
+ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "step3p5", "step3p7")
+# Whose published checkpoints have a matrix of all experts of a layer in one tensor.
+STACKED = ("step3p5", "step3p7")
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = (
     "glm4_moe",
@@ -316,7 +321,7 @@ TINY: tuple[Tiny, ...] = (
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(
         Tiny(family, name, switch)
-        for family, switches in (SWITCHED | RESIDUAL_SWITCHED).items()
+        for family, switches in (SWITCHED | RESIDUAL_SWITCHED | LAYERED_SWITCHED).items()
         for name, switch in switches.items()
     ),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
@@ -536,11 +541,12 @@ def config_of(tiny: Tiny) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     quiet_transformers()
-    model_type = BUILT_AS.get(tiny.family, tiny.family)
+    whole = TEXT_OF.get(tiny.family, tiny.family)
+    model_type = BUILT_AS.get(whole, whole)
     small = {} if tiny.family in (*WITH_ENCODER, "dbrx") else SMALL  # which name their sizes otherwise
     values = small | BASE[tiny.family] | tiny.config
-    if tiny.family in MULTIMODAL:
-        values = MULTIMODAL[tiny.family].config(values)
+    if whole in MULTIMODAL:
+        values = MULTIMODAL[whole].config(values)
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     return config
 
@@ -576,6 +582,7 @@ def write_config(tiny: Tiny, folder: Path) -> Values:
 
 def named(family: str, folder: Path) -> Values:
     """Gives the config.json in a folder its family's own name, and returns its values."""
+    leave_text(family, folder)
     path = folder / "config.json"
     values: Values = json.loads(path.read_text())
     values = (flat(values) if family in FLAT else values) | {"model_type": family}
@@ -664,8 +671,9 @@ def is_with_encoder(folder: Path) -> bool:
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
     quiet_transformers()
-    kind = class_of(json.loads((folder / "config.json").read_text())["model_type"])
-    model: PreTrainedModel = kind.from_pretrained(folder, config=config_for_class(folder), dtype=torch.float32)
+    values = json.loads((folder / "config.json").read_text())
+    config, kind = config_for_class(folder), class_of(TEXT_OF.get(values["model_type"], values["model_type"]))
+    model: PreTrainedModel = kind.from_pretrained(folder, config=config or whole_config(values), dtype=torch.float32)
     model = getattr(model, "thinker", model)  # the whole of qwen3_omni_moe has no logits, only its thinker
     model.train(False)
     if model.config.model_type == "minimax":

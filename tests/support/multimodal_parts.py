@@ -209,6 +209,19 @@ MULTIMODAL: dict[str, Multimodal] = {
         }
     ),
     "qwen3_vl_moe": Multimodal({"vision_config": _QWEN_VISION}),
+    "step3p7": Multimodal(
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "patch_size": 14,
+                "mlp_ratio": 1.0,
+                "max_position_embeddings": 16,
+            }
+        }
+    ),
 }
 # The beginnings of the names of other parts' tensors in transformers' multimodal models.
 OTHER_PARTS = (
@@ -218,6 +231,8 @@ OTHER_PARTS = (
     "model.resampler_model",
     "model.multi_modal_projector",
     "model.mm_projector",
+    "model.vision_model",
+    "vit_large_projector",
     "vision_model",
     "multi_modal_projector",
     "vision_final_layernorm",
