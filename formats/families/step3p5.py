@@ -152,9 +152,9 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     scaling = config.raw("rope_scaling")
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
-    values = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
+    written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
     return read_rope_by_kind(
-        Config(values, config.place), head_dim, usual, partial_rotary_factor=1.0, scalings=("yarn", "llama3")
+        Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0, scalings=("yarn", "llama3")
     )
 
 
