@@ -122,5 +122,5 @@ def test_in_every_family_only_matrices_a_plan_may_quantize_are_rounded(tmp_path:
                 assert all(name.startswith(f"layers.{layer}.") for name in roles)
             missing = [role for name, role in by_name.items() if role.quantizable and name not in found]
             assert all(role.shape[1] % 64 for role in missing)
-            assert any("attention" in name for name in found)
+            assert any("attention" in name or "mixer" in name for name in found)
             assert ("head" in found) == (not spec.tied_head)

@@ -156,9 +156,9 @@ ERRORS: dict[str, tuple[TinyMixtral, list[str], str]] = {
         "config.json: 'llama' is a dense model without experts; there is nothing to pack",
     ),
     "unknown": (
-        TinyMixtral(config={"model_type": "dbrx"}),
+        TinyMixtral(config={"model_type": "unheard_of"}),
         [],
-        f"config.json: architecture 'dbrx' is not supported; supported: {', '.join(sorted(FAMILIES))}",
+        f"config.json: architecture 'unheard_of' is not supported; supported: {', '.join(sorted(FAMILIES))}",
     ),
     "two thetas": (
         TinyMixtral(config={"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),

@@ -27,7 +27,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(GROUPED, "attention v_norm", True), "norms of values"),
     (changed(GROUPED, "attention gate", {"each": "head", "function": "sigmoid"}), "gates of attention"),
     (changed(LATENT, "attention gate", {"each": "value", "function": "sigmoid"}), "gates of attention"),
-    (changed(changed(GROUPED, "norm kind", "layer"), "norm bias", False), "layer norms without bias"),
+    (changed(changed(GROUPED, "norm kind", "layer"), "norm unbiased", True), "layer norms without bias"),
     (changed(GROUPED, "router input_scale", True), "scaled routers"),
     (changed(GROUPED, "router expert_scale", True), "scaled routers"),
     (changed(changed(GROUPED, "router normalize", False), "router num_identity", 2), "experts that return their input"),
