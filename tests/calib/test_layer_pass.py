@@ -55,7 +55,9 @@ def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTo
         for expert in range(weights.spec.router.num_experts):
             token_idx, router_weights = tokens.of_expert(expert)
             x = tokens.expert_inputs(token_idx)
-            output = run_expert(x, weights.expert(layer_idx, expert), weights.spec.expert.function, "none", 0.0)
+            output = run_expert(
+                x, weights.expert(layer_idx, expert), weights.spec.expert_function(layer_idx), "none", 0.0
+            )
             states.add(tokens, token_idx, router_weights, output)
 
 
