@@ -3,7 +3,7 @@
 from cases import case
 from specs import ANSWERING, GROUPED, LATENT, Values, changed
 
-from moe_pack.formats import ModelSpec, RunError
+from moe_pack.formats import ModelSpec, RunError, dump
 from moe_pack.runtime.options import EngineOptions, cpu_only
 
 TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": False, "is_unrotated": False}
@@ -25,6 +25,12 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     ),
     (changed(changed(GROUPED, "attention bias", []), "attention keys_as_values", True), "keys that are values"),
     (changed(GROUPED, "attention v_norm", True), "norms of values"),
+    (changed(GROUPED, "attention value_head_dim", 16), "values of another size than keys"),
+    (changed(GROUPED, "attention value_scale", 0.5), "scaled values"),
+    (
+        changed(GROUPED, "others", [{"layers": [1], "attention": dump(GROUPED.attention), "rope": None}]),
+        "several kinds of attention",
+    ),
     (changed(GROUPED, "attention gate", {"each": "head", "function": "sigmoid"}), "gates of attention"),
     (changed(LATENT, "attention gate", {"each": "value", "function": "sigmoid"}), "gates of attention"),
     (changed(changed(GROUPED, "norm kind", "layer"), "norm unbiased", True), "layer norms without bias"),
