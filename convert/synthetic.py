@@ -148,7 +148,7 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
     if name == f"{before_router}_bias":
         return np.full(num_values, CONSTANT, np.float32)
     if role.name.rpartition(".")[0].endswith(".mixer") and not name.endswith("norm"):
-        return _mixer_vector(name, num_values, stream)
+        return _mixer_vector(name, num_values, stream, getattr(spec.mixer, "lower_bound", None) is not None)
     if name in ("attention_post_norm", "mlp_post_norm"):
         return np.full(num_values, _branch(spec) - role.offset, np.float32)
     if _is_of_streams(role):  # gates of a half; streams enter and mix alike, whatever they are
@@ -172,11 +172,16 @@ def _hidden_rms(spec: ModelSpec) -> float:
     return 1.0 if is_read else _HIDDEN_RMS
 
 
-def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
-    """Returns the values of a convolution's kernel, or of what decays follow from: states remember some time."""
+def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is_bounded: bool) -> NDArray[np.float32]:
+    """Returns the values of a convolution's kernel, or of what decays follow from: states remember some time.
+
+    Args:    is_bounded: whether a bound times a sigmoid is the logarithm of a decay.
+    """
     generator = np.random.Generator(stream)
-    if name == "conv":
+    if name.endswith("conv"):
         return generator.normal(0.0, 0.5, num_values).astype(np.float32)
+    if is_bounded and name in ("a_log", "dt_bias"):
+        return np.full(num_values, -4.0 if name == "dt_bias" else 0.0, np.float32)
     if name == "a_log":
         return generator.uniform(-4.0, -1.0, num_values).astype(np.float32)
     return np.zeros(num_values, np.float32)

@@ -123,8 +123,11 @@ class GatedDeltaSpec:
 class KimiDeltaSpec:
     """Kimi delta attention: Gated DeltaNet in which each of a head's `head_dim` keys has a decay of its own.
 
-    Decays, and gates of the output, come from the hidden state through `head_dim` values between two matrices.
-    Source: Kimi Linear (2510.26692), section 3; transformers, models/kimi_linear, KimiLinearDeltaAttention.
+    Decays, and gates of the output, come from the hidden state through `head_dim` values between two matrices; if
+    `full_rank`, through one matrix. `lower_bound`: of the logarithm of a decay, which a sigmoid keeps above it; null:
+    decays have no bound.
+    Source: Kimi Linear (2510.26692), section 3; transformers, models/kimi_linear, KimiLinearDeltaAttention, and
+    models/bailing_hybrid, BailingHybridDeltaAttention, for full rank and bounds.
     """
 
     kind: Literal["kimi_delta_attention"]
@@ -132,6 +135,8 @@ class KimiDeltaSpec:
     num_heads: int
     head_dim: int
     conv_kernel: int
+    full_rank: bool = added(False)
+    lower_bound: float | None = added(None)
 
     @property
     def head_width(self) -> int:
@@ -146,14 +151,20 @@ class KimiDeltaSpec:
         for name in ("q", "k", "v"):
             yield DenseRole(f"{name}_conv", (width * self.conv_kernel,), False)
         yield DenseRole("b", (self.num_heads, d), False)
-        yield DenseRole("decay_a", (size, d), False)
-        yield DenseRole("decay_b", (width, size), False)
+        yield from self._ranked("decay", d)
         yield DenseRole("a_log", (self.num_heads,), False)
         yield DenseRole("dt_bias", (width,), False)
-        yield DenseRole("gate_a", (size, d), False)
-        yield DenseRole("gate_b", (width, size), False)
+        yield from self._ranked("gate", d)
         yield DenseRole("out_norm", (size,), False)
         yield DenseRole("o", (d, width), True)
+
+    def _ranked(self, name: str, d: int) -> Iterator[DenseRole]:
+        """Yields the tensors between the hidden state and a number for each value of the heads."""
+        if self.full_rank:
+            yield DenseRole(name, (self.head_width, d), True)
+        else:
+            yield DenseRole(f"{name}_a", (self.head_dim, d), False)
+            yield DenseRole(f"{name}_b", (self.head_width, self.head_dim), False)
 
     @property
     def state(self) -> StateShape:
@@ -178,7 +189,9 @@ class KimiDeltaSpec:
 
     @property
     def fault(self) -> str | None:
-        """None: any heads can run."""
+        """Why decays with such a bound cannot be; None if they can."""
+        if self.lower_bound is not None and not -1e6 < self.lower_bound < 0:
+            return f"mixer lower_bound is {self.lower_bound}, expected above -1e6 and below 0"
         return None
 
 

@@ -94,13 +94,20 @@ def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, sta
     kernel = torch.cat([weights.vector(f"{role}.{name}_conv") for name in "qkv"])
     qkv = torch.nn.functional.silu(operations.convolve(qkv, kernel, None, state))
     q, k, v = (each.view(shape) for each in qkv.chunk(3, dim=1))
-    step = _through(x, weights, f"{role}.decay") + weights.vector(f"{role}.dt_bias")
+    step, gate = (
+        linear(x, weights.matrix(f"{role}.{name}")) if spec.full_rank else _through(x, weights, f"{role}.{name}")
+        for name in ("decay", "gate")
+    )
+    step = (step + weights.vector(f"{role}.dt_bias")).view(shape)
     rates = weights.vector(f"{role}.a_log").exp()[:, None]
-    log_decay = -rates * torch.nn.functional.softplus(step.view(shape))
+    if spec.lower_bound is None:
+        log_decay = -rates * torch.nn.functional.softplus(step)
+    else:
+        log_decay = spec.lower_bound * torch.sigmoid(rates * step)
     rate = linear(x, weights.matrix(f"{role}.b")).sigmoid()
     y = operations.recur(_unit(q) * spec.head_dim**-0.5, _unit(k), v, log_decay, rate, state)
     y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
-    return linear(y.flatten(1) * _through(x, weights, f"{role}.gate").sigmoid(), weights.matrix(f"{role}.o"))
+    return linear(y.flatten(1) * gate.sigmoid(), weights.matrix(f"{role}.o"))
 
 
 def _through(x: Tensor, weights: Weights, role: str) -> Tensor:

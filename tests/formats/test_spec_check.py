@@ -1,5 +1,6 @@
 """Every rule of what a model can be: a spec just beyond it, and the nearest that is allowed."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from cases import case
 from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
-from moe_pack.formats.parts import HalvesSpec, IndexerSpec, LatentSpec, OtherAttentionSpec
+from moe_pack.formats.parts import HalvesSpec, IndexerSpec, KimiDeltaSpec, LatentSpec, OtherAttentionSpec
 from moe_pack.formats.spec import spec_fault
 
 MAX = 2**31 - 1
@@ -589,6 +590,13 @@ def test_a_norm_without_bias_that_has_none_anyway_is_refused() -> None:
     message = "a norm that is unbiased needs kind layer, found rms"
     assert_refused_beside_legal(GROUPED, "norm unbiased", True, False, message)
     assert spec_fault(changed(changed(GROUPED, "norm kind", "layer"), "norm unbiased", True)) is None
+
+
+def test_a_bound_of_decays_that_cannot_be_is_refused() -> None:
+    kimi = replace(HYBRID, mixer=KimiDeltaSpec("kimi_delta_attention", (0, 2), 4, 16, conv_kernel=4, full_rank=True))
+    for wrong in (0.0, 1.0, -1e6, math.nan):
+        message = f"mixer lower_bound is {wrong}, expected above -1e6 and below 0"
+        assert_refused_beside_legal(kimi, "mixer lower_bound", wrong, -5.0, message)
 
 
 def test_a_zero_centered_norm_that_cannot_be_is_refused() -> None:

@@ -124,16 +124,19 @@ def gated_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
 def kimi_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     h, size, taps = mixer["num_heads"], mixer["head_dim"], mixer["conv_kernel"]
     w = h * size
+    is_full = mixer.get("full_rank", False)
+    ranked: dict[str, list[tuple[str, Shape]]] = {
+        name: [(name, (w, d))] if is_full else [(f"{name}_a", (size, d)), (f"{name}_b", (w, size))]
+        for name in ("decay", "gate")
+    }
     return [
         *((name, (w, d)) for name in ("q", "k", "v")),
         *((f"{name}_conv", (w * taps,)) for name in ("q", "k", "v")),
         ("b", (h, d)),
-        ("decay_a", (size, d)),
-        ("decay_b", (w, size)),
+        *ranked["decay"],
         ("a_log", (h,)),
         ("dt_bias", (w,)),
-        ("gate_a", (size, d)),
-        ("gate_b", (w, size)),
+        *ranked["gate"],
         ("out_norm", (size,)),
         ("o", (d, w)),
     ]
