@@ -186,9 +186,9 @@ class Config:
         self._read.add(key)
         return True
 
-    def respell(self, key: str, text: str, usual: str) -> None:
-        """Takes this string under a key as the usual one, which means the same to the family."""
-        if self._values.get(key) == text:
+    def respell(self, key: str, value: str | float, usual: str | float) -> None:
+        """Takes this value under a key as the usual one, which means the same to the family."""
+        if self._values.get(key) == value:
             self._values = self._values | {key: usual}
 
     def texts(self, key: str) -> tuple[str, ...]:

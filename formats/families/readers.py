@@ -11,7 +11,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ from moe_pack.formats.parts import (
     RopeSpec,
     YarnSpec,
 )
+from moe_pack.formats.spec import LimitSpec
 
 Scaling = Literal["yarn", "longrope", "llama3", "proportional", "ntk_alpha"]
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -493,6 +494,15 @@ def window_if_used(config: Config) -> int | None:
     return config.whole("sliding_window") if config.flag("use_sliding_window", False) else None
 
 
+def limits_of(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[LimitSpec, ...]:
+    """Returns the limits of neurons by those of each layer: of its routed experts, and of its shared or dense one."""
+    return tuple(
+        LimitSpec(tuple(i for i, own in enumerate(pairs) if own == pair), *pair)
+        for pair in dict.fromkeys(pairs)
+        if pair != (None, None)
+    )
+
+
 def refuse_mixed_layers(config: Config) -> None:
     """Refuses `layer_types` other than full attention everywhere."""
     kinds = set(config.texts("layer_types"))
@@ -510,11 +520,14 @@ LATENT_NAMES: Mapping[str, str] = {
 }
 
 
-def read_latent(config: Config, head_dim: int | None = None, *, reads_head_dim: bool = True) -> LatentSpec:
+def read_latent(
+    config: Config, head_dim: int | None = None, *, reads_head_dim: bool = True, may_lack_rank: bool = False
+) -> LatentSpec:
     """Reads latent attention; its scale includes `yarn_scale`.
 
     Args:    head_dim: the value of the key of this name; None for that of the rotated part.   reads_head_dim: whether
              it must be that; if not, the key means nothing.
+             may_lack_rank: whether queries have no latent where `q_lora_rank` is missing.
     """
     config.only("attention_bias", False)
     nope, rope, num_heads = (
@@ -526,7 +539,8 @@ def read_latent(config: Config, head_dim: int | None = None, *, reads_head_dim: 
         config.only("head_dim", rope if head_dim is None else head_dim)
     else:
         config.ignore("head_dim")
-    config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
+    if not may_lack_rank:
+        config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
     return LatentSpec(
         kind="latent",
         num_heads=num_heads,

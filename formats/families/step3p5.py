@@ -19,6 +19,7 @@ from moe_pack.formats.families.readers import (
     PREDICTION_LAYER,
     LayerAttention,
     attention_bias,
+    limits_of,
     read_decoder,
     read_rope_by_kind,
 )
@@ -173,11 +174,7 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -
         for key in ("swiglu_limits", "swiglu_limits_shared")
     )
     pairs = [(routed[i] if i in moe_layers else None, unrouted[i]) for i in range(num_layers)]
-    return tuple(
-        LimitSpec(tuple(i for i in range(num_layers) if pairs[i] == pair), *pair)
-        for pair in dict.fromkeys(pairs)
-        if pair != (None, None)
-    )
+    return limits_of(pairs)
 
 
 def _check_published_keys(config: Config) -> None:

@@ -18,7 +18,7 @@ from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
-FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe")
+FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
 
 
 def run(*arguments: object) -> Result:

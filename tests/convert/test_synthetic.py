@@ -60,6 +60,7 @@ NAMES = (
     "qwen3-next-80b-a3b-instruct",
     "qwen3.6-35b-a3b",
     "kimi-linear-48b-a3b-instruct",
+    "ling-3.0-flash",
     "granite-4.0-h-tiny",
     "lfm2-8b-a1b",
     "jamba-v0.1",

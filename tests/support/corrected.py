@@ -1,5 +1,6 @@
-"""MiniMax in transformers as its own modeling file has it, where the two differ."""
+"""Models in transformers as their authors' own code has them, where the two differ."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,3 +36,40 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
         return torch.cat((turned * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None], kept), -1)
 
     return rotate(q), rotate(k)
+
+
+def limit_neurons(model: Any) -> None:
+    """Gives Ling's experts the limits of its config, which transformers 5.23 does not read, by Step-3.7's classes.
+
+    These have the same weights, and the arithmetic of the functions with which Ling's authors serve it.
+    """
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts, Step3p7MLP
+
+    lists = [
+        getattr(model.config, key, None) or [] for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+    ]
+    for limits, part, kind in zip(lists, ("experts", "shared_experts"), (Step3p7Experts, Step3p7MLP), strict=True):
+        for layer, limit in enumerate(limits):
+            if limit:
+                module = getattr(model.model.layers[layer].mlp, part)
+                module.__class__, module.limit = kind, limit
+
+
+def published_longrope(rope: dict[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Rotary angles as Phi-3.5-MoE's own code and transformers 4 have them, in place of transformers 5's.
+
+    Beyond the original context transformers 5.23 takes the long mscale but goes on with the short factors: its
+    `forward` asks for frequencies without saying how long the sequence is. Up to there the two are the same, which
+    test_families.py checks.
+    """
+
+    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        length = int(position_ids.max()) + 1
+        kind = "long" if length > rope["original_max_position_embeddings"] else "short"
+        factors = torch.tensor(rope[f"{kind}_factor"])
+        steps = torch.arange(len(factors)) / len(factors)
+        angles = position_ids[..., None] / (factors * rope["rope_theta"] ** steps)
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos() * rope[f"{kind}_mscale"], both.sin() * rope[f"{kind}_mscale"]
+
+    return forward

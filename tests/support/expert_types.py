@@ -76,11 +76,6 @@ REASONS: tuple[Reason, ...] = (
         "pooled positions that an indexer selects, clamped SiLU",
     ),
     Reason(
-        "bailing_hybrid",
-        "Ling-3.0-Flash",
-        "Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for each head",
-    ),
-    Reason(
         "mistral_large4",
         "Mistral Large 4",
         "sparse latent attention that an indexer selects for, layers that may share keys and values, a learned scale "

@@ -19,7 +19,8 @@ import torch
 from all_attention import SHAPES, SWITCHED
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
-from corrected import correct_minimax
+from corrected import correct_minimax, limit_neurons, published_longrope
+from hybrid_families import HYBRID_SHAPES, HYBRID_SWITCHED
 from layered_attention import LAYERED_SHAPES, LAYERED_SWITCHED
 from models import pack
 from multimodal_parts import MULTIMODAL
@@ -269,6 +270,7 @@ BASE: dict[str, Values] = {
     **SHAPES,
     **RESIDUAL_SHAPES,
     **LAYERED_SHAPES,
+    **HYBRID_SHAPES,
     **SMALLEST,
 }
 BASE["qwen3_5_moe"] = BASE["qwen3_5_moe_text"]
@@ -297,6 +299,7 @@ ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "s
 STACKED = ("step3p5", "step3p7")
 # Which read a share of each head that is rotated.
 PARTLY_ROTATED = (
+    "bailing_hybrid",
     "glm4_moe",
     "glm4v_moe",
     "minimax_m2",
@@ -321,7 +324,7 @@ TINY: tuple[Tiny, ...] = (
     *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     *(
         Tiny(family, name, switch)
-        for family, switches in (SWITCHED | RESIDUAL_SWITCHED | LAYERED_SWITCHED).items()
+        for family, switches in (SWITCHED | RESIDUAL_SWITCHED | LAYERED_SWITCHED | HYBRID_SWITCHED).items()
         for name, switch in switches.items()
     ),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
@@ -681,6 +684,8 @@ def original(folder: Path) -> PreTrainedModel:
     rope: Values = getattr(model.config, "rope_parameters", {})
     if model.config.model_type == "phimoe" and rope["rope_type"] == "longrope":
         model.model.rotary_emb.forward = published_longrope(rope)
+    if model.config.model_type == "bailing_hybrid":
+        limit_neurons(model)
     return model
 
 
@@ -696,26 +701,6 @@ def oracle(folder: Path) -> Oracle:
         return logits
 
     return by_transformers
-
-
-def published_longrope(rope: Values) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Rotary angles as Phi-3.5-MoE's own code and transformers 4 have them, in place of transformers 5's.
-
-    Beyond the original context transformers 5.23 takes the long mscale but goes on with the short factors: its
-    `forward` asks for frequencies without saying how long the sequence is. Up to there the two are the same, which
-    test_families.py checks.
-    """
-
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        length = int(position_ids.max()) + 1
-        kind = "long" if length > rope["original_max_position_embeddings"] else "short"
-        factors = torch.tensor(rope[f"{kind}_factor"])
-        steps = torch.arange(len(factors)) / len(factors)
-        angles = position_ids[..., None] / (factors * rope["rope_theta"] ** steps)
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos() * rope[f"{kind}_mscale"], both.sin() * rope[f"{kind}_mscale"]
-
-    return forward
 
 
 @dataclass(frozen=True)

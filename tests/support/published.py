@@ -66,6 +66,7 @@ PUBLISHED = (
     Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),
     Published("qwen3.6-35b-a3b", "35", "3"),
     Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),
+    Published("ling-3.0-flash", "124", "5.1", active_leaves_out=("embed",)),
     Published("granite-4.0-h-tiny", "7", "1"),
     Published("jamba-v0.1", "52", "12"),
     Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),

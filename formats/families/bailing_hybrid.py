@@ -1,0 +1,209 @@
+"""Ling-3.0-Flash: Kimi delta attention with bounded decays, latent attention with a gate for each head.
+
+Source: transformers, models/bailing_hybrid. The limits of its last layers' neurons are in the published config; its
+authors' servers apply them (vLLM and sglang, bailing_moe_v3.py), transformers 5.23 does not read them.
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family, Stored
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    LATENT_NAMES,
+    PREDICTION_LAYER,
+    layers_by_kind,
+    layers_without_attention,
+    limits_of,
+    read_decoder,
+    read_latent,
+    read_rope,
+    rope_group,
+)
+from moe_pack.formats.parts import KimiDeltaSpec, OutputGateSpec, RopeSpec
+from moe_pack.formats.spec import LimitSpec
+
+_BASE = 6e6  # of rotary positions
+# Written in published configs, read by no code of transformers: other values would be another model.
+_ONLY = {
+    "embedding_dropout": 0.0,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "group_norm_size": 1,
+    "linear_silu": True,
+    "moe_router_enable_expert_bias": True,
+    "no_kda_lora": True,
+    "num_kv_heads_for_linear_attn": 0,
+    "output_dropout": 0.0,
+    "rope_interleave": True,
+    "router_dtype": "fp32",
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "up_proj_norm": False,
+    "use_bias": False,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "use_nGPT": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "value_norm": False,
+}
+
+
+def _read_config(config: Config) -> ModelSpec:
+    for key, value in _ONLY.items():
+        config.only(key, value)
+    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
+    config.only("q_lora_rank", None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
+    names = {
+        usual: config.either(own, usual)
+        for own, usual in (
+            ("num_experts", "num_local_experts"),
+            ("num_experts_per_token", "num_experts_per_tok"),
+            ("moe_renormalize", "norm_topk_prob"),
+            ("num_expert_group", "n_group"),
+            ("num_shared_experts", "n_shared_experts"),
+        )
+    }
+    # Missing, transformers takes those of Ling-3.0-Flash.
+    for key in (names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads"):
+        config.require(key)
+    router = RouterSpec(
+        "sigmoid_topk",
+        config.whole(names["num_local_experts"]),
+        config.whole(names["num_experts_per_tok"]),
+        config.flag(names["norm_topk_prob"], True),
+        bias=True,
+        n_group=config.whole(names["n_group"]),
+        topk_group=config.whole("topk_group"),
+        scaling_factor=config.number("routed_scaling_factor"),
+    )
+    expert_size = config.whole("moe_intermediate_size")
+    config.only("moe_shared_expert_intermediate_size", expert_size)
+    attention = replace(
+        read_latent(config, reads_head_dim=False, may_lack_rank=True), gate=OutputGateSpec("head", "sigmoid")
+    )
+    mixer = _read_mixer(config)
+    spec = read_decoder(
+        config,
+        "bailing_hybrid",
+        attention,
+        _read_rope(config, mixer.head_dim),
+        router,
+        expert_size,
+        moe_layers=layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
+        shared_expert=SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        mixer=mixer,
+        positions_key=config.either("model_max_length", "max_position_embeddings"),
+    )
+    config.ignore("first_k_dense_replace")
+    limits = _read_limits(config, spec.moe_layers)
+    return replace(spec, expert=replace(spec.expert, function="capped_silu", limits=limits)) if limits else spec
+
+
+def _read_mixer(config: Config) -> KimiDeltaSpec:
+    """Reads Kimi delta attention, whose sizes transformers writes under keys of their own, where they win."""
+    num_layers, period = config.num_layers(), config.whole("layer_group_size", 6)
+    if config.has("layer_types"):
+        layers = layers_without_attention(config, {"linear_attention": True, "full_attention": False})
+    else:
+        layers = tuple(layer for layer in range(num_layers) if (layer + 1) % period)
+    head_dim, kernel = config.whole("head_dim", 128), config.whole("short_conv_kernel_size", 4)
+    bound = config.number("kda_lower_bound", -5.0)
+    return KimiDeltaSpec(
+        "kimi_delta_attention",
+        layers,
+        num_heads=config.whole("linear_num_heads", config.whole("num_attention_heads")),
+        head_dim=config.whole("linear_head_dim", head_dim),
+        conv_kernel=config.whole("linear_conv_kernel_dim", kernel),
+        full_rank=True,
+        lower_bound=bound if config.flag("kda_safe_gate", True) else None,
+    )
+
+
+def _read_rope(config: Config, head_dim: int) -> RopeSpec:
+    """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
+    size, group = config.whole("qk_rope_head_dim"), rope_group(config)
+    config.only("rotary_dim", size)
+    if group is not None and group.has("rope_theta"):
+        config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
+    if not any(place is not None and place.has("partial_rotary_factor") for place in (config, group)):
+        return read_rope(config, size, _BASE, interleaved=True)
+    # Where positions are scaled, transformers rotates this share of the rotated part, which cannot run.
+    rope = read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
+    if rope.rotary_dim != size:
+        raise CheckpointError(
+            f"{config.place}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} values, but "
+            f"qk_rope_head_dim is {size}"
+        )
+    return rope
+
+
+def _read_limits(config: Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec, ...]:
+    """Reads the limits of the neurons of routed and of shared experts: a list each, in which 0 stands for none."""
+    num_layers, lists = config.num_layers(), list[tuple[float | None, ...]]()
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        limits = config.limits(key) or (None,) * num_layers
+        if len(limits) != num_layers:
+            raise CheckpointError(f"{config.place}: {key} lists {len(limits)} layers, but the model has {num_layers}")
+        if dense := [layer for layer, limit in enumerate(limits) if limit is not None and layer not in moe_layers]:
+            raise CheckpointError(f"{config.place}: {key} limits layer {dense[0]}, which has no experts")
+        lists.append(limits)
+    return limits_of(list(zip(*lists, strict=True)))
+
+
+_OWN, _USUAL = "model.layers.{i}.attention.", "model.layers.{i}.self_attn."
+_CONVS = tuple(f"layers.{{i}}.mixer.{name}_conv" for name in "qkv")
+
+
+def _both(name: str) -> tuple[str, str]:
+    """Returns the names of a layer's tensor in published files, and in transformers' memory."""
+    return _OWN + name, _USUAL + name
+
+
+BAILING_HYBRID = Family(
+    model_type="bailing_hybrid",
+    short_names={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash"},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "embed": ("model.word_embeddings.weight", "model.embed_tokens.weight"),
+        "layers.{i}.attention.q": _both("q_proj.weight"),
+        **{role: _both(name.removeprefix(_USUAL)) for role, name in LATENT_NAMES.items() if ".kv_" in role},
+        "layers.{i}.attention.gate": _both("g_proj.weight"),
+        "layers.{i}.attention.o": (_OWN + "dense.weight", _USUAL + "o_proj.weight"),
+        **{f"layers.{{i}}.mixer.{name}": _both(f"{name}_proj.weight") for name in "qkvb"},
+        **{
+            role: (f"{_OWN}{name}_conv1d.weight", Stored(_USUAL + "conv1d.weight", roles=_CONVS))
+            for role, name in zip(_CONVS, "qkv", strict=True)
+        },
+        "layers.{i}.mixer.decay": (_OWN + "f_proj.weight", _USUAL + "forget_gate.f_proj.weight"),
+        "layers.{i}.mixer.a_log": (_OWN + "A_log", _USUAL + "forget_gate.A_log"),
+        "layers.{i}.mixer.dt_bias": (_OWN + "dt_bias", _USUAL + "forget_gate.dt_bias"),
+        "layers.{i}.mixer.gate": _both("g_proj.weight"),
+        "layers.{i}.mixer.out_norm": _both("o_norm.weight"),
+        "layers.{i}.mixer.o": (_OWN + "o_proj.weight", _OWN + "dense.weight", _USUAL + "o_proj.weight"),
+        "layers.{i}.router_bias": (
+            "model.layers.{i}.mlp.gate.expert_bias",
+            "model.layers.{i}.mlp.gate.e_score_correction_bias",
+        ),
+    },
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    unused=(PREDICTION_LAYER,),
+    ignored_keys=frozenset(
+        {
+            "max_window_layers",
+            "mtp_loss_scaling_factor",
+            "mtp_use_kda",
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "pretraining_tp",
+            "seq_aux",
+        }
+    ),
+)
