@@ -20,6 +20,7 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("zero_expert_type", "identity")
     config.only("mla_scale_q_lora", True)
     config.only("mla_scale_kv_lora", True)
+    config.only("router_bias", False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
     config.only("num_hidden_layers", num_layers)
     attention, d = read_latent(config), config.whole("hidden_size")
@@ -39,7 +40,6 @@ def _read_config(config: Config) -> ModelSpec:
         normalize=False,
         bias=True,
         scaling_factor=config.number("routed_scaling_factor", 6.0),
-        logit_bias=config.flag("router_bias", False),
         num_identity=config.count("zero_expert_num", 256),
     )
     dense_key = config.either("ffn_hidden_size", "intermediate_size")
@@ -89,7 +89,6 @@ LONGCAT_FLASH = Family(
             for matrix in MATRICES
         },
         "layers.{i}.router": _LAYER + "mlp.router.classifier.weight",
-        "layers.{i}.router_logit_bias": _LAYER + "mlp.router.classifier.bias",
         "layers.{i}.router_bias": _LAYER + "mlp.router.e_score_correction_bias",
     },
     expert_names=(

@@ -22,6 +22,7 @@ from families import (
 )
 from models import pack
 from references import REFERENCES
+from text_alone import leave_text, whole_config
 
 from moe_pack.formats import CheckpointError, Pack
 from moe_pack.formats.families import Checkpoint
@@ -47,9 +48,11 @@ MORE: dict[str, list[Any]] = {
 # Sizes with which nothing runs, here or there, and keys that are the family itself.
 LEFT_OUT = {"model_type", "architectures", "transformers_version", "vocab_size", "max_position_embeddings", "dtype"}
 # Another spelling of these sizes; and what the class returns, which the comparison reads.
-LEFT_OUT |= {"model_max_length", "return_dict"}
+LEFT_OUT |= {"model_max_length", "max_seq_len", "return_dict"}
 # With so few heads many positions score 0 in all of them, and nobody says which of equal ones an indexer takes.
-TIES = ("index_n_heads", 2)
+TIES = (("index_n_heads", 2), ("index_n_heads", 8), ("indexer_n_heads", 2))
+# transformers' Kimi delta attention is up to 1.3e-4 from its own in float64 here, ours 3.2e-5.
+BOUNDS = {"bailing_hybrid": 2e-4}
 
 
 def written(family: str, folder: Path) -> dict[str, Any]:
@@ -65,7 +68,8 @@ def write(family: str, values: dict[str, Any], folder: Path) -> None:
     if family in REFERENCES:
         REFERENCES[family].write(own, folder)
     else:
-        write_random(AutoConfig.for_model(model_type, **own), folder)
+        write_random(whole_config(values) or AutoConfig.for_model(model_type, **own), folder)
+        leave_text(family, folder)
     (folder / "config.json").write_text(json.dumps(values))
 
 
@@ -94,7 +98,7 @@ def candidates(folder: Path) -> list[tuple[str, Any]]:
         for key, values in found.items()
         if key not in LEFT_OUT
         for value in sorted({json.dumps(value) for value in values})
-        if (key, json.loads(value)) != TIES
+        if (key, json.loads(value)) not in TIES
     ]
 
 
@@ -120,8 +124,9 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
         else:
             try:
                 expected = oracle(folder / "source")(ids)
-            except RuntimeError as error:  # heads that images' positions, which texts do not have, cannot share
-                if "split_sizes" in str(error):
+            except (RuntimeError, ValueError) as error:
+                # Heads that images' positions, which texts do not have, cannot share; and what training alone uses.
+                if "split_sizes" in str(error) or "dropout probability" in str(error):
                     return None
                 raise
     with Pack(folder / "packed") as opened:
@@ -140,11 +145,13 @@ def test_a_foreign_key_is_refused_or_means_what_it_means_to_the_original(
     family: str, changes: list[tuple[str, Any]], tmp_path: Path
 ) -> None:
     whole = written(family, tmp_path / "own")
-    own, compared = text_values(whole), 0
+    own, compared, wrong = text_values(whole), 0, []
     for number, (key, value) in enumerate(changes):
         if key in own and own[key] == value and type(own[key]) is type(value):
             continue
         difference = differs(family, with_text(whole, own | {key: value}), tmp_path / str(number))
         compared += difference is not None
-        assert difference is None or difference < 1e-4, f"{key}: {value!r}"
+        if difference is not None and not difference < BOUNDS.get(family, 1e-4):
+            wrong.append((key, value, difference))
+    assert not wrong
     assert compared > 10, "some change is understood on both sides"

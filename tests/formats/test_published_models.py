@@ -53,8 +53,9 @@ def parameters_of_the_class(published: Published) -> int:
         for name, held in model.named_parameters()
         if not name.startswith(others) and ".vision_moe." not in name  # ERNIE's experts for images
     ]
-    biases = ("e_score_correction_bias", "expert_bias")
-    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(biases)]
+    # Learned values that the classes hold as buffers.
+    learned = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(learned)]
     return sum(held.numel() for held in [*parameters, *buffers])
 
 

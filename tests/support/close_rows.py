@@ -334,6 +334,7 @@ ROWS: tuple[Close, ...] = (
     ),
     Close("switch_transformers", {"is_gated_act": True}, "is_gated_act is True; " + ONLY("False")),
     Close("switch_transformers", {"router_bias": True}, "router_bias is True; " + ONLY("False")),
+    Close("longcat_flash", {"router_bias": True}, "router_bias is True; " + ONLY("False")),
     Close("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype is 'bfloat16'; " + ONLY("'float32'")),
     Close("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts is 2; " + ONLY("1")),
     Close("switch_transformers", {"is_encoder_decoder": False}, "is_encoder_decoder is False; " + ONLY("True")),
