@@ -678,6 +678,8 @@ def _residual_fault(spec: ModelSpec) -> str | None:
         return "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
     if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec) and spec.norm.kind != "rms":
         return f"a {residual.kind} residual needs norms of kind rms, found {spec.norm.kind}"
+    if isinstance(residual, NormedResidualSpec) and residual.by_depth and spec.residual_multiplier != 1.0:
+        return f"residual by_depth cannot have a residual_multiplier of {spec.residual_multiplier}"
     if isinstance(residual, NormedResidualSpec) and residual.apart:
         if spec.shared_expert is None or spec.norm.kind != "rms" or spec.norm.zero_centered or spec.router.on_input:
             return "residual apart needs a shared expert, rms norms, and router weights on outputs"

@@ -11,6 +11,7 @@ from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.axk1 import AXK1
 from moe_pack.formats.families.bailing_hybrid import BAILING_HYBRID
+from moe_pack.formats.families.beam import BEAM
 from moe_pack.formats.families.cohere2_moe import COHERE2_MOE, COHERE2_VISION
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.dbrx import DBRX
@@ -136,6 +137,7 @@ FAMILIES: dict[str, Family] = {
         HUNYUAN_V1_MOE,
         EXAONE_MOE,
         KOLIBRI1,
+        BEAM,
         COHERE2_MOE,
         COHERE2_VISION,
         MISTRAL3,

@@ -19,26 +19,31 @@ PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 class TemperatureSpec:
     """Queries at position p are multiplied by `1 + slope * ln(1 + floor(p / length))`.
 
-    `is_from_one`: with p + 1 in place of p. `is_unrotated`: only in layers that do not rotate.
-    Source: 2501.19399; transformers, models/llama4 (from one) and models/mistral4.
+    `is_from_one`: with p + 1 in place of p. `is_unrotated`: only in layers that do not rotate. `is_power`: by
+    `(1 + p / length) ** slope` instead.
+    Source: 2501.19399; transformers, models/llama4 (from one), models/mistral4 and models/beam (a power).
     """
 
     slope: float
     length: int
     is_from_one: bool
     is_unrotated: bool
+    is_power: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGateSpec:
     """Gates of what heads give, from a matrix of their own: `function` of it times the layer's input.
 
-    `each`: whether each head has one gate, or each value of it.
-    Source: transformers, models/afmoe (values, sigmoid), models/laguna (softplus), models/step3p7 (heads).
+    `each`: whether each head has one gate, or each value of it. `bias`: a number for each head is added to its gates
+    first.
+    Source: transformers, models/afmoe (values, sigmoid), models/laguna (softplus), models/step3p7 (heads), models/beam
+    (bias).
     """
 
     each: Literal["head", "value"]
     function: Literal["sigmoid", "softplus"]
+    bias: bool = added(False)
 
     def width(self, num_heads: int, head_dim: int) -> int:
         """Returns the number of gates for heads that give `head_dim` values."""
@@ -276,6 +281,8 @@ def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> I
 def _gate_role(gate: OutputGateSpec | None, num_heads: int, head_dim: int, d: int) -> Iterator[DenseRole]:
     if gate is not None:
         yield DenseRole("attention.gate", (gate.width(num_heads, head_dim), d), gate.each == "value")
+        if gate.bias:
+            yield DenseRole("attention.gate_bias", (num_heads,), False)
 
 
 def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
@@ -398,7 +405,7 @@ def _temperature_fault(temperature: TemperatureSpec | None, attention: GroupedQu
         return f"temperature slope {temperature.slope} or length {temperature.length} is out of range"
     if not isinstance(attention, GroupedQuerySpec):
         return "latent attention rotates all layers, but temperature is of others" if temperature.is_unrotated else None
-    if attention.qk_norm in ("head", "rotated_head") or (attention.qk_norm == "unit" and not temperature.is_unrotated):
+    if attention.qk_norm == "rotated_head" or (attention.qk_norm == "unit" and not temperature.is_unrotated):
         return f"qk_norm is {attention.qk_norm}, which undoes temperature"
     return None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.parts.roles import DenseRole, are_layers
 
 Half = Literal["attention", "mlp"]
@@ -24,8 +25,11 @@ class NormedResidualSpec:
     half of layers with experts alone.   `apart`: in layers with
     experts, the router, the shared expert and the routed experts get the hidden state over its rms; each multiplies it
     by weights of its own, and the outputs of shared and routed experts are normed each before they are added.
-    `scaled`: a learned number multiplies the hidden state after each layer.
-    Source: transformers, models/afmoe, models/flex_olmo, models/axk1, and models/gemma4 (apart, scaled).
+    `scaled`: a learned number multiplies the hidden state after each layer. `by_depth`: the embedding and the n - 1
+    outputs before and with the current one, all n of the same size, add up to a sum of that size: the hidden state is
+    multiplied by `sqrt((n - 1) / n)` and the output by `sqrt(1 / n)`.
+    Source: transformers, models/afmoe, models/flex_olmo, models/axk1, models/gemma4 (apart, scaled), and models/beam
+    (by depth).
     """
 
     kind: Literal["normed"]
@@ -33,6 +37,7 @@ class NormedResidualSpec:
     after: tuple[Literal["attention", "mlp", "experts"], ...]
     apart: bool
     scaled: bool
+    by_depth: bool = added(False)
 
     @property
     def streams(self) -> int:

@@ -86,6 +86,12 @@ def _attend_grouped(
         norms = None
     q, k = _clipped(q, spec), _clipped(k, spec)
     if spec.temperature is not None and not (is_rotated and spec.temperature.is_unrotated):
+        if norms is not None and spec.qk_norm == "head":  # which would undo a temperature before them
+            q, k = (
+                operations.rms_norm(each.view(len(x), -1, spec.head_dim), norm, eps).flatten(1)
+                for each, norm in ((q, norms.q), (k, norms.k))
+            )
+            norms = None
         q = q * _temperature(spec.temperature, cache.num_tokens, len(x), x.device)
     if not is_rotated:
         angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
@@ -107,6 +113,9 @@ def _gated(mixed: Tensor, x: Tensor, weights: Weights, spec: OutputGateSpec | No
     if spec is None:
         return mixed
     gates = linear(x, weights.matrix(f"{role}.gate"))
+    if spec.bias:
+        bias = weights.vector(f"{role}.gate_bias")
+        gates = gates + (bias if spec.each == "head" else bias.repeat_interleave(head_dim))
     gates = gates.sigmoid() if spec.function == "sigmoid" else torch.nn.functional.softplus(gates)
     return mixed * (gates.repeat_interleave(head_dim, dim=1) if spec.each == "head" else gates)
 
@@ -120,6 +129,8 @@ def is_interleaved(spec: ModelSpec, layer: int) -> bool:
 def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
     """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
     positions = torch.arange(start, start + num_tokens, device=device)[:, None]
+    if spec.is_power:
+        return torch.exp(spec.slope * torch.log1p((positions + int(spec.is_from_one)).float() / spec.length))
     return 1 + spec.slope * torch.log1p(torch.floor((positions + int(spec.is_from_one)) / spec.length))
 
 

@@ -8,6 +8,7 @@ a multiple of it. Halves of layers read them and change them through `first_inpu
 `enter_second` alone. What a half gets and returns is float32 [T, d].
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -98,6 +99,8 @@ def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
         return _on_normed(x, y, weights, f"layers.{layer}.attention_norm", factors)
     if has_output_norm(residual, "attention", False):
         y = norm(y, weights, f"layers.{layer}.attention_post_norm")
+    if isinstance(residual, NormedResidualSpec) and residual.by_depth:
+        return _by_depth(x, y, 2 * layer + 2)
     return x + scaled(y, spec.residual_multiplier)
 
 
@@ -143,8 +146,16 @@ def _enter_normed(
     y = _sum(unrouted, routed)
     if has_output_norm(spec, "mlp", layer in weights.spec.moe_layers):
         y = norm(y, weights, f"{role}.mlp_post_norm")
-    x = x + scaled(y, weights.spec.residual_multiplier)
+    x = _by_depth(x, y, 2 * layer + 3) if spec.by_depth else x + scaled(y, weights.spec.residual_multiplier)
     return x * weights.vector(f"{role}.scale") if spec.scaled else x
+
+
+def _by_depth(x: Tensor, y: Tensor, number: int) -> Tensor:
+    """Returns the sum of hidden states and an output, in which all outputs so far, and the embedding, weigh the same.
+
+    Args:    number: of these together.
+    """
+    return x * math.sqrt((number - 1) / number) + y * math.sqrt(1 / number)
 
 
 def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: FactorsSpec) -> Tensor:

@@ -530,10 +530,10 @@ def test_a_temperature_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(
                 spec, "attention temperature", TEMPERATURE | wrong, TEMPERATURE | right, message
             )
-    for norm in ("head", "rotated_head"):
+    for norm in ("projection", "head"):
         with case(norm):
             spec = changed(GROUPED, "attention temperature", TEMPERATURE)
-            assert_refused_beside_legal(spec, "attention qk_norm", norm, "projection", undone(norm))
+            assert_refused_beside_legal(spec, "attention qk_norm", "rotated_head", norm, undone("rotated_head"))
 
 
 LLAMA3: Values = {
@@ -709,6 +709,9 @@ def test_residuals_that_cannot_be_are_refused() -> None:
         with case(message):
             assert_refused_beside_legal(GROUPED, "residual", legal | wrong, legal, message)
     with_residual = {residual["kind"]: changed(GROUPED, "residual", residual) for residual in (shortcut, gated)}
+    by_depth = changed(GROUPED, "residual", normed | {"by_depth": True})
+    multiplied = "residual by_depth cannot have a residual_multiplier of 0.5"
+    assert_refused_beside_legal(by_depth, "residual_multiplier", 0.5, 1.0, multiplied)
     shared = changed(GROUPED, "residual", normed | {"apart": True})
     assert_refused_beside_legal(shared, "norm kind", "layer", "rms", needed)
     assert spec_fault(replace(shared, shared_expert=None)) == needed

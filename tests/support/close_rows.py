@@ -360,6 +360,15 @@ ROWS: tuple[Close, ...] = (
         {"relative_attention_num_buckets": 30},
         "num_buckets is 30, expected a multiple of 4 up to 65536",
     ),
+    Close(
+        "beam",
+        {"rope_parameters": {"sliding_attention": None}},
+        "key 'full_attention' is missing, expected a value or null",
+    ),
+    *(
+        Close("beam", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping")
+    ),
     Close("minimax", {"postnorm": False}, "postnorm is False; " + ONLY("True")),
     Close("minimax", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64; " + ONLY("0")),
     Close("minimax", {"rotary_dim": 7}, "rotary_dim is 7, expected an even number up to 16"),

@@ -135,12 +135,6 @@ REASONS: tuple[Reason, ...] = (
         "that continues the state of the layer before, a choice without an expert, scaled residuals",
     ),
     Reason(
-        "beam",
-        "Beam 1.0",
-        "residuals scaled by depth, norms after each half of a layer, gates with biases, queries sharpened by a "
-        "power of the position, a softcap of logits",
-    ),
-    Reason(
         "doge",
         "Doge 20M to 320M",
         "thousands of experts of one neuron each, found by two halves of a key; scores of attention with a bias from "

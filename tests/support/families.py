@@ -294,7 +294,7 @@ FUSED_ALWAYS = (
     "qwen3_vl_moe",
 )
 # Which have an object with rotary positions for each kind of layer.
-ROPE_BY_KIND = ("gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "step3p5", "step3p7")
+ROPE_BY_KIND = ("beam", "gemma4", "gemma4_text", "laguna", "mellum", "mimo_v2_flash", "step3p5", "step3p7")
 # Whose published checkpoints have a matrix of all experts of a layer in one tensor.
 STACKED = ("step3p5", "step3p7")
 # Which read a share of each head that is rotated.

@@ -127,6 +127,7 @@ UNPUBLISHED = {
     "kolibri1": "no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
+    "beam": "no public copy of the file of reflection/Beam-1.0-501B-A23B was found",
     "minimax": "no public copy of the file of MiniMaxAI/MiniMax-Text-01-hf was found, only keys in other files",
     "mistral4": "its models are published inside multimodal checkpoints, mistral3",
     "step3p5": "no public copy of the file of stepfun-ai/Step-3.5-Flash was found; step3p7 has its text model's sizes",

@@ -88,6 +88,17 @@ _QWEN4: Values = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 RESIDUAL_SHAPES: dict[str, Values] = {
+    "beam": _EXPERTS
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "sliding_window": 7,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "final_logit_softcapping": 3.0,
+    },
     "minimax": {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
@@ -161,6 +172,29 @@ RESIDUAL_SHAPES: dict[str, Values] = {
     "qwen4_exp": _QWEN4 | {"model_type": "qwen4_exp_text"},
 }
 RESIDUAL_SWITCHED: dict[str, dict[str, Values]] = {
+    "beam": {
+        "bias, one group, not normalized, no softcap, tied head": {
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        },
+        "all layers rotate, in ways of their own": {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+                "full_attention": _YARN,
+            },
+        },
+        "no layer rotates, three dense layers": {
+            "layer_types": ["full_attention"] * 4,
+            "rope_parameters": {"full_attention": None},
+            "mlp_layer_types": None,
+        },
+        "windows everywhere": {"layer_types": ["sliding_attention"] * 4},
+    },
     "minimax": {
         "the published shares of states, part of each head rotated": {
             "head_dim": 32,

@@ -42,7 +42,9 @@ def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str,
     if (gate := attention.get("gate")) is None:
         return []
     require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
-    return [("gate", (attention["num_heads"] * (size if gate["each"] == "value" else 1), d))]
+    h = attention["num_heads"]
+    shapes: list[tuple[str, Shape]] = [("gate", (h * (size if gate["each"] == "value" else 1), d))]
+    return [*shapes, ("gate_bias", (h,))] if gate.get("bias", False) else shapes
 
 
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:

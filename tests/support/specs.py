@@ -32,6 +32,7 @@ from moe_pack.formats.parts import (
     RelativeSpec,
     RopeSpec,
     ShortcutResidualSpec,
+    TemperatureSpec,
 )
 from moe_pack.formats.spec import EncoderSpec, LimitSpec
 
@@ -101,6 +102,22 @@ RESIDUALS = {
         GROUPED, residual=NormedResidualSpec("normed", True, ("experts",), False, False)
     ),
     "norms apart": replace(GROUPED, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), True, True)),
+    "sums by depth": replace(
+        GROUPED,
+        attention=GroupedQuerySpec(
+            "grouped_query",
+            4,
+            2,
+            32,
+            16,
+            32**-0.5,
+            (),
+            "head",
+            temperature=TemperatureSpec(0.1, 4, is_from_one=True, is_unrotated=False, is_power=True),
+            gate=OutputGateSpec("value", "sigmoid", bias=True),
+        ),
+        residual=NormedResidualSpec("normed", True, ("attention", "mlp"), False, False, by_depth=True),
+    ),
     "sums with what was read": replace(
         GROUPED,
         mixer=LightningSpec("lightning_attention", (1,), 4, 16, factors=(0.5,), norm_eps=1e-6),
