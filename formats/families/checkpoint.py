@@ -348,17 +348,30 @@ def _family(values: Any) -> Family | None:
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
+# Keys with the number of layers that predict further tokens: some lists of values for layers go on with theirs.
+_PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
 def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:
     """Keeps the first layers, also in the lists that have a value for each layer (`layer_types`)."""
+    if wanted is None:
+        return
+    if "num_decoder_layers" in values:
+        raise CheckpointError("--layers shortens decoders alone, and this model has an encoder; leave the option out")
     size = values.get("num_hidden_layers")
     _cut(values, "num_hidden_layers", wanted, "--layers")
-    if wanted is not None:
-        for key, value in values.items():
-            if isinstance(value, list) and len(value) == size:
-                values[key] = value[:wanted]
-        pattern = values.get("hybrid_override_pattern")  # a letter a layer
-        if isinstance(pattern, str):
-            values["hybrid_override_pattern"] = pattern[:wanted]
+    if type(size) is int:
+        predicting = next((values[key] for key in _PREDICTING if type(values.get(key)) is int), 0)
+        _cut_lists(values, {size, size + predicting}, wanted)
+
+
+def _cut_lists(values: dict[str, Any], sizes: set[int], wanted: int) -> None:
+    """Keeps the first values of lists, and letters of patterns, that have one for each layer."""
+    for key, value in values.items():
+        if isinstance(value, dict) and not key.startswith("rope"):  # whose lists are of frequencies
+            _cut_lists(value, sizes, wanted)
+        elif type(value) is (str if key == "hybrid_override_pattern" else list) and len(value) in sizes:
+            values[key] = value[:wanted]
 
 
 def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> None:

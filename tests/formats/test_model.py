@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral
 from published import PUBLISHED, spec_of
 
-from moe_pack.formats import CheckpointError
+from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import SHORT_NAMES, Checkpoint, model_spec
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -39,6 +39,30 @@ def test_a_folder_or_a_file_is_read_before_names(tmp_path: Path, monkeypatch: py
 def test_the_first_layers_have_the_windows_that_they_had() -> None:
     attention = model_spec("gpt-oss-20b", num_layers=5).attention
     assert isinstance(attention, GroupedQuerySpec) and attention.windowed_layers == (0, 2, 4)
+
+
+def below_nine(part: object) -> object:
+    """A part of a model as plain values, without later layers in its tuples of layers."""
+    if is_dataclass(part) and not isinstance(part, type):
+        return {field.name: below_nine(getattr(part, field.name)) for field in fields(part)}
+    return tuple(value for value in part if not isinstance(value, int) or value < 9) if type(part) is tuple else part
+
+
+def test_the_first_layers_of_every_published_decoder_are_those_of_the_whole() -> None:
+    for model in PUBLISHED:
+        whole = spec_of(model)
+        if whole.encoder is None:
+            with case(model.name):
+                cut = model_spec(model.name, 9)
+                assert cut.moe_layers == tuple(layer for layer in whole.moe_layers if layer < 9)
+                for layer in range(8):  # the last of Gemma 4 is never one with a window
+                    for part in (ModelSpec.attention_of, ModelSpec.rope_of, ModelSpec.mixer_of):
+                        assert below_nine(part(cut, layer)) == below_nine(part(whole, layer))
+
+
+def test_layers_of_a_model_with_an_encoder_are_all_needed() -> None:
+    with pytest.raises(CheckpointError, match=r"^--layers shortens decoders alone, and this model has an encoder"):
+        model_spec("switch-base-16", 3)
 
 
 def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:
