@@ -35,19 +35,36 @@ Array = NDArray[Any]
 class RoutingChecks:
     """A reader of a sidecar's arrays that checks each, for a model of L MoE layers of E experts, k a token.
 
+    `all_have_weights`: no experts return their input; those that do take choices and are not among the E.
     Raises:  PackError, from every method, which names the array that is missing or cannot be right.
     """
 
-    def __init__(self, sidecar: TensorSidecar, place: str, num_layers: int, num_experts: int, num_chosen: int) -> None:
+    def __init__(
+        self,
+        sidecar: TensorSidecar,
+        place: str,
+        num_layers: int,
+        num_experts: int,
+        num_chosen: int,
+        all_have_weights: bool = True,
+    ) -> None:
         self._sidecar = sidecar
+        self._all_have_weights = all_have_weights
         self._place = place
         self._L, self._E, self._k = num_layers, num_experts, num_chosen
         self._left = set(sidecar.entries)
 
     def popularity(self, name: str) -> Array:
-        """Returns the tokens that chose each expert, u32 [L, E]: k choices a token, the same tokens in every layer."""
+        """Returns the tokens that chose each expert, u32 [L, E]: k choices a token, the same tokens in every layer.
+
+        Where experts without weights take choices, the others have fewer, and the number of tokens is not known.
+        """
         counts = self._form(name, "U32", (self._L, self._E))
         choices = counts.sum(axis=1, dtype=np.int64)
+        if not self._all_have_weights:
+            if not choices.any():
+                raise self._fault(name, "no counts", "experts that some tokens chose")
+            return counts
         T = int(choices[0]) // self._k
         if T < 1 or (choices != T * self._k).any() or counts.max() > T:
             raise self._fault(name, "impossible counts", f"{self._k} experts of each token in every layer")
@@ -358,7 +375,7 @@ def _dtype(name: str, values: Array) -> str:
 
 def _read(sidecar: TensorSidecar, folder: Path, spec: ModelSpec) -> Routing:
     L, E, k = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok
-    checks = RoutingChecks(sidecar, ROUTING_FILE, L, E, k)
+    checks = RoutingChecks(sidecar, ROUTING_FILE, L, E, k, all_have_weights=not spec.router.num_identity)
     popularity = checks.popularity("popularity")
     mass, recalls = checks.mass("mass"), checks.recalls("recalls", len(PREDICTORS))
     best = checks.best("best", recalls, NO_PREDICTOR)

@@ -1,4 +1,4 @@
-"""Models with mixers in place of attention, from a profile to text within a budget."""
+"""Models with mixers in place of attention, or other sums than plain ones, from a profile to text within a budget."""
 
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
+RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam")
 
 
 def run(*arguments: object) -> Result:
@@ -64,8 +65,8 @@ def test_a_hybrid_model_runs_within_its_least_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_hybrid_family_runs_within_its_least_budget(tmp_path: Path) -> None:
-    for family in FAMILIES[2:]:
+def test_every_such_family_runs_within_its_least_budget(tmp_path: Path) -> None:
+    for family in (*FAMILIES[2:], *RESIDUALS):
         assert_runs_within_budgets(converted(family, tmp_path / family))
 
 
