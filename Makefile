@@ -97,6 +97,7 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/offloading.py overlap --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/row_reads.py --folder $(BENCH_PACKS)
 
 bench: families bench-cpu bench-streaming ablate
 	mkdir -p $(BENCH_PACKS)
