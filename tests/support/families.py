@@ -756,6 +756,21 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
     )
 
 
+@torch.no_grad()
+def briefly_differs(tiny: Tiny, folder: Path) -> float:
+    """The largest difference of logits in a chunk of two thirds of the text and, one by one, in the tokens after it."""
+    source = write(tiny, folder / "source")
+    pack(source, folder / "packed", width=16)
+    ids, begin = token_ids(), 2 * NUM_TOKENS // 3
+    expected = oracle(source)(ids)
+    assert expected.abs().max() > 0.5, "logits so small that the bound would prove nothing"
+    with Pack(folder / "packed") as opened:
+        decoder = Decoder(PackWeights(opened, torch.device("cpu")), NUM_POSITIONS)
+        chunk = decoder.logits(ids[:begin])
+        one_by_one = [decoder.next_logits([token]) for token in ids[begin:]]
+    return float((torch.cat((chunk, torch.stack(one_by_one))) - expected).abs().max())
+
+
 def compare_answers(model: PreTrainedModel, text: list[int], packed: Path) -> Comparison:
     """The same for a model with an encoder: a text, and an answer that is given, or made."""
     answer = [start_token(model), *text[20:80]]
