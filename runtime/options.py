@@ -53,6 +53,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         parts["gates of attention"] = attention.gate is not None
     if isinstance(attention, LatentSpec):
         parts["sparse attention"] = attention.indexer is not None
+        parts["sinks of latent attention"] = attention.sinks
         parts["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
     if isinstance(attention, GroupedQuerySpec):
         parts |= {

@@ -521,19 +521,28 @@ LATENT_NAMES: Mapping[str, str] = {
 
 
 def read_latent(
-    config: Config, head_dim: int | None = None, *, reads_head_dim: bool = True, may_lack_rank: bool = False
+    config: Config,
+    head_dim: int | None = None,
+    *,
+    reads_head_dim: bool = True,
+    reads_kv_heads: bool = True,
+    may_lack_rank: bool = False,
 ) -> LatentSpec:
     """Reads latent attention; its scale includes `yarn_scale`.
 
     Args:    head_dim: the value of the key of this name; None for that of the rotated part.   reads_head_dim: whether
-             it must be that; if not, the key means nothing.
+             it must be that; if not, the key means nothing.   reads_kv_heads: likewise of `num_key_value_heads`, which
+             must be the number of heads.
              may_lack_rank: whether queries have no latent where `q_lora_rank` is missing.
     """
     config.only("attention_bias", False)
     nope, rope, num_heads = (
         config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
     )
-    config.only("num_key_value_heads", num_heads)
+    if reads_kv_heads:
+        config.only("num_key_value_heads", num_heads)
+    else:
+        config.ignore("num_key_value_heads")
     config.only("qk_head_dim", nope + rope)
     if reads_head_dim:
         config.only("head_dim", rope if head_dim is None else head_dim)

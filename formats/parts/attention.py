@@ -141,9 +141,10 @@ class IndexerSpec:
 
     Each position has one key for all of them, in the cache after the latent's. docs/format.md, section 11, says how.
     `interleaved`: rotated in neighbours, not in halves. `shared`: the layer has no indexer of its own; its queries
-    attend to the positions that were chosen in the last layer before it that has one.
+    attend to the positions that were chosen in the last layer before it that has one. `rotates_last`: the last values
+    of a head are rotated, not the first. `norm_eps`: of the layer norm of keys.
     Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer. Of shared
-    choices: transformers, models/glm_moe_dsa.
+    choices: transformers, models/glm_moe_dsa; of the last values: models/hy_v4, HYV4Indexer.
     """
 
     num_heads: int
@@ -151,6 +152,8 @@ class IndexerSpec:
     top_k: int
     interleaved: bool = added(False)
     shared: bool = added(False)
+    rotates_last: bool = added(False)
+    norm_eps: float = added(1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +163,8 @@ class LatentSpec:
     The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
     Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
     with `lora_norm_eps`; `q_latent_scale` and `kv_latent_scale` multiply them then. `indexer`: null if a query attends
-    to all positions before it. `gate`: gates of outputs; null if there are none.
-    Source: DeepSeek-V2 (2405.04434), section 2.1.
+    to all positions before it. `gate`: gates of outputs; null if there are none. `sinks`: as of `GroupedQuerySpec`.
+    Source: DeepSeek-V2 (2405.04434), section 2.1. Of the sinks: transformers, models/hy_v4, HYV4Attention.
     """
 
     kind: Literal["latent"]
@@ -178,6 +181,7 @@ class LatentSpec:
     q_latent_scale: float = added(1.0)
     kv_latent_scale: float = added(1.0)
     gate: OutputGateSpec | None = added(None)  # noqa: RUF009
+    sinks: bool = added(False)
 
     @property
     def cached_width(self) -> int:
@@ -300,6 +304,8 @@ def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
     yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
     yield from _gate_role(attention.gate, num_heads, attention.v_head_dim, d)
+    if attention.sinks:
+        yield DenseRole("attention.sinks", (num_heads,), False)
     if (indexer := attention.own_indexer) is not None:
         heads, width = indexer.num_heads, indexer.head_dim
         yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
@@ -349,6 +355,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         indexer = attention.indexer
         if indexer is not None and (attention.q_lora_rank is None or indexer.head_dim < attention.qk_rope_head_dim):
             return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"
+        if indexer is not None and not 0 < indexer.norm_eps < 1:
+            return f"indexer norm_eps is {indexer.norm_eps}, expected between 0 and 1"
         return _temperature_fault(attention.temperature, attention)
     if isinstance(attention, RelativeSpec):
         return _relative_fault(attention)

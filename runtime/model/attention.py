@@ -36,7 +36,13 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, Rope, rotate
 from moe_pack.runtime.model.matrix import linear
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, fused_attention, seen_positions
+from moe_pack.runtime.model.operations import (
+    MAX_DECODED_BYTES,
+    HeadNorms,
+    attend_with_sinks,
+    fused_attention,
+    seen_positions,
+)
 from moe_pack.runtime.model.weights import Weights
 
 
@@ -259,8 +265,9 @@ def attend_latent(
             cache.chosen.positions = _indexed(x, q_latent, weights, indexer, role, angles, index_keys, mask)
     if spec.indexer is not None and cache.chosen.positions is not None:
         mask = cache.chosen.positions
-    attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
-    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop, :width].float(), mask)))  # [heads, T, v]
+    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
+    attend, cached = _absorbed if absorbs(len(x), stop, spec) else _expanded, cache.keys[0, :stop, :width].float()
+    mixed = torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))  # [heads, T, v]
     mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
     return linear(mixed, weights.matrix(f"{role}.o"))
 
@@ -285,15 +292,21 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[
     return q.view(len(x), spec.num_heads, -1).transpose(0, 1), latent
 
 
-_INDEX_NORM_EPS = 1e-6
-
-
 def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angles: Angles) -> Tensor:
     """Returns the indexer's keys of tokens x, float32 [T, head_dim]."""
     norm = weights.vector(f"{role}.index_k_norm"), weights.vector(f"{role}.index_k_norm_bias")
     k = linear(x, weights.matrix(f"{role}.index_k"))
-    k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, _INDEX_NORM_EPS)
-    return rotate(k[None], angles, spec.interleaved)[0]
+    k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, spec.norm_eps)
+    return _rotated_index(k[None], spec, angles)[0]
+
+
+def _rotated_index(x: Tensor, spec: IndexerSpec, angles: Angles) -> Tensor:
+    """Returns an indexer's queries or keys x [heads, T, head_dim], rotated."""
+    if not spec.rotates_last:
+        return rotate(x, angles, spec.interleaved)
+    rotary_dim = 2 * angles[0].shape[1]
+    kept, turned = torch.split(x, [spec.head_dim - rotary_dim, rotary_dim], dim=-1)
+    return torch.cat((kept, rotate(turned, angles, spec.interleaved)), dim=-1)
 
 
 def _indexed(
@@ -312,7 +325,7 @@ def _indexed(
     Returns: bool [T, S]; among equal scores, the first positions.
     """
     q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
-    q = rotate(q, angles, spec.interleaved)
+    q = _rotated_index(q, spec, angles)
     head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
     chosen = torch.empty((len(x), len(keys)), dtype=torch.bool, device=x.device)
     step = max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * len(keys)))
@@ -343,12 +356,20 @@ def _up_projections(
 
 
 def _absorbed(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yields outputs of some heads, [heads, T, v], in the latent's space; `cached` is [S, rank + rope]."""
+    """Yields outputs of some heads, [heads, T, v], in the latent's space.
+
+    Args:    cached: float32 [S, rank + rope].   mask: bool [T, S]; None: all are seen.   sinks: float32 [num_heads],
+             logits without a value; None: none.
+    """
     nope = spec.qk_nope_head_dim
     for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * q.shape[1] * len(cached)):
         moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
+        if sinks is not None:
+            keys, values = cached[None], cached[None, :, : spec.kv_lora_rank]
+            yield attend_with_sinks(moved, keys, values, mask, spec.scale, sinks[heads]) @ w_v.transpose(1, 2)
+            continue
         scores = moved @ cached.T * spec.scale
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
@@ -356,16 +377,23 @@ def _absorbed(
 
 
 def _expanded(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None, sinks: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yields outputs of some heads, [heads, T, v], with expanded keys and values; `cached` is [S, rank + rope]."""
+    """Yields the same with expanded keys and values."""
     latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
     width = spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
     for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * width):
         nope = latent @ w_k.transpose(1, 2)  # [heads, S, nope]
         keys = torch.cat((nope, rope.expand(len(nope), -1, -1)), dim=-1)
         values = latent @ w_v.transpose(1, 2)
-        if q.device.type == "cpu":
+        if sinks is not None:
+            pieces = []
+            for first, last in _query_blocks(q.shape[1], len(keys) * len(cached)):
+                seen = None if mask is None else mask[first:last]
+                rows = q[heads, first:last]
+                pieces.append(attend_with_sinks(rows, keys, values, seen, spec.scale, sinks[heads]))
+            yield torch.cat(pieces, dim=1)
+        elif q.device.type == "cpu":
             yield torch.nn.functional.scaled_dot_product_attention(
                 q[heads], keys, values, attn_mask=mask, scale=spec.scale
             )

@@ -235,11 +235,25 @@ def _attend_piece(
     if not is_fused:
         return _softmax_attention(q, keys, values, seen, scale, sinks)
     if sinks is not None:
-        least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
-        q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
-        seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
-        is_causal = False
+        return attend_with_sinks(q, keys, values, seen, scale, sinks)
     return _attend_seen(q, keys, values, seen, is_causal, scale)
+
+
+def attend_with_sinks(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """Returns `softmax(scale * q @ keys^T) @ values` of each head, with one more logit in its softmax, without a value.
+
+    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].
+             seen: bool [T, S]; None: all.   sinks: float32 [heads], these logits.
+    Returns: float32 [heads, T, v].
+    """
+    if q.device.type == "cpu":
+        return _softmax_attention(q, keys, values, seen, scale, sinks)
+    least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
+    q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
+    seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
+    return fused_attention(q, keys, values, seen, False, scale)
 
 
 def _attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, is_causal: bool, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import plain_layout, whole_blocks
-from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, RelativeSpec
+from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
@@ -426,8 +426,15 @@ def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
         for attention, _ in spec.attention_kinds
         if isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim
     ]
-    scores = 4 * max(unequal, default=0) * chunk_tokens * spec.max_position_embeddings
-    return min(scores, MAX_SCORE_BYTES) * 5 // 4
+    sinking = [
+        attention.num_heads
+        for attention, _ in spec.attention_kinds
+        if isinstance(attention, LatentSpec) and attention.sinks
+    ]
+    scores, with_sinks = (
+        4 * max(heads, default=0) * chunk_tokens * spec.max_position_embeddings for heads in (unequal, sinking)
+    )
+    return min(scores, MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, MAX_DECODED_BYTES)
 
 
 def _mixer_floats(spec: ModelSpec) -> int:

@@ -621,6 +621,12 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
         with case(name):
             line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
             assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)
+    for eps in (0.0, 1.0):
+        with case(eps):
+            line = f"indexer norm_eps is {eps}, expected between 0 and 1"
+            assert_refused_beside_legal(
+                LATENT, "attention indexer", indexer | {"norm_eps": eps}, indexer | {"norm_eps": 1e-5}, line
+            )
 
 
 BLOCKS: Values = {"kind": "largest", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}

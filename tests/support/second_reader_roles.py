@@ -85,6 +85,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
         shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
         shapes.append(("o", (d, h * v)))
         shapes += gate_shapes(attention, v, d)
+        if attention.get("sinks", False):
+            shapes.append(("sinks", (h,)))
         if "indexer" in attention and not attention["indexer"].get("shared", False):
             heads, width = attention["indexer"]["num_heads"], attention["indexer"]["head_dim"]
             shapes += [("index_q", (heads * width, q_rank)), ("index_k", (width, d)), ("index_k_norm", (width,))]
