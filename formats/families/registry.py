@@ -38,6 +38,7 @@ from moe_pack.formats.families.granitemoe_swa import GRANITEMOE_SWA
 from moe_pack.formats.families.granitemoehybrid import GRANITEMOEHYBRID
 from moe_pack.formats.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from moe_pack.formats.families.hy_v3 import HY_V3
+from moe_pack.formats.families.hy_v4 import HY_V4
 from moe_pack.formats.families.jamba import JAMBA
 from moe_pack.formats.families.kimi_linear import KIMI_LINEAR
 from moe_pack.formats.families.kolibri1 import KOLIBRI1
@@ -134,6 +135,7 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOE_SWA,
         SOLAR_OPEN,
         HY_V3,
+        HY_V4,
         HUNYUAN_V1_MOE,
         EXAONE_MOE,
         KOLIBRI1,

@@ -182,6 +182,7 @@ MODELS = [
     Tiny("gpt_oss", "sinks, biases"),
     Tiny("exaone_moe", "norms of heads, layers that do not rotate"),
     Tiny("deepseek_v32", "queries attend where an indexer says"),
+    Tiny("hy_v4", "sinks and gates of latents, streams that do not mix"),
     Tiny("minimax_m3_vl", "queries attend to blocks that an indexer chooses, zero-centered norms"),
     Tiny("llama4_text", "norms of rotated heads, temperature, chunks"),
     Tiny("mimo_v2_flash", "attention of their own in layers with windows, smaller values"),
@@ -211,11 +212,11 @@ def test_a_half_layers_gradient_is_that_of_finite_differences(opened: Opened) ->
     spec, states, x = opened.weights.spec, opened.states, opened.hidden
     for layer in {0, spec.num_hidden_layers - 1}:
         with case(layer), torch.inference_mode():
-            above = random(S, spec.hidden_size, seed=3), random(S, spec.hidden_size, seed=4)
+            above = random(S, spec.stream_width, seed=3), random(S, spec.hidden_size, seed=4)
             gradient, of_text = half_gradient(states, layer, x, None, Tracked(opened.weights), above)
             assert of_text is None
             for seed in range(3):
-                step = random(S, spec.hidden_size, seed=seed) * 1e-3 * x.std()
+                step = random(S, spec.stream_width, seed=seed) * 1e-3 * x.std()
                 outputs = [states.half_of(layer, x + sign * step, None, opened.weights) for sign in (1, -1)]
                 moved = sum(
                     float(((one - other) * g).double().sum()) for one, other, g in zip(*outputs, above, strict=True)
@@ -241,7 +242,7 @@ def test_a_routers_gradient_is_that_of_finite_differences(opened: Opened) -> Non
 
 def test_the_mean_square_along_prediction_gradients_is_twice_the_divergence(opened: Opened) -> None:
     """Of one token, many times: 4,000 squares of normal values have a deviation of 2.2%."""
-    weights, d = opened.weights, opened.weights.spec.hidden_size
+    weights, d = opened.weights, opened.weights.spec.stream_width
     x = opened.hidden[:1]
     with torch.inference_mode():
         step = random(1, d, seed=5) * 0.02 * x.std()

@@ -22,15 +22,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(write(Tiny("deepseek_v2", "groups", FULL_V2), tmp_path_factory.mktemp("latent")))
 
 
+BOTH_WAYS = (Tiny("deepseek_v2", "groups", FULL_V2), Tiny("hy_v4", "sinks"))
+
+
+@pytest.fixture(scope="module", params=BOTH_WAYS, ids=lambda tiny: tiny.family)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(write(request.param, tmp_path_factory.mktemp("both")))
+
+
 @pytest.mark.parametrize("pieces", [[96], [1] * 96, [40, 1, 1, 30, 24], [5] * 19 + [1]], ids=str)
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_absorbed_and_expanded_give_the_same_logits(
-    pieces: list[int], absorbed: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    pieces: list[int], absorbed: bool, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = token_ids()
-    expected = Decoder(CheckpointWeights(checkpoint), NUM_TOKENS).logits(ids)
+    expected = Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids)
     monkeypatch.setattr(latent_attention, "absorbs", lambda *sizes: absorbed)
-    decoder, found = Decoder(CheckpointWeights(checkpoint), NUM_TOKENS), []
+    decoder, found = Decoder(CheckpointWeights(model), NUM_TOKENS), []
     for size in pieces:
         start = decoder.cache.num_tokens
         found.append(decoder.logits(ids[start : start + size]))
@@ -38,12 +46,12 @@ def test_absorbed_and_expanded_give_the_same_logits(
 
 
 @pytest.mark.parametrize("absorbed", [True, False])
-def test_heads_may_come_one_at_a_time(absorbed: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_may_come_one_at_a_time(absorbed: bool, model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = token_ids()
-    expected = Decoder(CheckpointWeights(checkpoint), NUM_TOKENS).logits(ids)
+    expected = Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids)
     monkeypatch.setattr(latent_attention, "absorbs", lambda *sizes: absorbed)
     monkeypatch.setattr(latent_attention, "MAX_DECODED_BYTES", 1)
-    assert (Decoder(CheckpointWeights(checkpoint), NUM_TOKENS).logits(ids) - expected).abs().max() < 1e-4
+    assert (Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids) - expected).abs().max() < 1e-4
 
 
 def test_a_token_alone_is_absorbed_and_a_prompt_is_expanded() -> None:

@@ -278,6 +278,60 @@ ROWS: tuple[Close, ...] = (
             ),
         )
     ),
+    *(
+        Close("hy_v4", {key: value}, f"{key} is {value!r}; " + ONLY(repr(only)))
+        for key, value, only in (
+            ("enable_ihc", False, True),
+            ("first_k_dense_replace", 3, 1),
+            ("gated_mla", False, True),
+            ("gating_type", "headwise", "elementwise"),
+            ("learnable_sink", False, True),
+            ("moe_layer_freq", 2, 1),
+            ("scoring_func", "softmax", "sigmoid"),
+            ("topk_method", "greedy", "noaux_tc"),
+            ("attention_bias", True, False),
+            ("hidden_act", "gelu", "silu"),
+        )
+    ),
+    *(
+        Close("hy_v4", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("routed_scaling_factor", "index_topk")
+    ),
+    *(
+        Close("hy_v4", {key: None}, f"key '{key}' is missing, expected a whole number")
+        for key in ("q_lora_rank", "index_n_heads", "index_head_dim")
+    ),
+    Close(
+        "hy_v4",
+        {"swiglu_limit": 0.0},
+        "expert limits are 0.0 and None, expected one at least, between 0 and 1e6",
+    ),
+    Close("hy_v4", {"hc_mult": 1}, "residual streams is 1, expected 2 to 64"),
+    Close(
+        "hy_v4",
+        {"hc_magnitude": 0.0},
+        "residual mixing 0, magnitude 0.0 or eps 1e-06 is out of range",
+    ),
+    Close(
+        "hy_v4",
+        {"index_head_dim": 4},
+        "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values",
+    ),
+    Close(
+        "hy_v4",
+        {"indexer_types": ["shared", "full", "full", "full"]},
+        "layer 0 shares an indexer's choice, but there is no layer before it",
+    ),
+    Close(
+        "hy_v4",
+        {"indexer_types": ["full", "none", "full", "full"]},
+        "indexer_types has ['full', 'none']; only 'full' and 'shared' are supported",
+    ),
+    Close(
+        "hy_v4",
+        {"layer_types": ["full_attention"] * 4},
+        "layer_types has ['full_attention']; only 'indexed_attention' and 'deepseek_sparse_attention' are supported",
+    ),
     Close("glm_moe_dsa", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + ONLY("'sigmoid'")),
     Close("glm_moe_dsa", {"rope_interleave": False}, "rope_interleave is False; " + ONLY("True")),
     Close("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False; " + ONLY("True")),

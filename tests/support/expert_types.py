@@ -82,11 +82,6 @@ REASONS: tuple[Reason, ...] = (
         "of queries by position for each head, learned rotary frequencies, a softcap of logits",
     ),
     Reason(
-        "hy_v4",
-        "Hy4",
-        "hyper-connections (four residual streams), sparse latent attention with sinks and gates, clamped SiLU",
-    ),
-    Reason(
         "muse_spark",
         "Muse Spark Open",
         "experts in a smaller space between two projections, with a norm of their input and of each output, learned "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -287,6 +288,7 @@ FUSED_ALWAYS = (
     "granitemoehybrid",
     "granitemoeshared",
     "gpt_oss",
+    "hy_v4",
     "llama4",
     "llama4_text",
     "mistral3",
@@ -619,6 +621,8 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
                 "A_log"
             ):  # states remember tens of tokens: what they give is no small rest of large sums
                 weight.uniform_(-4, -1)
+            elif weight.ndim == 1 and re.search(r"(_hc|hc_head)\.\w+$", name):
+                weight.uniform_(0.5, 1.5)  # of hyper-connections, which begin nearly without an effect
             elif weight.ndim == 1 and "norm" in name:
                 usual = 0.0 if not weight.any() else 1.0  # zero-centered norms begin with zeros
                 weight.uniform_(usual - 0.5, usual + 0.5)

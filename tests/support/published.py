@@ -124,6 +124,7 @@ UNPUBLISHED = {
     "flint": "no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     "granitemoe_swa": "only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
     "granitemoeshared": "the class is in transformers; IBM published its weights in granitemoehybrid",
+    "hy_v4": "public code quotes sizes of tencent/Hy4-preview, but no public copy of its file was found",
     "kolibri1": "no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     "llama4_text": "its models are published inside multimodal checkpoints, llama4",
     "longcat_flash": "no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",

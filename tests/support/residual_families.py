@@ -99,6 +99,19 @@ RESIDUAL_SHAPES: dict[str, Values] = {
         "mlp_layer_types": ["dense", *["sparse"] * 3],
         "final_logit_softcapping": 3.0,
     },
+    "hy_v4": _EXPERTS
+    | _LATENT
+    | {
+        "num_hidden_layers": 4,
+        "n_routed_experts": 8,
+        "index_topk": 9,
+        "index_head_dim": 20,
+        "index_n_heads": 24,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "hc_mult": 3,
+        "hc_magnitude": 1.5,
+        "swiglu_limit": 0.25,
+    },
     "minimax": {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
@@ -194,6 +207,25 @@ RESIDUAL_SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": None,
         },
         "windows everywhere": {"layer_types": ["sliding_attention"] * 4},
+    },
+    "hy_v4": {
+        "every layer chooses, heads of the rotated size, yarn, groups, tied head": {
+            "indexer_types": ["full"] * 4,
+            "index_head_dim": 8,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "n_group": 4,
+            "topk_group": 2,
+            "tie_word_embeddings": True,
+        },
+        "choices by default, more than the text, two streams, not normalized, dense last layer": {
+            "indexer_types": None,
+            "index_topk": 200,
+            "hc_mult": 2,
+            "hc_eps": 1e-3,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse", "sparse", "sparse", "dense"],
+        },
     },
     "minimax": {
         "the published shares of states, part of each head rotated": {
