@@ -130,7 +130,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
         return WeightDistribution(size * CONSTANT, size * OWN, turns=spec.norm.kind == "layer")
     if role.name == "head":
         return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
-    if name == "down" and not _is_of_streams(role):
+    if name == "down" and not _is_of_gates(role):
         return _down(spec, num_cols, 1.0)
     if name == "o" or role.name.endswith("ngrams.value"):
         return WeightDistribution(0.0, _branch(spec) * num_cols**-0.5)
@@ -151,7 +151,7 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return _mixer_vector(name, num_values, stream, getattr(spec.mixer, "lower_bound", None) is not None)
     if name in ("attention_post_norm", "mlp_post_norm"):
         return np.full(num_values, _branch(spec) - role.offset, np.float32)
-    if _is_of_streams(role):  # gates of a half; streams enter and mix alike, whatever they are
+    if _is_of_gates(role):  # gates of a half; streams enter and mix alike, whatever they are
         return np.full(num_values, 2.0 - role.offset if name == "norm" else 0.0, np.float32)
     if name == "router_scale":
         return np.full(num_values, math.sqrt(num_values), np.float32)  # by whose root the router divides
@@ -161,8 +161,8 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
     return np.full(num_values, usual, np.float32)
 
 
-def _is_of_streams(role: DenseRole) -> bool:
-    return role.name.rpartition(".")[0].endswith("streams")
+def _is_of_gates(role: DenseRole) -> bool:
+    return role.name.rpartition(".")[0].endswith(("streams", "_gates"))
 
 
 def _hidden_rms(spec: ModelSpec) -> float:

@@ -54,6 +54,7 @@ from moe_pack.formats.parts.residual import (
     final_stream_roles,
     has_input_norm,
     has_output_norm,
+    input_gate_roles,
     residual_fault,
     stream_roles,
 )
@@ -115,8 +116,10 @@ class RouterSpec:
     `on_input`: the weight multiplies the input of the one expert of a token, not its output. `input_scale`: the
     router's input is multiplied by a vector of its own and by `hidden_size ** -0.5`. `expert_scale`: each expert has a
     factor for its weight, last of all. `num_identity`: so many more experts, after the others, return their input and
-    have no weights; one of them may be chosen as any other.
-    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash.
+    have no weights; one of them may be chosen as any other. `zero_outside`: the experts of groups that do not stay
+    score 0; they are chosen where those that stay score less.
+    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash; of
+    `zero_outside`: models/axk2, AXK2TopkRouter.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
@@ -135,6 +138,7 @@ class RouterSpec:
     input_scale: bool = added(False)
     expert_scale: bool = added(False)
     num_identity: int = added(0)
+    zero_outside: bool = added(False)
 
     @property
     def num_outputs(self) -> int:
@@ -422,6 +426,7 @@ def _second_norms(spec: ModelSpec, has_experts: bool) -> Iterator[DenseRole]:
     yield from stream_roles(residual, "mlp", spec.hidden_size, _offset(spec.norm))
     if has_input_norm(residual, "mlp", has_experts):
         yield from _norm(spec, "mlp_norm")
+    yield from input_gate_roles(residual, "mlp", spec.hidden_size, has_experts)
     if isinstance(residual, NormedResidualSpec) and residual.apart and has_experts:
         for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
             yield from _norm(spec, name)
@@ -436,6 +441,7 @@ def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[Dens
     yield from stream_roles(spec.residual, "attention", spec.hidden_size, _offset(spec.norm))
     if has_input_norm(spec.residual, "attention", False):
         yield from _norm(spec, "attention_norm")
+    yield from input_gate_roles(spec.residual, "attention", spec.hidden_size, False)
     if has_output_norm(spec.residual, "attention", False):
         yield from _norm(spec, "attention_post_norm")
     if mixer is not None:
@@ -731,6 +737,8 @@ def _router_fault(router: RouterSpec) -> str | None:
         return f"a {router.kind} router cannot have n_group, bias or normalize"
     if router.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and router.n_group > 1:
         return f"a {router.kind} router cannot have n_group"
+    if router.zero_outside and (router.n_group == 1 or router.kind != "sigmoid_topk"):
+        return "zero_outside needs a sigmoid_topk router with n_group above 1"
     if not 0 <= router.num_identity < 2**20:
         return f"router num_identity is {router.num_identity}, expected 0 to 2^20 - 1"
     if router.num_identity and (

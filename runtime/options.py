@@ -38,6 +38,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "layer norms without bias": spec.norm.unbiased,
         "router weights on the input of experts": spec.router.on_input,
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
+        "groups of experts that score 0": spec.router.zero_outside,
         "experts that return their input": spec.router.num_identity > 0,
         f"routers of {spec.router.kind}": spec.router.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
     }
@@ -50,7 +51,7 @@ def cpu_only(spec: ModelSpec) -> str | None:
     parts["no rotary positions"] = spec.rope is None
     if isinstance(attention, GroupedQuerySpec | LatentSpec):
         parts["attention temperature"] = attention.temperature is not None
-        parts["gates of attention"] = attention.gate is not None
+        parts["gates of attention"] = attention.gated or attention.gate is not None
     if isinstance(attention, LatentSpec):
         parts["sparse attention"] = attention.indexer is not None
         parts["sinks of latent attention"] = attention.sinks
@@ -60,7 +61,6 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "layers that do not rotate": attention.rotated_layers is not None,
             "attention in chunks": attention.chunked,
             "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
-            "gates of attention": attention.gated or attention.gate is not None,
             "keys that are values": attention.keys_as_values,
             "norms of values": attention.v_norm,
             "values of another size than keys": attention.value_head_dim is not None,

@@ -11,8 +11,8 @@ from moe_pack.formats.families.readers import (
     FUSED_EXPERT_NAMES,
     LATENT_NAMES,
     PREDICTION_LAYER,
+    layers_after_dense_by_step,
     read_decoder,
-    read_kinds,
     read_latent,
     read_rope,
     read_sigmoid_router,
@@ -41,20 +41,10 @@ def _read_config(config: Config) -> ModelSpec:
         read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         router,
         expert_size,
-        moe_layers=_moe_layers(config),
+        moe_layers=layers_after_dense_by_step(config),
         shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
     )
     return replace(spec, residual=NormedResidualSpec("normed", True, ("experts",), apart=False, scaled=False))
-
-
-def _moe_layers(config: Config) -> tuple[int, ...]:
-    """Reads the layers with experts, by `mlp_layer_types` or the older keys."""
-    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
-    if kinds:
-        config.ignore("first_k_dense_replace", "moe_layer_freq")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-    first, step = config.count("first_k_dense_replace", 1), config.whole("moe_layer_freq", 1)
-    return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
 
 
 AXK1 = Family(

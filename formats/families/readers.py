@@ -482,6 +482,16 @@ def layers_by_kind(config: Config, num_dense: int) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
+def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
+    """Reads the MoE layers of a model by `mlp_layer_types`, or the older keys: every n-th after dense ones."""
+    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    if kinds:
+        config.ignore("first_k_dense_replace", "moe_layer_freq")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    first, step = config.count("first_k_dense_replace", 1), config.whole("moe_layer_freq", 1)
+    return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
+
+
 def layers_by_step(config: Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")

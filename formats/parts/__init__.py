@@ -27,6 +27,7 @@ from moe_pack.formats.parts.mixers import (
 from moe_pack.formats.parts.ngrams import NgramSpec
 from moe_pack.formats.parts.residual import (
     FactorsSpec,
+    GatedNormsSpec,
     GatedStreamsSpec,
     MixedStreamsSpec,
     NormedResidualSpec,
@@ -45,6 +46,7 @@ __all__ = [
     "DenseRole",
     "FactorsSpec",
     "GatedDeltaSpec",
+    "GatedNormsSpec",
     "GatedStreamsSpec",
     "GroupedQuerySpec",
     "HalvesSpec",

@@ -164,7 +164,10 @@ class LatentSpec:
     Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
     with `lora_norm_eps`; `q_latent_scale` and `kv_latent_scale` multiply them then. `indexer`: null if a query attends
     to all positions before it. `gate`: gates of outputs; null if there are none. `sinks`: as of `GroupedQuerySpec`.
-    Source: DeepSeek-V2 (2405.04434), section 2.1. Of the sinks: transformers, models/hy_v4, HYV4Attention.
+    `gated`: the projection of queries reads their latent normed, and then as it was before; after each head's query it
+    has a gate for each value of the head's output, which is multiplied by the gates' sigmoids.
+    Source: DeepSeek-V2 (2405.04434), section 2.1. Of the sinks: transformers, models/hy_v4, HYV4Attention; of `gated`:
+    models/axk2, AXK2Attention.
     """
 
     kind: Literal["latent"]
@@ -182,6 +185,7 @@ class LatentSpec:
     kv_latent_scale: float = added(1.0)
     gate: OutputGateSpec | None = added(None)  # noqa: RUF009
     sinks: bool = added(False)
+    gated: bool = added(False)
 
     @property
     def cached_width(self) -> int:
@@ -298,7 +302,8 @@ def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     else:
         yield DenseRole("attention.q_a", (attention.q_lora_rank, d), True)
         yield DenseRole("attention.q_a_norm", (attention.q_lora_rank,), False)
-        yield DenseRole("attention.q_b", (q, attention.q_lora_rank), True)
+        gates, twice = (num_heads * attention.v_head_dim, 2) if attention.gated else (0, 1)
+        yield DenseRole("attention.q_b", (q + gates, twice * attention.q_lora_rank), True)
     yield DenseRole("attention.kv_a", (rank + rope, d), True)
     yield DenseRole("attention.kv_a_norm", (rank,), False)
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
@@ -352,6 +357,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         for scale in (attention.q_latent_scale, attention.kv_latent_scale):
             if not 0 < scale < 1e6:
                 return f"a latent's scale is {scale}, expected between 0 and 1e6"
+        if attention.gated and (attention.q_lora_rank is None or attention.gate is not None):
+            return "gated latent attention needs q_lora_rank, and no gate"
         indexer = attention.indexer
         if indexer is not None and (attention.q_lora_rank is None or indexer.head_dim < attention.qk_rope_head_dim):
             return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"

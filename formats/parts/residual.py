@@ -81,6 +81,23 @@ class ParallelResidualSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedNormsSpec:
+    """The normed input of a half goes through gates of its own, one for each value, which come from `rank` values.
+
+    Attention has such gates in all layers, the second half in layers with experts alone.
+    Source: transformers, models/axk2, AXK2GatedRMSNorm.
+    """
+
+    kind: Literal["gated_norms"]
+    rank: int
+
+    @property
+    def streams(self) -> int:
+        """One: the hidden state itself."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
 class GatedStreamsSpec:
     """Several residual streams. A half reads their gated average, and its output enters each with a weight.
 
@@ -149,6 +166,7 @@ ResidualSpec = (
     | NormedStateSpec
     | ShortcutResidualSpec
     | ParallelResidualSpec
+    | GatedNormsSpec
     | GatedStreamsSpec
     | MixedStreamsSpec
 )
@@ -168,6 +186,18 @@ def has_output_norm(residual: ResidualSpec | None, half: Half, has_experts: bool
     if not isinstance(residual, NormedResidualSpec):
         return False
     return half in residual.after or (half == "mlp" and has_experts and "experts" in residual.after)
+
+
+def has_input_gates(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
+    """Returns whether the normed input of a half goes through gates."""
+    return isinstance(residual, GatedNormsSpec) and (half == "attention" or has_experts)
+
+
+def input_gate_roles(residual: ResidualSpec | None, half: Half, d: int, has_experts: bool) -> Iterator[DenseRole]:
+    """Yields the tensors of the gates of a half's normed input, for a hidden size d."""
+    if isinstance(residual, GatedNormsSpec) and has_input_gates(residual, half, has_experts):
+        yield DenseRole(f"{half}_gates.down", (residual.rank, d), False)
+        yield DenseRole(f"{half}_gates.up", (d, residual.rank), False)
 
 
 def stream_roles(residual: ResidualSpec | None, half: Half, d: int, offset: float) -> Iterator[DenseRole]:
@@ -225,9 +255,9 @@ def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_laye
         if all(0 < number < 1e6 for number in numbers):
             return None
         return f"residual factors are {numbers}, expected between 0 and 1e6"
-    if not 2 <= residual.streams <= MAX_STREAMS:
+    if not isinstance(residual, GatedNormsSpec) and not 2 <= residual.streams <= MAX_STREAMS:
         return f"residual streams is {residual.streams}, expected 2 to {MAX_STREAMS}"
-    if isinstance(residual, GatedStreamsSpec):
+    if isinstance(residual, GatedStreamsSpec | GatedNormsSpec):
         return None if 0 < residual.rank < 2**31 else f"residual rank is {residual.rank}, expected 1 to 2^31 - 1"
     if not 0 <= residual.mixing <= 1000 or not 0 < residual.magnitude < 1e6 or not 0 <= residual.eps < 1:
         named = f"mixing {residual.mixing}, magnitude {residual.magnitude} or eps {residual.eps}"

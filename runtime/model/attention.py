@@ -247,7 +247,7 @@ def attend_latent(
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
     rope_dim, interleaved = spec.qk_rope_head_dim, is_interleaved(weights.spec, layer)
-    q, q_latent = _queries(x, weights, spec, role)
+    q, q_latent, gates = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     if spec.temperature is not None:
@@ -268,6 +268,7 @@ def attend_latent(
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     attend, cached = _absorbed if absorbs(len(x), stop, spec) else _expanded, cache.keys[0, :stop, :width].float()
     mixed = torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))  # [heads, T, v]
+    mixed = mixed if gates is None else mixed * gates.sigmoid()
     mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
     return linear(mixed, weights.matrix(f"{role}.o"))
 
@@ -280,16 +281,24 @@ def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
     return absorbed <= expanded
 
 
-def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the queries of tokens x, [heads, T, nope + rope], not rotated, and their latents [T, q_lora_rank]."""
+def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the queries of tokens x, [heads, T, nope + rope], not rotated, their latents [T, q_lora_rank], and gates.
+
+    Latents are normed; None if queries have none. Gates: [heads, T, v]; None unless queries come with them.
+    """
     if spec.q_lora_rank is None:
         latent, q = None, linear(x, weights.matrix(f"{role}.q"))
     else:
-        latent = linear(x, weights.matrix(f"{role}.q_a"))
-        latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
+        plain = linear(x, weights.matrix(f"{role}.q_a"))
+        latent = weights.operations.rms_norm(plain, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
         latent = latent if spec.q_latent_scale == 1 else latent * spec.q_latent_scale
-        q = linear(latent, weights.matrix(f"{role}.q_b"))
-    return q.view(len(x), spec.num_heads, -1).transpose(0, 1), latent
+        read = torch.cat((latent, plain), dim=-1) if spec.gated else latent
+        q = linear(read, weights.matrix(f"{role}.q_b"))
+    q = q.view(len(x), spec.num_heads, -1).transpose(0, 1)
+    if not spec.gated:
+        return q, latent, None
+    q, gates = torch.split(q, [spec.qk_nope_head_dim + spec.qk_rope_head_dim, spec.v_head_dim], dim=-1)
+    return q, latent, gates
 
 
 def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angles: Angles) -> Tensor:

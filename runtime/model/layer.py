@@ -25,7 +25,7 @@ from moe_pack.formats.parts import (
     ParallelResidualSpec,
     ShortcutResidualSpec,
 )
-from moe_pack.formats.parts.residual import Half, has_input_norm, has_output_norm
+from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import neuron_of, run_expert
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache
@@ -79,7 +79,12 @@ def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
         read, _, _ = _stream_weights(x, weights, residual, f"{role}_streams")
         return norm(_weighted(x, read), weights, f"{role}_norm")
     if has_input_norm(residual, half, layer in spec.moe_layers):
-        return norm(x, weights, f"{role}_norm")
+        normed = norm(x, weights, f"{role}_norm")
+        return (
+            _gated(normed, weights, f"{role}_gates")
+            if has_input_gates(residual, half, layer in spec.moe_layers)
+            else normed
+        )
     is_apart = isinstance(residual, NormedResidualSpec) and residual.apart
     return _unit(x, weights) if is_apart and half == "mlp" else x
 
@@ -161,6 +166,12 @@ def _by_depth(x: Tensor, y: Tensor, number: int) -> Tensor:
 def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: FactorsSpec) -> Tensor:
     """Returns hidden states after a half that read `norm(x)` and returned y: the sum of both, by their factors."""
     return scaled(norm(x, weights, role), factors.state) + scaled(y, factors.output)
+
+
+def _gated(x: Tensor, weights: Weights, role: str) -> Tensor:
+    """Returns x float32 [T, d], each value behind a gate that comes from x: `x * sigmoid(up silu(down x))`."""
+    gates = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.down")))
+    return x * linear(gates, weights.matrix(f"{role}.up")).sigmoid()
 
 
 def _unit(x: Tensor, weights: Weights) -> Tensor:

@@ -372,7 +372,7 @@ class NativeOperations(Operations):
         return self.kernels.rms_norm(x, weight, eps)
 
     def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        if spec.num_identity:  # the kernel lacks them
+        if spec.num_identity or spec.zero_outside:  # the kernel lacks them
             return choose(logits, spec, bias)
         return self.kernels.route(logits, spec, bias, least_sum(spec))
 

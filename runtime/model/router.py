@@ -182,7 +182,8 @@ def _choose(scores: Tensor, spec: RouterSpec, best_of_group: int) -> Tensor:
         grouped = scores.view(len(scores), spec.n_group, -1)  # [T, groups, experts a group]
         best = grouped.sort(dim=-1, descending=True).values[..., :best_of_group].sum(dim=-1)
         is_in_best = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, spec.topk_group), True)
-        scores = grouped.masked_fill(~is_in_best[..., None], -torch.inf).flatten(1)
+        outside = 0.0 if spec.zero_outside else -torch.inf
+        scores = grouped.masked_fill(~is_in_best[..., None], outside).flatten(1)
     return _largest(scores, spec.num_experts_per_tok)
 
 

@@ -415,7 +415,8 @@ def _attention_width(attention: AttentionSpec) -> int:
         return 4 * attention.num_heads * attention.head_dim
     indexer = attention.own_indexer
     indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
-    gates = 0 if attention.gate is None else attention.num_heads * attention.v_head_dim
+    has_gates = attention.gated or attention.gate is not None
+    gates = attention.num_heads * attention.v_head_dim if has_gates else 0
     return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
 
 

@@ -622,11 +622,9 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
             line = f"indexer {name} is 0, expected 1 to 2^31 - 1"
             assert_refused_beside_legal(LATENT, "attention indexer", indexer | {name: 0}, indexer, line)
     for eps in (0.0, 1.0):
-        with case(eps):
-            line = f"indexer norm_eps is {eps}, expected between 0 and 1"
-            assert_refused_beside_legal(
-                LATENT, "attention indexer", indexer | {"norm_eps": eps}, indexer | {"norm_eps": 1e-5}, line
-            )
+        line = f"indexer norm_eps is {eps}, expected between 0 and 1"
+        wrong, right = (indexer | {"norm_eps": each} for each in (eps, 1e-5))
+        assert_refused_beside_legal(LATENT, "attention indexer", wrong, right, line)
 
 
 BLOCKS: Values = {"kind": "largest", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}
@@ -687,6 +685,7 @@ def test_weights_on_the_input_of_more_than_one_expert_are_refused() -> None:
 def test_residuals_that_cannot_be_are_refused() -> None:
     normed = {"kind": "normed", "before": True, "after": ["mlp"], "apart": False, "scaled": False}
     shortcut = {"kind": "shortcut", "layers": [1]}
+    norms = {"kind": "gated_norms", "rank": 8}
     gated = {"kind": "gated_streams", "streams": 4, "rank": 8}
     mixed = {"kind": "mixed_streams", "streams": 4, "mixing": 3, "magnitude": 2.0, "eps": 1e-6}
     order = "expected 'attention', and 'mlp' or 'experts', or one of these"
@@ -704,6 +703,7 @@ def test_residuals_that_cannot_be_are_refused() -> None:
         (shortcut, {"layers": []}, layers),
         (shortcut, {"layers": [2]}, layers),
         (shortcut, {"layers": [0, 1]}, "residual layers must not follow each other"),
+        (norms, {"rank": 0}, "residual rank is 0, expected 1 to 2^31 - 1"),
         (gated, {"streams": 1}, "residual streams is 1, expected 2 to 64"),
         (gated, {"rank": 0}, "residual rank is 0, expected 1 to 2^31 - 1"),
         (mixed, {"streams": 65}, "residual streams is 65, expected 2 to 64"),
@@ -768,6 +768,19 @@ def test_scales_of_latents_that_cannot_be_are_refused() -> None:
         with case(name):
             message = "a latent's scale is 0.0, expected between 0 and 1e6"
             assert_refused_beside_legal(LATENT, f"attention {name}", 0.0, 2.0, message)
+
+
+def test_gates_with_queries_that_cannot_be_are_refused() -> None:
+    gated, message = changed(LATENT, "attention gated", True), "gated latent attention needs q_lora_rank, and no gate"
+    assert_refused_beside_legal(gated, "attention q_lora_rank", None, 40, message)
+    assert_refused_beside_legal(gated, "attention gate", {"each": "head", "function": "sigmoid"}, None, message)
+
+
+def test_groups_that_score_zero_are_refused_where_there_are_none() -> None:
+    message = "zero_outside needs a sigmoid_topk router with n_group above 1"
+    assert_refused_beside_legal(LATENT, "router zero_outside", True, False, message)
+    sigmoid = changed(changed(LATENT, "router kind", "sigmoid_topk"), "router topk_group", 1)
+    assert_refused_beside_legal(changed(sigmoid, "router zero_outside", True), "router n_group", 1, 2, message)
 
 
 def test_halves_that_cannot_be_are_refused() -> None:

@@ -14,6 +14,8 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(PLAIN, "attention temperature", TEMPERATURE), "attention temperature"),
     (changed(LATENT, "attention temperature", TEMPERATURE), "attention temperature"),
     (changed(LATENT, "attention indexer", {"num_heads": 4, "head_dim": 8, "top_k": 5}), "sparse attention"),
+    (changed(LATENT, "attention gated", True), "gates of attention"),
+    (changed(LATENT, "router zero_outside", True), "groups of experts that score 0"),
     (changed(LATENT, "attention sinks", True), "sinks of latent attention"),
     (
         changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),

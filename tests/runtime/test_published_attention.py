@@ -8,8 +8,9 @@ from native import operations_limited_to
 from random_weights import RandomWeights
 from specs import GROUPED, LATENT
 from torch import Tensor, nn
-from transformers import AfmoeConfig, BailingHybridConfig, HYV4Config, LagunaConfig, PreTrainedConfig
+from transformers import AfmoeConfig, AXK2Config, BailingHybridConfig, HYV4Config, LagunaConfig, PreTrainedConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoeAttention
+from transformers.models.axk2.modeling_axk2 import AXK2Attention
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridAttention
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
@@ -26,7 +27,8 @@ D, T, CPU = 64, 12, torch.device("cpu")
 NAMES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_norm": "q_norm", "k_norm": "k_norm",
     "gate_proj": "gate", "g_proj": "gate", "kv_a_proj_with_mqa": "kv_a", "kv_a_layernorm": "kv_a_norm",
-    "kv_b_proj": "kv_b", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b", "sinks": "sinks",
+    "kv_b_proj": "kv_b", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b", "q_gate_proj": "q_b",
+    "sinks": "sinks",
     "indexer.wq_b": "index_q", "indexer.wk": "index_k", "indexer.k_norm": "index_k_norm",
     "indexer.k_norm.bias": "index_k_norm_bias", "indexer.weights_proj": "index_weights",
 }  # fmt: skip
@@ -146,6 +148,24 @@ def test_gates_of_latent_heads_are_ling_s(operations: Operations) -> None:
     attention = LatentSpec(
         "latent", 4, None, 24, 16, 8, 12, module.scaling, module.kv_a_layernorm.variance_epsilon,
         gate=OutputGateSpec("head", "sigmoid"),
+    )  # fmt: skip
+    check(module, with_attention(attention, rope, 1e-6), expected[0], x, operations)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("top_k", [4, T])
+def test_gates_that_come_with_queries_are_ax_k2_s(operations: Operations, top_k: int) -> None:
+    config = eager(AXK2Config(
+        hidden_size=D, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, q_lora_rank=40,
+        kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, index_n_heads=12, index_head_dim=20,
+        index_topk=top_k,
+    ))  # fmt: skip
+    module, x = randomized(AXK2Attention(config, 0)), inputs()
+    rope = RopeSpec(1e4, 8, interleaved=True, scaling=None)
+    expected, _ = module(x[None], angles_of(rope, 8), mask_of(None))
+    attention = LatentSpec(
+        "latent", 4, 40, 24, 16, 8, 12, module.scaling, module.kv_a_layernorm.variance_epsilon,
+        indexer=IndexerSpec(12, 20, top_k), gated=True,
     )  # fmt: skip
     check(module, with_attention(attention, rope, 1e-6), expected[0], x, operations)
 

@@ -7,7 +7,8 @@ import torch
 from native import operations_limited_to
 from specs import GROUPED
 from torch import Tensor, nn
-from transformers import DeepseekV4Config, Kolibri1Config, LongcatFlashConfig
+from transformers import AXK2Config, DeepseekV4Config, Kolibri1Config, LongcatFlashConfig
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
@@ -112,6 +113,31 @@ def test_the_root_of_softplus_is_deepseek_s(operations: Operations) -> None:
     tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
     held = Layer(replace(GROUPED, router=router), tensors, operations=operations)
     assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)
+
+
+@torch.no_grad()
+def test_groups_that_score_zero_are_ax_k2_s(operations: Operations) -> None:
+    """Of two groups of two experts one stays; where both its scores are negative, the other two are chosen."""
+    config = AXK2Config(
+        hidden_size=D, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.5
+    )
+    module = randomized(AXK2TopkRouter(config))
+    module.e_score_correction_bias.fill_(-0.5)
+    x = random(T, D, seed=9)
+    _, weights, experts = module(x)
+    router = RouterSpec(
+        "sigmoid_topk", 4, 2, normalize=True, bias=True, n_group=2, topk_group=1, scaling_factor=1.5, zero_outside=True
+    )
+    tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
+    held = Layer(replace(GROUPED, router=router), tensors, operations=operations)
+    found = route_tokens(x, held, 0)
+    scores = (x @ module.weight.T).sigmoid() - 0.5
+    kept = scores.view(T, 2, 2).sum(dim=-1).argmax(dim=-1)
+    negative = (scores.view(T, 2, 2)[torch.arange(T), kept] < 0).sum(dim=-1)
+    clear = negative != 1  # then one of two experts that score 0 is chosen, and nobody says which
+    assert (negative == 2).sum() > 5 and (negative == 0).sum() > 5
+    assert torch.equal(found[0].sort().values[clear], experts.sort().values[clear])
+    torch.testing.assert_close(found[1].sum(dim=1), weights.sum(dim=1))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from second_reader_roles import (
     BadPackError,
     Shape,
     attention_shapes,
+    gated_norm_shapes,
     mixer_shapes,
     relative_shapes,
     require,
@@ -565,6 +566,8 @@ class SecondReader:
         """What stands before the roles of attention or of a mixer."""
         if residual is None or residual["kind"] in ("shortcut", "parallel", "normed_state"):
             return self._norm_shapes("attention_norm")
+        if residual["kind"] == "gated_norms":
+            return [*self._norm_shapes("attention_norm"), *gated_norm_shapes(residual, "attention_gates", self._d)]
         if residual["kind"] != "normed":
             shapes = stream_shapes(residual, "attention_streams", self._d)
             return shapes if residual["kind"] == "gated_streams" else [*shapes, *self._norm_shapes("attention_norm")]
@@ -577,6 +580,9 @@ class SecondReader:
             return self._norm_shapes("mlp_norm")
         if residual["kind"] == "parallel":
             return []
+        if residual["kind"] == "gated_norms":
+            gates = gated_norm_shapes(residual, "mlp_gates", self._d) if has_experts else []
+            return [*self._norm_shapes("mlp_norm"), *gates]
         if residual["kind"] != "normed":
             shapes = stream_shapes(residual, "mlp_streams", self._d)
             return shapes if residual["kind"] == "gated_streams" else [*shapes, *self._norm_shapes("mlp_norm")]

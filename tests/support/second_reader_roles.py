@@ -31,6 +31,11 @@ def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str
     return [(f"{name}.{role}", shape) for role, shape in shapes.items()]
 
 
+def gated_norm_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
+    """The roles of the gates of a half's normed input (section 9)."""
+    return [(f"{name}.down", (residual["rank"], d)), (f"{name}.up", (d, residual["rank"]))]
+
+
 def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     """The projections of attention whose heads have keys of their own (section 9)."""
     width = attention["num_heads"] * attention["head_dim"]
@@ -81,7 +86,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
         if q_rank is None:
             shapes.append(("q", (h * (n + r), d)))
         else:
-            shapes += [("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", (h * (n + r), q_rank))]
+            q_b = (h * (n + r + v), 2 * q_rank) if attention.get("gated", False) else (h * (n + r), q_rank)
+            shapes += [("q_a", (q_rank, d)), ("q_a_norm", (q_rank,)), ("q_b", q_b)]
         shapes += [("kv_a", (kv_rank + r, d)), ("kv_a_norm", (kv_rank,)), ("kv_b", (h * (n + v), kv_rank))]
         shapes.append(("o", (d, h * v)))
         shapes += gate_shapes(attention, v, d)

@@ -19,6 +19,7 @@ from moe_pack.formats import (
 from moe_pack.formats.parts import (
     FactorsSpec,
     GatedDeltaSpec,
+    GatedNormsSpec,
     GatedStreamsSpec,
     GroupedQuerySpec,
     LatentSpec,
@@ -130,6 +131,7 @@ RESIDUALS = {
     "parallel, layer norms": replace(
         GROUPED, norm=NormSpec("layer", 1e-5, unbiased=True), residual=ParallelResidualSpec("parallel", averaged=False)
     ),
+    "gated norms": replace(GROUPED, residual=GatedNormsSpec("gated_norms", 6)),
     "gated streams": replace(
         GROUPED, norm=NormSpec("rms", 1e-6, zero_centered=True), residual=GatedStreamsSpec("gated_streams", 4, 40)
     ),
