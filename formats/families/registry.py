@@ -10,6 +10,7 @@ from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.axk1 import AXK1
+from moe_pack.formats.families.axk2 import AXK2
 from moe_pack.formats.families.bailing_hybrid import BAILING_HYBRID
 from moe_pack.formats.families.beam import BEAM
 from moe_pack.formats.families.cohere2_moe import COHERE2_MOE, COHERE2_VISION
@@ -99,6 +100,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_K2,
         KIMI_K25,
         AXK1,
+        AXK2,
         KIMI_LINEAR,
         BAILING_HYBRID,
         DEEPSEEK_V32,

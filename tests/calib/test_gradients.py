@@ -182,6 +182,7 @@ MODELS = [
     Tiny("gpt_oss", "sinks, biases"),
     Tiny("exaone_moe", "norms of heads, layers that do not rotate"),
     Tiny("deepseek_v32", "queries attend where an indexer says"),
+    Tiny("axk2", "gates with queries, gated norms"),
     Tiny("hy_v4", "sinks and gates of latents, streams that do not mix"),
     Tiny("minimax_m3_vl", "queries attend to blocks that an indexer chooses, zero-centered norms"),
     Tiny("llama4_text", "norms of rotated heads, temperature, chunks"),

@@ -279,6 +279,39 @@ ROWS: tuple[Close, ...] = (
         )
     ),
     *(
+        Close("axk2", {key: value}, f"{key} is {value!r}; " + ONLY(repr(only)))
+        for key, value, only in (
+            ("attention_output_gate", False, True),
+            ("attn_gate_fused", False, True),
+            ("gated_norm", False, True),
+            ("mlp_bias", True, False),
+            ("rope_interleave", False, True),
+            ("scoring_func", "softmax", "sigmoid"),
+            ("topk_method", "greedy", "noaux_tc"),
+            ("attention_bias", True, False),
+            ("num_key_value_heads", 2, 4),
+        )
+    ),
+    *(
+        Close("axk2", {key: None}, f"key '{key}' is missing, expected a value or null")
+        for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk")
+    ),
+    Close("axk2", {"q_lora_rank": None}, "key 'q_lora_rank' is missing, expected a whole number"),
+    Close("axk2", {"n_group": 2}, "n_group and topk_group must both be there, or neither"),
+    Close("axk2", {"topk_group": 1}, "n_group and topk_group must both be there, or neither"),
+    Close("axk2", {"n_group": 3, "topk_group": 1}, GROUPS),
+    Close("axk2", {"gated_norm_rank": 0}, "gated_norm_rank is 0, expected 1 to 2^31 - 1"),
+    Close(
+        "axk2",
+        {"index_head_dim": 4},
+        "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values",
+    ),
+    Close(
+        "axk2",
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types has ['full_attention']; only 'indexed_attention' and 'deepseek_sparse_attention' are supported",
+    ),
+    *(
         Close("hy_v4", {key: value}, f"{key} is {value!r}; " + ONLY(repr(only)))
         for key, value, only in (
             ("enable_ihc", False, True),

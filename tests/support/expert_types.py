@@ -111,12 +111,6 @@ REASONS: tuple[Reason, ...] = (
         "a gate for each head, a norm of the rotated key",
     ),
     Reason(
-        "axk2",
-        "A.X K2",
-        "sparse latent attention that an indexer selects for, norms with gates, gates of the heads from the query "
-        "latent",
-    ),
-    Reason(
         "nllb-moe",
         "NLLB-MoE-54B",
         "encoder and decoder with sinusoidal positions, attention with biases, and in every fourth layer ReLU "

@@ -115,6 +115,7 @@ PUBLISHED = (
 # Families of which no public copy of a real config.json was found, and why.
 UNPUBLISHED = {
     "axk1": "no public copy of the file of skt/A.X-K1 was found; transformers' defaults are its sizes",
+    "axk2": "no public copy of the file of skt/A.X-K2 was found; transformers' defaults are sizes of A.X K2 Light",
     "cohere2_moe": "public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
     "cohere2_vision": "no public copy of the file of CohereLabs/command-a-plus-05-2026-bf16 was found",
     "deepseek_ocr2": "tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",

@@ -126,6 +126,15 @@ RESIDUAL_SHAPES: dict[str, Values] = {
         "mlp_beta_factor": 0.5,
     },
     "axk1": _EXPERTS | _LATENT | {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    "axk2": _EXPERTS
+    | _LATENT
+    | {
+        "n_routed_experts": 8,
+        "index_topk": 9,
+        "index_head_dim": 16,
+        "index_n_heads": 24,
+        "gated_norm_rank": 10,
+    },
     "cohere2_moe": _COHERE | {"logit_scale": 0.25},
     "cohere2_vision": _COHERE | {"model_type": "cohere2_moe", "logit_scale": 1.0},
     "kolibri1": _EXPERTS
@@ -257,6 +266,21 @@ RESIDUAL_SWITCHED: dict[str, dict[str, Values]] = {
         "dense layers by kind, two shared experts": {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "n_shared_experts": 2,
+        },
+    },
+    "axk2": {
+        "groups, yarn, two shared experts": {
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "dense layers by kind, more than the text, not normalized, tied head": {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "index_topk": 200,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
         },
     },
     "cohere2_moe": {
