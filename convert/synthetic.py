@@ -53,14 +53,13 @@ from moe_pack.formats import (
     Progress,
     RouterSpec,
     RowLayout,
-    dense_roles,
 )
 from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
 from moe_pack.formats.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
 from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
 from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.spec import usual_dtypes, with_repeats
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, Step
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
@@ -132,7 +131,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
         return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
     if name == "down" and not _is_of_gates(role):
         return _down(spec, num_cols, 1.0)
-    if name == "o" or role.name.endswith("ngrams.value"):
+    if name in ("o", "o_b") or role.name.endswith("ngrams.value"):
         return WeightDistribution(0.0, _branch(spec) * num_cols**-0.5)
     return WeightDistribution(0.0, num_cols**-0.5)
 
@@ -527,7 +526,7 @@ def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
     Raises:  PlanError if the plan does not fit the model.
     """
     spec, plan = _without_repeats(spec, plan)
-    return pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
+    return pack_layout(spec, plan, usual_dtypes(spec))
 
 
 def _without_repeats(spec: ModelSpec, plan: Plan) -> tuple[ModelSpec, Plan]:
@@ -620,12 +619,21 @@ class _SyntheticModel:
         spec, role = self._layout.spec, dense.role
         if role.name in self._routers:
             return self._routers[role.name].view(np.uint8)
+        if role.integers:
+            return _random_experts(spec, num_rows, stream).view(np.uint8)
         if len(role.shape) == 1:
             return bf16_bits(dense_vector(spec, role, stream)).view(np.uint8)
         spread = dense_spread(spec, role)
         if dense.rows is None:
             return random_matrix(num_rows, role.shape[1], spread, stream)
         return random_rows(dense.rows, num_rows, {"weight": spread}, stream)
+
+
+def _random_experts(spec: ModelSpec, num_tokens: int, stream: np.random.BitGenerator) -> NDArray[np.int32]:
+    """Returns experts for tokens, different ones for each: int32 [num_tokens, k]."""
+    drawn = np.random.Generator(stream).random((num_tokens, spec.router.num_experts))
+    experts: NDArray[np.int32] = drawn.argsort(axis=1)[:, : spec.router.num_experts_per_tok].astype("<i4")
+    return np.ascontiguousarray(experts)
 
 
 def _random_table(table: NgramLayout, item: Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:

@@ -48,11 +48,11 @@ from moe_pack.formats.manifest import (
     read_rotation,
     read_thresholds,
 )
+from moe_pack.formats.parts.roles import FLOAT_DTYPES, plain_dtypes
 from moe_pack.formats.plan import PartFormat, format_fault
 from moe_pack.formats.safetensors import RangeReader, StoredTensor, TensorEntry, read_header
 from moe_pack.formats.spec import dense_roles
 
-_DENSE_DTYPES = ("BF16", "F16", "F32")
 _NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
 
 
@@ -263,8 +263,10 @@ class Pack:
                     fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
                 if fault:
                     raise PackError(f"{MANIFEST_FILE}: dense {role.name!r}: {fault}")
-            elif entry.dtype not in _DENSE_DTYPES:
-                raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of BF16, F16, F32")
+            elif entry.dtype not in (known := plain_dtypes(role)):
+                raise PackError(
+                    f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
+                )
             formats.append((entry.dtype, stored.format if stored else None))
         if quantized:
             raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is not a tensor of this model")
@@ -300,7 +302,7 @@ class Pack:
             entries = {entry.name: entry for entry in read_header(self.folder / name, PackError)}
             if TABLE not in entries:
                 raise PackError(f"{name}: tensor {TABLE!r} is missing")
-            if entries[TABLE].dtype not in _DENSE_DTYPES:
+            if entries[TABLE].dtype not in FLOAT_DTYPES:
                 raise PackError(f"{name}: tensor {TABLE!r} is {entries[TABLE].dtype}, expected one of BF16, F16, F32")
             dtypes.append(entries[TABLE].dtype)
         return dtypes

@@ -19,6 +19,7 @@ from typing import Literal
 
 from moe_pack.formats.parts import (
     AttentionSpec,
+    CompressedSpec,
     DenseRole,
     GatedStreamsSpec,
     GroupedQuerySpec,
@@ -42,6 +43,7 @@ from moe_pack.formats.parts.attention import (
     attention_fault,
     attention_sizes,
     cached_width,
+    compressed_roles,
     grouped_query_roles,
     latent_roles,
     others_fault,
@@ -59,6 +61,8 @@ from moe_pack.formats.parts.residual import (
     stream_roles,
 )
 from moe_pack.formats.parts.roles import are_layers
+from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
+from moe_pack.formats.parts.router import router_fault, table_fault
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -96,54 +100,6 @@ class NormSpec:
     def has_bias(self) -> bool:
         """Whether each norm has a bias."""
         return self.kind == "layer" and not self.unbiased
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """How a token's experts and their weights follow from the router's logits; ties go to the lowest index.
-
-    `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
-    then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `topk_sigmoid`: the largest
-    logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
-    softplus, then the largest.
-    `sparsemixer`: the largest
-    logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
-    `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
-    size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
-    the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`
-    multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
-    expert runs for so many tokens of a forward pass, the first in order, and not for later ones; null: for all.
-    `on_input`: the weight multiplies the input of the one expert of a token, not its output. `input_scale`: the
-    router's input is multiplied by a vector of its own and by `hidden_size ** -0.5`. `expert_scale`: each expert has a
-    factor for its weight, last of all. `num_identity`: so many more experts, after the others, return their input and
-    have no weights; one of them may be chosen as any other. `zero_outside`: the experts of groups that do not stay
-    score 0; they are chosen where those that stay score less.
-    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash; of
-    `zero_outside`: models/axk2, AXK2TopkRouter.
-    """
-
-    kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
-    num_experts: int
-    num_experts_per_tok: int
-    normalize: bool
-    bias: bool = False
-    n_group: int = 1
-    topk_group: int = 1
-    scaling_factor: float = 1.0
-    jitter: float = 0.0
-    logit_bias: bool = added(False)
-    least_sum: float = added(0.0)
-    capacity: int | None = added(None)
-    on_input: bool = added(False)
-    input_scale: bool = added(False)
-    expert_scale: bool = added(False)
-    num_identity: int = added(0)
-    zero_outside: bool = added(False)
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of the router's logits."""
-        return self.num_experts + self.num_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +289,11 @@ class ModelSpec:
         choosers = map(self.chooser_of, range(self.num_hidden_layers))
         return frozenset(chooser for chooser in choosers if chooser is not None)
 
+    @property
+    def needs_ids(self) -> bool:
+        """Whether some layers depend on the tokens themselves, not on hidden states alone."""
+        return self.ngrams is not None or bool(self.router.table_layers)
+
     def mixer_of(self, layer: int) -> MixerSpec | None:
         """Returns the mixer of a layer; None if the layer has attention."""
         return self.mixer if self.mixer is not None and layer in self.mixer.layers else None
@@ -392,6 +353,11 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     return tuple(roles)
 
 
+def usual_dtypes(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns a safetensors dtype for each of `dense_roles`, for a model of which only the dimensions are known."""
+    return tuple("I32" if role.integers else "BF16" for role in dense_roles(spec))
+
+
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
         for role in ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)):
@@ -409,7 +375,10 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
     yield DenseRole("router", (router.num_outputs, spec.hidden_size), False)
     if router.logit_bias:
         yield DenseRole("router_logit_bias", (router.num_outputs,), False)
-    if router.bias:
+    if layer in router.table_layers:
+        table = (spec.vocab_size, router.num_experts_per_tok)
+        yield DenseRole("router_table", table, False, integers=True)
+    elif router.bias:
         yield DenseRole("router_bias", (router.num_outputs,), False)
     if router.input_scale:
         yield DenseRole("router_scale", (spec.hidden_size,), False)
@@ -451,6 +420,8 @@ def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[Dens
         yield from grouped_query_roles(attention, spec.hidden_size, _offset(spec.norm))
     elif isinstance(attention, LatentSpec):
         yield from latent_roles(attention, spec.hidden_size)
+    elif isinstance(attention, CompressedSpec):
+        yield from compressed_roles(attention, spec.hidden_size)
     else:
         yield from relative_roles(attention, spec.hidden_size, "attention")
         if is_crossing:
@@ -518,10 +489,17 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
     """Returns the values of a key-value cache for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
-    return sum(
-        cached_tokens(spec, layer, context_tokens, chunk_tokens) * cached_width(spec.attention_of(layer))
-        for layer in range(spec.num_hidden_layers)
-    )
+    layers = range(spec.num_hidden_layers)
+    return sum(layer_cache_values(spec, layer, context_tokens, chunk_tokens) for layer in layers)
+
+
+def layer_cache_values(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
+    """Returns the values of a decoder layer's key-value cache, as `cache_values` of all."""
+    places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
+    attention = spec.attention_of(layer)
+    if isinstance(attention, CompressedSpec) and places:
+        return attention.cache_values(places, context_tokens, chunk_tokens)
+    return places * cached_width(attention)
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -537,11 +515,13 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
 
 def _window(spec: ModelSpec, layer: int) -> int | None:
     attention = spec.attention_of(layer)
+    if isinstance(attention, CompressedSpec):
+        return attention.sliding_window
     return attention.window(layer) if isinstance(attention, GroupedQuerySpec) else None
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
-    return sum(math.prod(role.shape) for role in dense_roles(spec))
+    return sum(math.prod(role.shape) for role in dense_roles(spec) if not role.integers)
 
 
 def _expert_parameters(spec: ModelSpec) -> int:
@@ -578,7 +558,8 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _choices_fault(spec)
         or _residual_fault(spec)
         or _ngrams_fault(spec)
-        or _router_fault(spec.router)
+        or router_fault(spec.router)
+        or table_fault(spec.router, spec.moe_layers, spec.encoder is not None)
         or _expert_fault(spec.expert, spec.hidden_size)
         or _limits_fault(spec.expert, spec.num_hidden_layers)
     )
@@ -714,51 +695,6 @@ def _ngrams_fault(spec: ModelSpec) -> str | None:
     if isinstance(spec.residual, ShortcutResidualSpec | ParallelResidualSpec):
         return f"ngrams cannot enter a {spec.residual.kind} residual"
     return ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
-
-
-def _router_fault(router: RouterSpec) -> str | None:
-    if router.num_experts_per_tok > router.num_experts:
-        return (
-            f"num_experts_per_tok is {router.num_experts_per_tok}, expected at most num_experts, {router.num_experts}"
-        )
-    if router.num_experts % router.n_group or router.topk_group > router.n_group:
-        return (
-            f"n_group is {router.n_group} and topk_group is {router.topk_group}; "
-            f"{router.num_experts} experts must divide into n_group groups, and topk_group must not exceed n_group"
-        )
-    group_size = router.num_experts // router.n_group
-    if router.num_experts_per_tok > router.topk_group * group_size:
-        return (
-            f"num_experts_per_tok is {router.num_experts_per_tok}, "
-            f"but topk_group leaves only {router.topk_group * group_size} experts"
-        )
-    is_plain = router.kind in ("topk_softmax", "sparsemixer")
-    if is_plain and (router.n_group > 1 or router.bias or router.normalize):
-        return f"a {router.kind} router cannot have n_group, bias or normalize"
-    if router.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and router.n_group > 1:
-        return f"a {router.kind} router cannot have n_group"
-    if router.zero_outside and (router.n_group == 1 or router.kind != "sigmoid_topk"):
-        return "zero_outside needs a sigmoid_topk router with n_group above 1"
-    if not 0 <= router.num_identity < 2**20:
-        return f"router num_identity is {router.num_identity}, expected 0 to 2^20 - 1"
-    if router.num_identity and (
-        router.kind != "softmax_topk" or router.n_group > 1 or router.normalize or router.capacity or router.on_input
-    ):
-        return "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
-    if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
-        return f"n_group is {router.n_group}, but sigmoid_topk needs at least two experts in each group"
-    if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
-        return f"router capacity is {router.capacity}; only softmax_topk with one expert a token can have a capacity"
-    if router.on_input and router.num_experts_per_tok > 1:
-        return f"router on_input needs one expert a token, but num_experts_per_tok is {router.num_experts_per_tok}"
-    if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
-        return f"router jitter is {router.jitter} with {router.kind}, expected 0, or less than 1 with sparsemixer"
-    if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):
-        return (
-            f"router least_sum is {router.least_sum} with normalize {router.normalize}, "
-            "expected 0, or less than 1 with normalize True"
-        )
-    return None
 
 
 def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:

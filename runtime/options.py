@@ -10,7 +10,7 @@ from typing import Literal
 
 from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, ProportionalSpec
+from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -40,6 +40,8 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "groups of experts that score 0": spec.router.zero_outside,
         "experts that return their input": spec.router.num_identity > 0,
+        "compressed attention": isinstance(attention, CompressedSpec),
+        "a table from tokens to experts": bool(spec.router.table_layers),
         f"routers of {spec.router.kind}": spec.router.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
     }
     if spec.residual is not None:

@@ -412,7 +412,8 @@ class LayerStates:
              text of an encoder, or share what a layer before chose; needed if sequences branch off then.
              keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
              workers: threads that run sequences; None: as many as `num_workers`.
-             ids: returns the tokens int64 [S] of a sequence, by its number; needed in a model with n-grams.
+             ids: returns the tokens int64 [S] of a sequence, by its number; needed in a model with n-grams, or with a
+             table from tokens to experts.
     """
 
     def __init__(
@@ -478,12 +479,12 @@ class LayerStates:
         def run_sequence(number: int) -> None:
             rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
             chosen = self.chosen(layer, number)
-            before, text = self.at(layer, number), self.text(layer, number)
-            x, inputs = self.half_of(layer, before, text, self._weights, chosen, self.ids(number))
+            before, text, ids = self.at(layer, number), self.text(layer, number), self.ids(number)
+            x, inputs = self.half_of(layer, before, text, self._weights, chosen, ids)
             self._choices.write(number, chosen)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
             if k:
-                experts, router_weights = route_tokens(inputs, self._weights, layer)
+                experts, router_weights = route_tokens(inputs, self._weights, layer, ids)
                 tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
 
         workers = num_workers(self.spec) if self._workers is None else self._workers
@@ -613,7 +614,7 @@ class LayerStates:
 
     def ids(self, number: int) -> Tensor | None:
         """Returns the tokens of a sequence, int64 [S]; None if the model does not need them."""
-        return None if self._ids is None or self.spec.ngrams is None else self._ids(number)
+        return self._ids(number) if self._ids is not None and self.spec.needs_ids else None
 
     def text(self, layer: int, number: int) -> Tensor | None:
         """Returns the encoder's output for a sequence, float32 [S, d], not normed; None outside of its decoder."""

@@ -47,7 +47,7 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.kv_cache import Chosen
 from moe_pack.runtime.model.layer import router_logits, weights_of_experts
-from moe_pack.runtime.model.matrix import InMemoryMatrix
+from moe_pack.runtime.model.matrix import DivisibleMatrix, rows_of
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.rotation import Rotation
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
         return total, None
 
 
-class _TrackedMatrix(InMemoryMatrix):
+class _TrackedMatrix(DivisibleMatrix):
     """A matrix through whose products gradients flow."""
 
     def __init__(self, matrix: Matrix) -> None:
@@ -91,6 +91,9 @@ class _TrackedMatrix(InMemoryMatrix):
     def product(self, x: Tensor) -> Tensor:
         product: Tensor = _Product.apply(x, self._matrix)  # type: ignore[no-untyped-call]  # torch has no type for it
         return product
+
+    def part(self, start: int, stop: int) -> "_TrackedMatrix":
+        return _TrackedMatrix(rows_of(self._matrix, start, stop))
 
 
 class Tracked:

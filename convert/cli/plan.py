@@ -39,13 +39,12 @@ from moe_pack.formats import (
     PlanError,
     Selector,
     UsageError,
-    dense_roles,
     option,
 )
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.spec import usual_dtypes, with_repeats
 from moe_pack.runtime import MachineFacts
 
 # Plans next to the one for the given loss: factors of that loss.
@@ -186,7 +185,7 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
         with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
             return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
     spec = model_spec(path)
-    return spec, ("BF16",) * len(dense_roles(spec)), {}
+    return spec, usual_dtypes(spec), {}
 
 
 def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:

@@ -28,6 +28,7 @@ from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import FP8, planned_repeats, uniform_dense
+from moe_pack.formats.safetensors import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 KnapsackChoices = NDArray[np.int64]
@@ -396,7 +397,7 @@ def _dense_prices(tier: MemoryTier, model: PlanningModel, byte_price: float) -> 
         for width_idx, width in enumerate(losses.dense_widths):
             if np.isfinite(losses.dense[role_idx, width_idx]):
                 num_bytes = dense_bytes(role, dtype, width)
-                is_looked_up = role.name == "embed" and not spec.tied_head
+                is_looked_up = role.integers or (role.name == "embed" and not spec.tied_head)
                 read = num_bytes // role.shape[0] if is_looked_up else num_bytes
                 prices[role_idx, width_idx] = tier.dense_seconds(read, width) + byte_price * num_bytes
     return prices
@@ -407,5 +408,5 @@ def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
     if width == 16 and dtype == "F8_E4M3":
         return role.shape[0] * row_layout([("weight", FP8, False)], role.shape[1]).row_bytes
     if width == 16:
-        return int(np.prod(role.shape)) * (4 if dtype == "F32" else 2)
+        return int(np.prod(role.shape)) * DTYPE_BYTES[dtype]
     return role.shape[0] * row_layout([("weight", part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes

@@ -463,12 +463,12 @@ def _row_seconds(expert: ExpertLayout, machine: Machine) -> tuple[float, float]:
 def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:
     """Returns the seconds of the dense part for one token, and the bytes that it reads.
 
-    The embedding does not count, unless it is the head too: a token reads one row of it. The key-value cache is float32
-    on the CPU and bfloat16 on a GPU; states are float32.
+    The embedding does not count, unless it is the head too: a token reads one row of it, and one of a table to experts.
+    The key-value cache is float32 on the CPU and bfloat16 on a GPU; states are float32.
     """
     seconds = num_bytes = 0.0
     for dense in layout.dense:
-        if dense.role.name == "embed" and not layout.spec.tied_head:
+        if dense.role.integers or (dense.role.name == "embed" and not layout.spec.tied_head):
             continue
         width = dense.rows.parts[0].format.width if dense.rows else {"F32": 32}.get(dense.dtype, 16)
         rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)

@@ -217,7 +217,102 @@ class RelativeSpec:
     scale: float
 
 
-AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec
+@dataclass(frozen=True, slots=True)
+class EntryIndexerSpec:
+    """The choice of `top_k` compressed entries that a query attends to, by `num_heads` small heads of `head_dim`.
+
+    Heads have one key an entry, compressed in the same way as the entry from projections of the indexer's own.
+    Source: transformers, models/deepseek_v4, DeepseekV4Indexer.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionSpec:
+    """Entries, one for each `window_tokens` positions, that stand for all positions of a sequence.
+
+    An entry is an average of its window's projections, weighted for each value by a softmax over positions, normed
+    (rms, the model's eps), and rotated as at the window's first position. A query sees those of windows that end at
+    its position or before. `overlap`: an entry also averages a second projection of the window before. `indexer`: null
+    if a query attends to all entries that it sees.
+    Source: transformers, models/deepseek_v4, DeepseekV4HCACompressor and DeepseekV4CSACompressor (overlap, indexer).
+    """
+
+    window_tokens: int
+    overlap: bool
+    indexer: EntryIndexerSpec | None
+
+    @property
+    def earlier_tokens(self) -> int:
+        """The most tokens before a new one whose projections the new one's entry averages, or those after it do."""
+        return self.window_tokens * (2 if self.overlap else 1) - 1
+
+    def dims(self, head_dim: int) -> tuple[int, ...]:
+        """Returns the values of an entry: those of its key, and of the indexer's."""
+        return (head_dim,) if self.indexer is None else (head_dim, self.indexer.head_dim)
+
+    def raw_width(self, head_dim: int) -> int:
+        """Returns the values of a position from which entries follow: projections and the logits of their weights."""
+        return 2 * (2 if self.overlap else 1) * sum(self.dims(head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """Attention to a window of positions, and to compressed entries for all of a sequence.
+
+    All heads share one key a position (or entry) of `head_dim`, which is also its value; it is normed (rms, the model's
+    eps) with a weight, and then rotated. Queries come from a normed latent of `q_lora_rank`; each head's is normed
+    without a weight. The last `rotary_dim` values of a head are rotated, and what heads give is rotated back by the
+    query's angles. Each head has a sink, a logit in its softmax to which no value belongs. A position sees at most
+    `sliding_window` positions, itself included. `scale` multiplies query times key.
+    Outputs of heads go through two matrices, of which the first multiplies each of `num_groups` groups of heads alone,
+    to `o_lora_rank` values a group. `compression`: null if a query attends to its window alone.
+    Source: transformers, models/deepseek_v4, DeepseekV4Attention.
+    """
+
+    kind: Literal["compressed"]
+    num_heads: int
+    head_dim: int
+    q_lora_rank: int
+    sliding_window: int
+    scale: float
+    num_groups: int
+    o_lora_rank: int
+    compression: CompressionSpec | None
+
+    @property
+    def group_width(self) -> int:
+        """The values of a group of heads."""
+        return self.num_heads * self.head_dim // self.num_groups
+
+    @property
+    def cached_width(self) -> int:
+        """The values that a position adds to the cache: its key, and its share of an entry, rounded up.
+
+        What entries follow from is dropped when they are made.
+        """
+        if (compression := self.compression) is None:
+            return self.head_dim
+        return self.head_dim + -(-sum(compression.dims(self.head_dim)) // compression.window_tokens)
+
+    def cache_values(self, places: int, context_tokens: int, chunk_tokens: int) -> int:
+        """Returns the values of a layer's cache, with places for so many keys."""
+        if (compression := self.compression) is None:
+            return places * self.head_dim
+        raw = raw_places(compression, context_tokens, chunk_tokens) * compression.raw_width(self.head_dim)
+        entries = context_tokens // compression.window_tokens * sum(compression.dims(self.head_dim))
+        return places * self.head_dim + raw + entries
+
+
+def raw_places(compression: CompressionSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """Returns for how many positions a layer caches what entries follow from: the chunk, and what it needs before."""
+    return min(context_tokens, compression.earlier_tokens + chunk_tokens)
+
+
+AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec | CompressedSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +320,7 @@ class OtherAttentionSpec:
     """The attention of some `layers`, rising, that differs from that of all other layers, and its rotary positions."""
 
     layers: tuple[int, ...]
-    attention: GroupedQuerySpec | LatentSpec
+    attention: GroupedQuerySpec | LatentSpec | CompressedSpec
     rope: RopeSpec | None
 
 
@@ -320,6 +415,31 @@ def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
         yield DenseRole("attention.index_weights", (heads, d), False)
 
 
+def compressed_roles(attention: CompressedSpec, d: int) -> Iterator[DenseRole]:
+    """Yields the dense tensors of a layer's attention, for a hidden size d."""
+    width, rank = attention.num_heads * attention.head_dim, attention.q_lora_rank
+    mixed = attention.num_groups * attention.o_lora_rank
+    yield DenseRole("attention.q_a", (rank, d), True)
+    yield DenseRole("attention.q_a_norm", (rank,), False)
+    yield DenseRole("attention.q_b", (width, rank), True)
+    yield DenseRole("attention.kv", (attention.head_dim, d), True)
+    yield DenseRole("attention.kv_norm", (attention.head_dim,), False)
+    yield DenseRole("attention.sinks", (attention.num_heads,), False)
+    yield DenseRole("attention.o_a", (mixed, attention.group_width), True)
+    yield DenseRole("attention.o_b", (d, mixed), True)
+    if (compression := attention.compression) is None:
+        return
+    for name, dim in zip(("entry", "index"), compression.dims(attention.head_dim), strict=False):
+        projected = dim * (2 if compression.overlap else 1)
+        yield DenseRole(f"attention.{name}_kv", (projected, d), True)
+        yield DenseRole(f"attention.{name}_gate", (projected, d), True)
+        yield DenseRole(f"attention.{name}_positions", (compression.window_tokens, projected), False)
+        yield DenseRole(f"attention.{name}_norm", (dim,), False)
+    if (indexer := compression.indexer) is not None:
+        yield DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, rank), True)
+        yield DenseRole("attention.index_weights", (indexer.num_heads, d), False)
+
+
 def relative_roles(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
     """Yields the dense tensors of a layer's attention of this name, `attention` or `cross`, for a hidden size d."""
     width = attention.num_heads * attention.head_dim
@@ -338,12 +458,25 @@ def attention_sizes(attention: AttentionSpec) -> dict[str, int | None]:
         names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window", "value_head_dim")
     elif isinstance(attention, RelativeSpec):
         names = ("num_heads", "head_dim", "num_buckets", "max_distance")
+    elif isinstance(attention, CompressedSpec):
+        names = ("num_heads", "head_dim", "q_lora_rank", "sliding_window", "num_groups", "o_lora_rank")
     else:
         names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: getattr(attention, name) for name in names}
+    if isinstance(attention, CompressedSpec):
+        return sizes | _compression_sizes(attention.compression)
     if not isinstance(attention, RelativeSpec) and (indexer := attention.indexer) is not None:
         own = ("top_k",) if isinstance(indexer, IndexerSpec) else ("block_tokens", "num_blocks")
         sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", *own)}
+    return sizes
+
+
+def _compression_sizes(compression: CompressionSpec | None) -> dict[str, int | None]:
+    if compression is None:
+        return {}
+    sizes: dict[str, int | None] = {"window_tokens": compression.window_tokens}
+    if (indexer := compression.indexer) is not None:
+        sizes |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
     return sizes
 
 
@@ -367,6 +500,8 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return _temperature_fault(attention.temperature, attention)
     if isinstance(attention, RelativeSpec):
         return _relative_fault(attention)
+    if isinstance(attention, CompressedSpec):
+        return _compressed_fault(attention, rope)
     if attention.num_heads % attention.num_kv_heads:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
@@ -395,6 +530,17 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
         return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"
     return _block_indexer_fault(attention, rope) or _temperature_fault(attention.temperature, attention)
+
+
+def _compressed_fault(attention: CompressedSpec, rope: RopeSpec | None) -> str | None:
+    if attention.num_heads % attention.num_groups:
+        return f"{attention.num_heads} heads do not divide into num_groups, {attention.num_groups}"
+    if rope is None or isinstance(rope.scaling, LongRopeSpec):
+        return "compressed attention needs rotary positions, and no longrope"
+    indexer = None if attention.compression is None else attention.compression.indexer
+    if indexer is not None and indexer.head_dim < rope.rotary_dim:
+        return f"an indexer of entries has heads of {indexer.head_dim}, expected at least rotary_dim, {rope.rotary_dim}"
+    return None
 
 
 def _block_indexer_fault(attention: GroupedQuerySpec, rope: RopeSpec | None) -> str | None:
@@ -440,7 +586,7 @@ def rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
         return None
     if isinstance(attention, RelativeSpec):
         return f"{attention.kind} attention cannot have rope"
-    width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
+    width = attention.qk_rope_head_dim if isinstance(attention, LatentSpec) else attention.head_dim
     if rope.rotary_dim % 2 or rope.rotary_dim > width:
         return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"
     if isinstance(attention, LatentSpec) and rope.rotary_dim != width:

@@ -14,6 +14,9 @@ Layers without an indexer may share the choice of an earlier layer (GLM-5), whic
 queries may have an indexer too, which chooses blocks of positions; while there are no more blocks than it chooses,
 attention is the plain one.
 
+*Compressed attention* (DeepSeek-V4) sees a window of positions, and before it entries that stand for several positions
+each. An entry is computed once, when its last position has come; until then its positions' projections wait in a ring.
+
 *Relative positions* add a bias for each head and distance to the scores, in place of a rotation; so does an encoder.
 A decoder also attends to the encoder's output, without a bias.
 """
@@ -27,6 +30,8 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import (
     BlockIndexerSpec,
+    CompressedSpec,
+    CompressionSpec,
     GroupedQuerySpec,
     IndexerSpec,
     LatentSpec,
@@ -34,10 +39,11 @@ from moe_pack.formats.parts import (
     RelativeSpec,
     TemperatureSpec,
 )
-from moe_pack.runtime.model.kv_cache import Angles, LayerCache, Rope, rotate
-from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.kv_cache import Angles, EntryCache, LayerCache, Rope, rotate
+from moe_pack.runtime.model.matrix import linear, linear_by_group
 from moe_pack.runtime.model.operations import (
     MAX_DECODED_BYTES,
+    MAX_SCORE_BYTES,
     HeadNorms,
     attend_with_sinks,
     fused_attention,
@@ -55,6 +61,8 @@ def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: A
     spec = weights.spec.attention_of(layer)
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles)
+    if isinstance(spec, CompressedSpec):
+        return _attend_compressed(x, weights, spec, layer, cache, angles)
     assert isinstance(spec, LatentSpec), "models with relative positions are run by encoder_decoder"
     seen = seen_positions(None, 0, cache.num_tokens, len(x), x.device)
     return attend_latent(x, weights, spec, layer, cache, angles, seen)
@@ -336,14 +344,7 @@ def _indexed(
     q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
     q = _rotated_index(q, spec, angles)
     head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
-    chosen = torch.empty((len(x), len(keys)), dtype=torch.bool, device=x.device)
-    step = max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * len(keys)))
-    for first in range(0, len(x), step):
-        rows = slice(first, first + step)
-        scores = torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ keys.T), head_weights[rows])
-        seen = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask[rows]
-        chosen[rows] = largest(scores, spec.top_k, seen)
-    return chosen
+    return _largest_scores(q, keys, head_weights, spec.top_k, mask)
 
 
 def _up_projections(
@@ -408,6 +409,169 @@ def _expanded(
             )
         else:
             yield fused_attention(q[heads], keys, values, mask, False, spec.scale)
+
+
+def _attend_compressed(
+    x: Tensor, weights: Weights, spec: CompressedSpec, layer: int, cache: LayerCache, angles: Angles
+) -> Tensor:
+    """Returns a layer's compressed attention; keys of new tokens, and entries that they complete, enter the cache."""
+    role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
+    start, stop, interleaved = cache.num_tokens, cache.num_tokens + len(x), is_interleaved(weights.spec, layer)
+    latent = operations.rms_norm(linear(x, weights.matrix(f"{role}.q_a")), weights.vector(f"{role}.q_a_norm"), eps)
+    q = linear(latent, weights.matrix(f"{role}.q_b")).view(len(x), spec.num_heads, spec.head_dim)
+    q = operations.rms_norm(q, torch.ones(spec.head_dim, device=x.device), eps)
+    q = _rotate_last(q.transpose(0, 1), angles, interleaved)
+    key = operations.rms_norm(linear(x, weights.matrix(f"{role}.kv")), weights.vector(f"{role}.kv_norm"), eps)
+    key = _rotate_last(key[None], angles, interleaved)
+    cache.append(key, key)
+    entries, seen = torch.empty((0, spec.head_dim), device=x.device), None
+    if spec.compression is not None:
+        assert cache.compressed is not None, "a layer with entries"
+        _compress(x, weights, spec, spec.compression, layer, cache.compressed, start)
+        entries = cache.compressed.entries[: stop // spec.compression.window_tokens].float()
+        seen = _seen_entries(x, latent, weights, spec.compression, layer, entries[:, spec.head_dim :], angles, start)
+        entries = entries[:, : spec.head_dim]
+    mixed = _attend_entries(q, cache, spec, start, entries, seen, weights.vector(f"{role}.sinks"))
+    mixed = _rotate_last(mixed, (angles[0], -angles[1]), interleaved).transpose(0, 1).flatten(1)
+    mixed = linear_by_group(mixed, weights.matrix(f"{role}.o_a"), spec.num_groups)
+    return linear(mixed, weights.matrix(f"{role}.o_b"))
+
+
+def _rotate_last(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+    """Returns x [heads, T, n] with its last `rotary_dim` values turned by the angles of its positions."""
+    first = x.shape[-1] - 2 * angles[0].shape[1]
+    return torch.cat((x[..., :first], rotate(x[..., first:], angles, interleaved)), dim=-1)
+
+
+def _attend_entries(
+    q: Tensor,
+    cache: LayerCache,
+    spec: CompressedSpec,
+    start: int,
+    entries: Tensor,
+    seen: Tensor | None,
+    sinks: Tensor,
+) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim] from position `start` on, float32 [heads, T, head_dim].
+
+    A token alone reads the entries that it sees and no others.
+    Args:    entries: float32 [n, head_dim].   seen: bool [T, n], the entries that each query sees; None: all.
+    """
+    num_tokens, window = q.shape[1], spec.sliding_window
+    first = max(0, start + 1 - window)
+    keys = cache.between(first, start + num_tokens)[0][0]
+    step = max(1, MAX_SCORE_BYTES // (4 * spec.num_heads * (len(keys) + len(entries))))
+    mixed = []
+    for begin in range(0, num_tokens, step):
+        piece, at = q[:, begin : begin + step], start + begin
+        low, high = max(0, at + 1 - window), at + piece.shape[1]
+        own = seen_positions(window, low, at, piece.shape[1], q.device)
+        some, chosen = entries, None if seen is None else seen[begin : begin + step]
+        if chosen is not None and len(chosen) == 1:
+            some, chosen = entries[chosen[0]], None
+        mask = None
+        if own is not None or chosen is not None:
+            near = own if own is not None else torch.ones((piece.shape[1], high - low), dtype=torch.bool)
+            far = chosen if chosen is not None else torch.ones((piece.shape[1], len(some)), dtype=torch.bool)
+            mask = torch.cat((near.to(q.device), far.to(q.device)), dim=1)
+        values = torch.cat((keys[low - first : high - first], some))[None]
+        mixed.append(attend_with_sinks(piece, values, values, mask, spec.scale, sinks))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
+
+
+def _compress(
+    x: Tensor,
+    weights: Weights,
+    spec: CompressedSpec,
+    compression: CompressionSpec,
+    layer: int,
+    cache: EntryCache,
+    start: int,
+) -> None:
+    """Writes to the cache what entries follow from, of tokens x from position `start` on, and entries that they end."""
+    role, size = f"layers.{layer}.attention", compression.window_tokens
+    names = [*zip(("entry", "index"), compression.dims(spec.head_dim), strict=False)]
+    raw, places = list[Tensor](), torch.arange(start, start + len(x), device=x.device) % size
+    for name, _ in names:
+        positions = weights.matrix(f"{role}.{name}_positions").rows(0, size)[places]
+        raw.append(linear(x, weights.matrix(f"{role}.{name}_kv")))
+        raw.append(linear(x, weights.matrix(f"{role}.{name}_gate")) + positions)
+    cache.append(start, torch.cat(raw, dim=1))
+    first, last = start // size, (start + len(x)) // size
+    if first == last:
+        return
+    before = min(first, int(compression.overlap))  # windows that the first new entry averages too
+    rows = cache.between((first - before) * size, last * size).view(last - first + before, size, -1)
+    positions, rope = torch.arange(first, last, device=x.device) * size, weights.spec.rope_of(layer)
+    angles, begin, made = Rope(rope, x.device)(positions, last * size), 0, list[Tensor]()
+    for name, dim in names:
+        width = dim * (2 if compression.overlap else 1)
+        values, logits = rows[..., begin : begin + width], rows[..., begin + width : begin + 2 * width]
+        begin += 2 * width
+        if compression.overlap:
+            values, logits = _overlapped(values, before, 0.0), _overlapped(logits, before, -torch.inf)
+        entry = (values * logits.softmax(dim=1)).sum(dim=1)
+        entry = weights.operations.rms_norm(entry, weights.vector(f"{role}.{name}_norm"), weights.spec.norm.eps)
+        made.append(_rotate_last(entry[None], angles, is_interleaved(weights.spec, layer))[0])
+    cache.entries[first:last] = torch.cat(made, dim=1).to(cache.entries.dtype)
+
+
+def _overlapped(rows: Tensor, before: int, fill: float) -> Tensor:
+    """Returns, of windows [n, size, 2 dim], the first half of the window before and the second half of each.
+
+    Args:    before: 1 if the first window is only one before; 0 if there is none, and `fill` takes its place.
+    Returns: [n - before, 2 size, dim].
+    """
+    earlier, own = rows.chunk(2, dim=-1)
+    if not before:
+        earlier = torch.nn.functional.pad(earlier, (0, 0, 0, 0, 1, 0), value=fill)
+    return torch.cat((earlier[:-1], own[before:]), dim=1)
+
+
+@torch.no_grad()
+def _seen_entries(
+    x: Tensor,
+    latent: Tensor,
+    weights: Weights,
+    spec: CompressionSpec,
+    layer: int,
+    keys: Tensor,
+    angles: Angles,
+    start: int,
+) -> Tensor | None:
+    """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
+
+    Args:    x: float32 [T, d], from position `start` on.   latent: float32 [T, q_lora_rank], of queries.
+             keys: float32 [n, head_dim], the indexer's.
+    Returns: bool [T, n]; among equal scores, the first entries. None if each token attends to all.
+    """
+    numbers, num_tokens = torch.arange(len(keys), device=x.device), len(x)
+    ended = torch.arange(start + 1, start + num_tokens + 1, device=x.device)[:, None] // spec.window_tokens
+    seen = None if num_tokens == 1 else numbers < ended
+    indexer = spec.indexer
+    if indexer is None or len(keys) <= indexer.top_k:
+        return seen
+    seen = torch.ones((1, len(keys)), dtype=torch.bool, device=x.device) if seen is None else seen
+    role, scale = f"layers.{layer}.attention", (indexer.num_heads * indexer.head_dim) ** -0.5
+    q = linear(latent, weights.matrix(f"{role}.index_q")).view(num_tokens, indexer.num_heads, -1).transpose(0, 1)
+    q = _rotate_last(q, angles, is_interleaved(weights.spec, layer))
+    return _largest_scores(q, keys, linear(x, weights.matrix(f"{role}.index_weights")) * scale, indexer.top_k, seen)
+
+
+def _largest_scores(q: Tensor, keys: Tensor, head_weights: Tensor, top_k: int, seen: Tensor | None) -> Tensor:
+    """Returns the `top_k` of the keys that each query sees whose products, not below 0, have the largest weighted sums.
+
+    Args:    q: float32 [heads, T, head_dim].   keys: float32 [n, head_dim].   head_weights: float32 [T, heads].
+             seen: bool [T, n]; None: all.
+    Returns: bool [T, n]; among equal scores, the first.
+    """
+    chosen = torch.empty((q.shape[1], len(keys)), dtype=torch.bool, device=q.device)
+    step = max(1, MAX_DECODED_BYTES // (4 * len(q) * len(keys)))
+    for first in range(0, q.shape[1], step):
+        rows = slice(first, first + step)
+        scores = torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ keys.T), head_weights[rows])
+        chosen[rows] = largest(scores, top_k, torch.ones_like(chosen[rows]) if seen is None else seen[rows])
+    return chosen
 
 
 def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:

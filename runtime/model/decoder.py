@@ -188,17 +188,20 @@ class Decoder:
             x = add_attention(x, weights, layer, self.cache.of(layer), angles[self.spec.attention_kind(layer)])
             if not self.spec.has_second(layer):
                 continue
-            x = self._second_half(x, layer, self._partial_state(x, layer, angles, rows))
+            x = self._second_half(x, layer, ids, self._partial_state(x, layer, angles, rows))
         self.cache.num_tokens += len(ids)
         return x
 
-    def _second_half(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
-        """Returns hidden states after a layer's experts, or its dense expert, from those after its first half."""
+    def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
+        """Returns hidden states after a layer's experts, or its dense expert, from those after its first half.
+
+        Args:    ids: the tokens, int64 [T].
+        """
         weights, routed = self._weights, None
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         if layer in self._layer_idx:
-            experts, router_weights = route_tokens(inputs, weights, layer)
+            experts, router_weights = route_tokens(inputs, weights, layer, ids)
             routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
             routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import (
     AttentionSpec,
+    CompressedSpec,
     GroupedQuerySpec,
     LatentSpec,
     Llama3Spec,
@@ -21,8 +22,8 @@ from moe_pack.formats.parts import (
     RopeSpec,
     YarnSpec,
 )
-from moe_pack.formats.parts.attention import cached_width
-from moe_pack.formats.spec import cached_tokens
+from moe_pack.formats.parts.attention import cached_width, raw_places
+from moe_pack.formats.spec import cached_tokens, layer_cache_values
 from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
@@ -140,6 +141,48 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class EntryCache:
+    """The compressed entries of a layer, and what the next ones follow from.
+
+    `raw`: projections of the last positions and the logits of their weights [places, width], a ring; position p is in
+    place `p % places`.   `entries`: [windows of the context, width], the key of each, then the indexer's.
+    """
+
+    raw: Tensor
+    entries: Tensor
+
+    @classmethod
+    def empty(
+        cls, spec: CompressedSpec, context_tokens: int, chunk_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> "EntryCache | None":
+        """Returns the entries of a layer for passes of at most `chunk_tokens` tokens; None if it has none."""
+        if (compression := spec.compression) is None:
+            return None
+        places, width = raw_places(compression, context_tokens, chunk_tokens), sum(compression.dims(spec.head_dim))
+        raw = torch.zeros((places, compression.raw_width(spec.head_dim)), dtype=dtype, device=device)
+        windows = context_tokens // compression.window_tokens
+        return cls(raw, torch.zeros((windows, width), dtype=dtype, device=device))
+
+    def append(self, start: int, raw: Tensor) -> None:
+        """Writes what entries follow from, float32 [T, width], of positions from `start` on."""
+        self.raw[_ring_places(start, start + len(raw), self.raw, 0)] = raw.to(self.raw.dtype)
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Returns what entries follow from, float32 [stop - start, width], of positions that are still there."""
+        return self.raw[_ring_places(start, stop, self.raw, 0)].float()
+
+
+def _ring_places(start: int, stop: int, ring: Tensor, dim: int) -> slice | Tensor:
+    """Returns the places of positions `start` to `stop` in a ring, whose places are along a dimension."""
+    num_places = ring.shape[dim]
+    assert stop - start <= num_places, f"positions {start} to {stop} in {num_places} places"
+    first = start % num_places if num_places else 0
+    if first + stop - start <= num_places:
+        return slice(first, first + stop - start)
+    return torch.arange(start, stop, device=ring.device) % num_places
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """A layer's keys and values [heads, places, width] of a sequence of `num_tokens`.
 
@@ -147,6 +190,7 @@ class LayerCache:
     `index`: keys of an indexer of blocks [places, head_dim]; None without one. With `pooled`, the last position of a
     complete block has the block's key; all other positions have their own, from before the mean.
     `chosen`: what a layer with an indexer writes, and a layer that shares its choice reads.
+    `compressed`: the entries of compressed attention; None without any.
     """
 
     keys: Tensor
@@ -154,6 +198,7 @@ class LayerCache:
     num_tokens: int
     chosen: Chosen = field(default_factory=Chosen)
     index: Tensor | None = None
+    compressed: EntryCache | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places."""
@@ -166,18 +211,18 @@ class LayerCache:
         return self.keys[:, places].float(), self.values[:, places].float()
 
     def _places(self, start: int, stop: int) -> slice | Tensor:
-        num_places = self.keys.shape[1]
-        assert stop - start <= num_places, f"positions {start} to {stop} in {num_places} places"
-        first = start % num_places
-        if first + stop - start <= num_places:
-            return slice(first, first + stop - start)
-        return torch.arange(start, stop, device=self.keys.device) % num_places
+        return _ring_places(start, stop, self.keys, 1)
 
 
 def _keys_and_values(
     attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Returns a layer's empty keys and values; the values of latent attention are in the keys."""
+    """Returns a layer's empty keys and values; the values of latent attention are in the keys, those of compressed one
+    are the keys.
+    """
+    if isinstance(attention, CompressedSpec):
+        keys = torch.zeros((1, places, attention.head_dim), dtype=dtype, device=device)
+        return keys, keys
     if isinstance(attention, LatentSpec):
         keys = torch.zeros((1, places, attention.cached_width), dtype=dtype, device=device)
         return keys, keys[..., : attention.kv_lora_rank]
@@ -186,6 +231,14 @@ def _keys_and_values(
         heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
     keys, values = (torch.zeros((heads, places, dim), dtype=dtype, device=device) for dim in dims)
     return keys, values
+
+
+def _entries(
+    attention: AttentionSpec, context_tokens: int, chunk_tokens: int, dtype: torch.dtype, device: torch.device
+) -> EntryCache | None:
+    if not isinstance(attention, CompressedSpec):
+        return None
+    return EntryCache.empty(attention, context_tokens, chunk_tokens, dtype, device)
 
 
 def _index_keys(attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -231,10 +284,18 @@ class KVCache:
         made = [_keys_and_values(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
         self.keys, self.values = (tuple(keys for keys, _ in made), tuple(values for _, values in made))
         self._index = [_index_keys(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
-        widths = (cached_width(spec.attention_of(layer)) for layer in range(len(places)))
-        values_in_all = sum(number * width for number, width in zip(places, widths, strict=True))
+        self._entries = {
+            i: _entries(spec.attention_of(i), context_tokens, chunk, dtype, device)
+            for i, number in enumerate(places)
+            if number
+        }
+        if num_layers is None:
+            values_in_all = sum(layer_cache_values(spec, i, context_tokens, chunk) for i in range(len(places)))
+        else:
+            values_in_all = sum(number * cached_width(spec.attention_of(i)) for i, number in enumerate(places))
         self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
-        self.is_ring = any(0 < number < context_tokens for number in places)
+        rings = [*places, *(len(each.raw) for each in self._entries.values() if each is not None)]
+        self.is_ring = any(0 < number < context_tokens for number in rings)
         self.context_tokens = context_tokens
         self._chosen = Chosen()
         self._num_tokens = 0
@@ -245,7 +306,9 @@ class KVCache:
         """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
         attention = spec.attention_of(layer)
         index = _index_keys(attention, context_tokens, torch.float32, device)
-        return LayerCache(*_keys_and_values(attention, context_tokens, torch.float32, device), 0, index=index)
+        kept = _keys_and_values(attention, context_tokens, torch.float32, device)
+        entries = _entries(attention, context_tokens, context_tokens, torch.float32, device)
+        return LayerCache(*kept, 0, index=index, compressed=entries)
 
     @property
     def num_tokens(self) -> int:
@@ -290,7 +353,8 @@ class KVCache:
 
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""
-        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens, self._chosen, self._index[idx])
+        own = self.keys[idx], self.values[idx], self.num_tokens
+        return LayerCache(*own, self._chosen, self._index[idx], self._entries.get(idx))
 
     def of(self, idx: int) -> LayerCache | LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""

@@ -306,14 +306,38 @@ def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
     return linear(x, weights.matrix(f"{role}.router"), bias)
 
 
-def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
+def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, int64 [T, k], and their weights, float32 [T, k], for `mlp_input` x.
 
     An expert with the weight 0 does not run for the token.
+    Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.
+    Raises:  RunError if the table does not name different experts for each of the tokens.
     """
+    if layer in weights.spec.router.table_layers:
+        assert ids is not None, f"layer {layer} needs the tokens"
+        experts = experts_of_tokens(ids, weights, layer).to(x.device)
+        return experts, weights_of_experts(router_logits(x, weights, layer), experts, weights, layer)
     logits, bias = router_logits(x, weights, layer), _router_bias(weights, layer)
     experts, router_weights = weights.operations.route(logits, weights.spec.router, bias)
     return experts, _scaled_by_expert(router_weights, experts, weights, layer)
+
+
+def experts_of_tokens(ids: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns the experts that a layer's table names for tokens int64 [T]: int64 [T, k].
+
+    Raises:  RunError if they are not different experts of the model.
+    """
+    named = gather_rows(weights.matrix(f"layers.{layer}.router_table"), ids.cpu()).long()
+    ordered = named.sort(dim=1).values
+    is_known = (ordered[:, 0] >= 0) & (ordered[:, -1] < weights.spec.router.num_experts)
+    is_sound = is_known & (ordered[:, 1:] != ordered[:, :-1]).all(dim=1)
+    if not is_sound.all():
+        place = int((~is_sound).nonzero()[0, 0])
+        raise RunError(
+            f"layer {layer}: the router's table names experts {named[place].tolist()} for token {int(ids[place])}, "
+            f"expected different ones from 0 to {weights.spec.router.num_experts - 1}"
+        )
+    return named
 
 
 def weights_of_experts(logits: Tensor, experts: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -328,7 +352,9 @@ def _scaled_by_expert(router_weights: Tensor, experts: Tensor, weights: Weights,
 
 
 def _router_bias(weights: Weights, layer: int) -> Tensor | None:
-    return weights.vector(f"layers.{layer}.router_bias") if weights.spec.router.bias else None
+    router = weights.spec.router
+    has_bias = router.bias and layer not in router.table_layers
+    return weights.vector(f"layers.{layer}.router_bias") if has_bias else None
 
 
 def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -336,10 +362,9 @@ def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
 
     For the input of the layer before, they predict this layer's experts. Source: CORM §4.2.
     """
-    spec, logits = weights.spec.router, router_logits(x, weights, layer)
-    if not spec.bias:
+    spec, logits, bias = weights.spec.router, router_logits(x, weights, layer), _router_bias(weights, layer)
+    if bias is None:
         return logits[:, : spec.num_experts]
-    bias = weights.vector(f"layers.{layer}.router_bias")
     scores = logits if spec.kind == "topk_sigmoid" else expert_scores(logits, spec)
     return scores + bias[: spec.num_experts]
 

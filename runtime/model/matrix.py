@@ -12,7 +12,13 @@ from torch import Tensor
 from moe_pack.formats import RowLayout
 from moe_pack.runtime.model.operations import TORCH, Operations, product_by_blocks, row_blocks
 
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by their names in safetensors
+TORCH_DTYPES = {  # by their names in safetensors
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 class Matrix(Protocol):
@@ -38,11 +44,20 @@ class InMemoryMatrix(ABC):
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
 
 
-class StoredMatrix(InMemoryMatrix):
-    """A matrix of 16- or 32-bit values, on the device of its operations."""
+class DivisibleMatrix(InMemoryMatrix):
+    """A matrix in memory, of which some rows are a matrix too."""
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> Matrix:
+        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
+
+
+class StoredMatrix(DivisibleMatrix):
+    """A matrix of 16- or 32-bit values, or of integers, on the device of its operations."""
 
     def __init__(self, weight: Tensor, operations: Operations = TORCH) -> None:
         self._weight = weight
+        self._operations = operations
         self._product = operations.stored_product(weight)
         self.num_rows, self.num_cols = weight.shape
 
@@ -58,8 +73,12 @@ class StoredMatrix(InMemoryMatrix):
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
 
+    def part(self, start: int, stop: int) -> "StoredMatrix":
+        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
+        return StoredMatrix(self._weight[start:stop], self._operations)
 
-class RowMatrix(InMemoryMatrix):
+
+class RowMatrix(DivisibleMatrix):
     """A matrix in rows of the row layout, u8 [num_rows, row_bytes], on the device of its operations."""
 
     def __init__(self, layout: RowLayout, stored: Tensor, operations: Operations = TORCH) -> None:
@@ -82,6 +101,26 @@ class RowMatrix(InMemoryMatrix):
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
 
+    def part(self, start: int, stop: int) -> "RowMatrix":
+        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
+        return RowMatrix(self._layout, self._stored[start:stop], self._operations)
+
+
+class _Part:
+    """Rows `start` to `stop` of a matrix."""
+
+    def __init__(self, matrix: Matrix, start: int, stop: int) -> None:
+        self._matrix, self._start = matrix, start
+        self.num_rows, self.num_cols = stop - start, matrix.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._matrix.rows(self._start + start, self._start + stop)
+
+
+def rows_of(matrix: Matrix, start: int, stop: int) -> Matrix:
+    """Returns rows `start` to `stop` of a matrix as a matrix of their own."""
+    return matrix.part(start, stop) if isinstance(matrix, DivisibleMatrix) else _Part(matrix, start, stop)
+
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """Returns `x @ matrix.T + bias`: by the matrix's own product if it is in memory, else a block of rows at a time.
@@ -94,6 +133,17 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     else:
         y = product_by_blocks(x, matrix.num_rows, matrix.num_cols, matrix.rows)
     return y if bias is None else y + bias
+
+
+def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:
+    """Returns the products of groups of columns of x with as many groups of the matrix's rows, side by side.
+
+    Args:    x: float32 [T, num_groups * in].   matrix: [num_groups * out, in].
+    Returns: float32 [T, num_groups * out].
+    """
+    step = matrix.num_rows // num_groups
+    parts = (rows_of(matrix, group * step, (group + 1) * step) for group in range(num_groups))
+    return torch.cat([linear(each, part) for each, part in zip(x.chunk(num_groups, dim=1), parts, strict=True)], dim=1)
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:

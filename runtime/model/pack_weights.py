@@ -494,4 +494,5 @@ def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORC
     """Returns a matrix of some rows, given as their stored bytes, u8."""
     if dense.rows is not None:
         return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
-    return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), operations)
+    values = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1])
+    return StoredMatrix(values, TORCH if dense.role.integers else operations)  # integers are read, not multiplied

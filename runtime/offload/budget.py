@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import plain_layout, whole_blocks
-from moe_pack.formats.parts import AttentionSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
@@ -413,6 +413,8 @@ def _attention_width(attention: AttentionSpec) -> int:
         return heads + gates + indexed
     if isinstance(attention, RelativeSpec):
         return 4 * attention.num_heads * attention.head_dim
+    if isinstance(attention, CompressedSpec):
+        return _compressed_width(attention)
     indexer = attention.own_indexer
     indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
     has_gates = attention.gated or attention.gate is not None
@@ -420,12 +422,27 @@ def _attention_width(attention: AttentionSpec) -> int:
     return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
 
 
+def _compressed_width(attention: CompressedSpec) -> int:
+    """Returns the same for compressed attention: heads, what entries follow from with a copy, and the output's parts.
+
+    Heads are queries, normed and rotated ones, what they give, that rotated back, and its groups.
+    """
+    heads = 5 * attention.num_heads * attention.head_dim
+    outputs = 2 * attention.num_groups * attention.o_lora_rank
+    if (compression := attention.compression) is None:
+        return heads + outputs
+    indexer = compression.indexer
+    indexed = 0 if indexer is None else 2 * indexer.num_heads * (indexer.head_dim + 1)
+    return heads + outputs + 3 * compression.raw_width(attention.head_dim) + indexed
+
+
 def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     """Returns the most bytes of scores, and of a mask of them; only torch's attention stores any."""
     unequal = [
         attention.num_heads
         for attention, _ in spec.attention_kinds
-        if isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim
+        if isinstance(attention, CompressedSpec)
+        or (isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim)
     ]
     sinking = [
         attention.num_heads
@@ -468,11 +485,16 @@ def ngram_bytes(spec: ModelSpec) -> int:
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
     """Returns the additional bytes of a pass in which each token has something of each position of the context.
 
-    With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With an encoder, a
-    layer runs for all tokens before the next begins.
+    With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With compressed
+    entries they are masks of these, and a copy of their keys. With an encoder, a layer runs for all tokens before the
+    next begins.
     """
     attention = spec.attention
-    if any(not isinstance(each, RelativeSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
+    compressed = [each for each, _ in spec.attention_kinds if isinstance(each, CompressedSpec)]
+    if compressed:
+        return max(_entry_bytes(each, chunk_tokens, context_tokens) for each in compressed)
+    indexed = (each for each, _ in spec.attention_kinds if isinstance(each, GroupedQuerySpec | LatentSpec))
+    if any(each.indexer is not None for each in indexed):
         return _MASKS * chunk_tokens * context_tokens
     if spec.encoder is None or not isinstance(attention, RelativeSpec):
         return 0
@@ -481,6 +503,12 @@ def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) ->
     biases = 2 * attention.num_heads * 2 * context_tokens
     scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * MAX_DECODED_BYTES)
     return 4 * (states + biases) + scores
+
+
+def _entry_bytes(attention: CompressedSpec, chunk_tokens: int, context_tokens: int) -> int:
+    compression, window = attention.compression, attention.sliding_window - 1 + chunk_tokens
+    num_entries = 0 if compression is None else context_tokens // compression.window_tokens
+    return (window + num_entries) * (_MASKS * chunk_tokens + 4 * attention.head_dim)
 
 
 def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:

@@ -122,9 +122,10 @@ class NextRouterPrediction(_WithoutPartial):
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """Returns the router's scores."""
-        return _array(router_scores(observed.x, self._weights, self._weights.spec.moe_layers[layer_idx]))
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
+        """Returns the router's scores; None for a layer whose router does not choose."""
+        layer = self._weights.spec.moe_layers[layer_idx]
+        return None if _has_table(self._weights, layer) else _array(router_scores(observed.x, self._weights, layer))
 
 
 class PartialPrediction:
@@ -139,15 +140,20 @@ class PartialPrediction:
         self._weights = weights
 
     def needs_partial(self, layer_idx: int) -> bool:
-        """Returns True."""
-        return True
+        """Returns True; False for a layer whose router does not choose."""
+        return not _has_table(self._weights, self._weights.spec.moe_layers[layer_idx])
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Returns the router's scores; None without a partial hidden state."""
-        if observed.partial is None:
-            return None
+        """Returns the router's scores; None without a partial hidden state, or if the router does not choose."""
         layer = self._weights.spec.moe_layers[layer_idx]
+        if observed.partial is None or _has_table(self._weights, layer):
+            return None
         return _array(router_scores(mlp_input(observed.partial, self._weights, layer), self._weights, layer))
+
+
+def _has_table(weights: Weights, layer: int) -> bool:
+    """Returns whether a table names a layer's experts for each token, whatever its router says."""
+    return layer in weights.spec.router.table_layers
 
 
 class LearnedPrediction(_WithoutPartial):

@@ -41,7 +41,9 @@ def run_through(states: LayerStates, weights: LayerwiseWeights, to_layer: int) -
 
 
 def begun(weights: LayerwiseWeights, folder: Path) -> LayerStates:
-    return LayerStates(weights, lambda number: embed(IDS[number], weights), N, S, folder, CPU)
+    return LayerStates(
+        weights, lambda number: embed(IDS[number], weights), N, S, folder, CPU, ids=lambda number: IDS[number]
+    )
 
 
 def test_a_pass_by_layers_ends_in_the_decoders_logits(weights: LayerwiseWeights, tmp_path: Path) -> None:
@@ -105,7 +107,9 @@ def test_gradients_through_whole_layers_predict_what_a_change_does(weights: Laye
         def first(number: int) -> Tensor:
             return embed(IDS[number], weights) + sign * step
 
-        states = LayerStates(weights, first, stage.num_sequences, S, folder / str(sign), CPU)
+        states = LayerStates(
+            weights, first, stage.num_sequences, S, folder / str(sign), CPU, ids=lambda number: IDS[number]
+        )
         run_through(states, weights, spec.num_hidden_layers)
         return states.before(0)
 
@@ -130,7 +134,15 @@ def test_a_copy_with_one_worse_expert_is_a_run_with_it(weights: LayerwiseWeights
     stage.layer(0)
     number = stage.num_copied
     given = Sequences.of(spec, IDS)
-    states = LayerStates(weights, lambda place: embed(given.ids[place], weights), number, S, tmp_path / "plain", CPU)
+    states = LayerStates(
+        weights,
+        lambda place: embed(given.ids[place], weights),
+        number,
+        S,
+        tmp_path / "plain",
+        CPU,
+        ids=lambda place: given.ids[place],
+    )
     tokens: LayerTokens = states.enter(0)
     with torch.inference_mode():
         for expert in range(spec.router.num_experts):
@@ -159,7 +171,15 @@ def test_partial_states_are_those_of_resident_experts_alone(weights: LayerwiseWe
     states.leave(0, tokens)
     partial_x = torch.from_numpy(np.fromfile(partial._states(0), np.float32)).view(S, -1)
 
-    again = LayerStates(weights, lambda number: embed(IDS[N - 1], weights), 1, S, tmp_path / "again", CPU)
+    again = LayerStates(
+        weights,
+        lambda number: embed(IDS[N - 1], weights),
+        1,
+        S,
+        tmp_path / "again",
+        CPU,
+        ids=lambda number: IDS[N - 1],
+    )
     few = again.enter(0)
     with torch.inference_mode():
         for expert in sorted(resident):

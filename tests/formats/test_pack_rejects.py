@@ -207,7 +207,7 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
         (setting(1, "model", "attention", "window"), setting(64, "model", "attention", "sliding_window"),
          "model: attention: unknown key 'window'"),
         (setting("linear", "model", "attention", "kind"), setting("grouped_query", "model", "attention", "kind"),
-         "model: attention: kind: found 'linear', expected one of grouped_query, latent, relative"),
+         "model: attention: kind: found 'linear', expected one of grouped_query, latent, relative, compressed"),
         (setting("latent", "model", "attention", "kind"), setting("grouped_query", "model", "attention", "kind"),
          "model: attention: unknown key 'bias'"),
         (removing("model", "attention", "kind"), AS_IT_WAS, "model: attention: key 'kind' is missing"),

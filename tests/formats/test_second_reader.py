@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from random_codes import every_window
 from reseal import JsonObject, edit_array, reseal
 from second_reader import BadPackError, Part, Rows, SecondReader
-from specs import RESIDUALS, changed
+from specs import COMPRESSED, RESIDUALS, changed
 from synthetic import made, plan_for, small
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
@@ -182,6 +182,9 @@ MODELS = (
 )
 
 
+SPECS = RESIDUALS | {"compressed attention": COMPRESSED}
+
+
 @pytest.fixture(scope="module")
 def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Packs of tiny random models with dense matrices in 8 bit, where their rows allow it."""
@@ -190,7 +193,7 @@ def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp("family")
         pack(write(model, folder / "source"), folder / "pack", dense_width=8)
         packs[str(model)] = folder / "pack"
-    for name, spec in RESIDUALS.items():
+    for name, spec in SPECS.items():
         packs[name] = made(spec, tmp_path_factory.mktemp("residual") / "pack", plan=plan_for(spec, width=8))
     folder = tmp_path_factory.mktemp("family")
     with known_family():
@@ -198,7 +201,7 @@ def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return packs | {"ngrams": folder / "pack"}
 
 
-@pytest.mark.parametrize("model", [*map(str, MODELS), *RESIDUALS, "ngrams"])
+@pytest.mark.parametrize("model", [*map(str, MODELS), *SPECS, "ngrams"])
 def test_models_of_every_family_are_read_alike(family_packs: dict[str, Path], model: str) -> None:
     assert_read_alike(family_packs[model])
 

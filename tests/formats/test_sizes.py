@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cases import case
-from specs import GROUPED, HYBRID, LATENT, changed
+from specs import COMPRESSED, GROUPED, HYBRID, LATENT, changed
 
 from moe_pack.formats import dense_roles
 from moe_pack.formats.parts import OtherAttentionSpec
@@ -50,6 +50,20 @@ def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_ch
     assert [cached_tokens(some, layer, 20, 10) for layer in range(3)] == [20, 20, 20]
     assert cache_values(some, 100, 10) == 128 * (25 + 100 + 25)
     assert cache_values(LATENT, 100, 10) == 100 * cached_values(LATENT)
+
+
+def test_weights_of_compressed_attention_are_counted_and_tables_of_experts_are_not() -> None:
+    # Norms; q_a, its norm, q_b; kv, its norm; sinks; o_a, o_b.
+    window = 2 * 64 + (40 * 64 + 40 + 64 * 40) + (16 * 64 + 16) + 4 + (48 * 32 + 64 * 48)
+    sparse = 2 * (32 * 64) + 2 * 32 + 16 + 2 * (24 * 64) + 2 * 24 + 12 + (144 * 40 + 12 * 64)
+    heavy = 2 * (16 * 64) + 3 * 16 + 16
+    streams = 2 * (15 * 192 + 15 + 3)  # of a layer's two halves: weights, bases and scales
+    last = 3 * 192 + 3 + 1
+    dense = 2 * EMBEDDING + 64 + last + 3 * (window + streams) + sparse + heavy
+    dense += 2 * 6 * 64 + 6 + 2 * 3 * 48 * 64 + 3 * 80 * 64  # routers, one with a bias; shared experts; a dense expert
+    assert num_parameters(COMPRESSED) == dense + 2 * 6 * EXPERT
+    table = {role.name: role for role in dense_roles(COMPRESSED)}["layers.0.router_table"]
+    assert table.shape == (96, 2) and table.integers
 
 
 def test_layers_with_attention_of_their_own_cache_what_theirs_needs() -> None:

@@ -1,7 +1,9 @@
 """Models that the GPU's engine does not run: refused by name, in runs and in plans, and run by the CPU."""
 
+from dataclasses import replace
+
 from cases import case
-from specs import ANSWERING, GROUPED, LATENT, Values, changed
+from specs import ANSWERING, COMPRESSED, GROUPED, LATENT, Values, changed
 
 from moe_pack.formats import ModelSpec, RunError, dump
 from moe_pack.runtime.options import EngineOptions, cpu_only
@@ -48,6 +50,8 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(GROUPED, "attention qk_norm", "rotated_head"), "norms of rotated heads"),
     (changed(GROUPED, "attention qk_norm", "unit"), "norms of rotated heads"),
     (changed(GROUPED, "attention indexer", BLOCKS), "attention to blocks"),
+    (replace(COMPRESSED, others=()), "compressed attention"),
+    (changed(GROUPED, "router table_layers", [0]), "a table from tokens to experts"),
 ]
 
 

@@ -208,7 +208,11 @@ def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
 
     class Rows:
         operations = TORCH
-        router = type("Router", (), {"bias": False, "logit_bias": False, "input_scale": False, "num_experts": 3})
+        router = type(
+            "Router",
+            (),
+            {"bias": False, "logit_bias": False, "input_scale": False, "num_experts": 3, "table_layers": ()},
+        )
         spec = type("Spec", (), {"moe_layers": (0, 1), "encoder": None, "router": router})
 
         def matrix(self, role: str) -> StoredMatrix:

@@ -39,6 +39,10 @@ class RandomWeights:
         for role in dense_roles(spec):
             drawn = torch.randn(role.shape, generator=generator)
             self.tensors[role.name] = 1 + 0.3 * drawn if len(role.shape) == 1 else drawn * role.shape[1] ** -0.5
+            if role.integers:  # the experts of each token
+                self.tensors[role.name] = (
+                    drawn.argsort(dim=1) + torch.arange(len(drawn))[:, None]
+                ) % spec.router.num_experts
         self.tensors["embed"] *= spec.hidden_size**0.5  # states of rms 1
         self._experts = [
             [RandomExpert(spec, generator) for _ in range(spec.router.num_experts)] for _ in spec.moe_layers

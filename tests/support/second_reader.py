@@ -38,7 +38,17 @@ REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", 
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
 TABLES = json.loads((Path(__file__).parents[2] / "docs" / "trellis-tables.json").read_text())  # section 8
-NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+NUMPY_DTYPES = {
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F32": "<f4",
+    "I32": "<i4",
+    "I64": "<i8",
+}
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
 INDEX_TAILS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -523,7 +533,8 @@ class SecondReader:
                 require((kept["rows"], kept["cols"]) == shape, f"manifest.json: shape of {role}")
                 dtype, shape = "U8", (shape[0], self._layout_of_dense(role).row_bytes)
             else:
-                require(dtype in ("BF16", "F16", "F32"), f"dense.safetensors: dtype of {role}")
+                known = ("I32", "I64") if role.endswith(".router_table") else ("BF16", "F16", "F32")
+                require(dtype in known, f"dense.safetensors: dtype of {role}")
             tensors.append((role, dtype, shape))
         header, places, size = lay_out([[tensor] for tensor in tensors], 64)
         require(raw.startswith(header) and len(raw) == size, "dense.safetensors: header")
@@ -547,7 +558,7 @@ class SecondReader:
                 layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
             if i not in halves["first"]:
                 has_experts = i in model["moe_layers"]
-                layer += [*self._second_norms(residual, has_experts), *self._mlp_shapes(has_experts)]
+                layer += [*self._second_norms(residual, has_experts), *self._mlp_shapes(i, has_experts)]
             shapes += [(f"layers.{i}.{role}", shape) for role, shape in layer]
         if model["attention"]["kind"] == "relative":
             table = (model["attention"]["num_buckets"], model["attention"]["num_heads"])
@@ -610,7 +621,7 @@ class SecondReader:
         biased = norm["kind"] == "layer" and not norm.get("unbiased", False)
         return [(name, (self._d,)) for name in ([role, f"{role}_bias"] if biased else [role])]
 
-    def _mlp_shapes(self, has_experts: bool) -> list[tuple[str, Shape]]:
+    def _mlp_shapes(self, i: int, has_experts: bool) -> list[tuple[str, Shape]]:
         model, d = self.manifest["model"], self._d
         if not has_experts:
             return self._neurons("mlp", model["dense_intermediate_size"])
@@ -618,7 +629,9 @@ class SecondReader:
         shapes: list[tuple[str, Shape]] = [("router", (num_logits, d))]
         if router.get("logit_bias", False):
             shapes.append(("router_logit_bias", (num_logits,)))
-        if router["bias"]:
+        if i in router.get("table_layers", []):
+            shapes.append(("router_table", (model["vocab_size"], router["num_experts_per_tok"])))
+        elif router["bias"]:
             shapes.append(("router_bias", (num_logits,)))
         if router.get("input_scale", False):
             shapes.append(("router_scale", (d,)))

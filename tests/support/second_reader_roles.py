@@ -79,6 +79,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("index_q", (m * i, d)), ("index_k", (i, d)), ("index_q_norm", (i,)), ("index_k_norm", (i,))]
     elif attention["kind"] == "relative":
         shapes += relative_shapes(attention, d)
+    elif attention["kind"] == "compressed":
+        shapes += compressed_shapes(attention, d)
     else:
         require(attention["kind"] == "latent", "manifest.json: kind of attention")
         h, q_rank, kv_rank = (attention[key] for key in ("num_heads", "q_lora_rank", "kv_lora_rank"))
@@ -98,6 +100,33 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("index_q", (heads * width, q_rank)), ("index_k", (width, d)), ("index_k_norm", (width,))]
             shapes += [("index_k_norm_bias", (width,)), ("index_weights", (heads, d))]
     return [(f"attention.{role}", shape) for role, shape in shapes]
+
+
+def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The roles of attention to a window and to entries (section 9)."""
+    h, n, q_rank = (attention[key] for key in ("num_heads", "head_dim", "q_lora_rank"))
+    g, rank = attention["num_groups"], attention["o_lora_rank"]
+    shapes: list[tuple[str, Shape]] = [
+        ("q_a", (q_rank, d)),
+        ("q_a_norm", (q_rank,)),
+        ("q_b", (h * n, q_rank)),
+        ("kv", (n, d)),
+        ("kv_norm", (n,)),
+        ("sinks", (h,)),
+        ("o_a", (g * rank, h * n // g)),
+        ("o_b", (d, g * rank)),
+    ]
+    if (compression := attention["compression"]) is None:
+        return shapes
+    c, size, indexer = 2 if compression["overlap"] else 1, compression["window_tokens"], compression["indexer"]
+    dims = {"entry": n} | ({} if indexer is None else {"index": indexer["head_dim"]})
+    for name, dim in dims.items():
+        shapes += [(f"{name}_kv", (c * dim, d)), (f"{name}_gate", (c * dim, d))]
+        shapes += [(f"{name}_positions", (size, c * dim)), (f"{name}_norm", (dim,))]
+    if indexer is not None:
+        shapes.append(("index_q", (indexer["num_heads"] * indexer["head_dim"], q_rank)))
+        shapes.append(("index_weights", (indexer["num_heads"], d)))
+    return shapes
 
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:

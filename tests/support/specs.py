@@ -17,6 +17,9 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.parts import (
+    CompressedSpec,
+    CompressionSpec,
+    EntryIndexerSpec,
     FactorsSpec,
     GatedDeltaSpec,
     GatedNormsSpec,
@@ -27,6 +30,7 @@ from moe_pack.formats.parts import (
     MixedStreamsSpec,
     NormedResidualSpec,
     NormedStateSpec,
+    OtherAttentionSpec,
     OutputGateSpec,
     ParallelResidualSpec,
     ProportionalSpec,
@@ -140,9 +144,39 @@ RESIDUALS = {
         GROUPED, residual=MixedStreamsSpec("mixed_streams", 2, mixing=0, magnitude=1.5, eps=1e-6)
     ),
 }
+_WINDOW = CompressedSpec(
+    "compressed",
+    num_heads=4,
+    head_dim=16,
+    q_lora_rank=40,
+    sliding_window=4,
+    scale=0.25,
+    num_groups=2,
+    o_lora_rank=24,
+    compression=None,
+)
+_SPARSE = replace(_WINDOW, compression=CompressionSpec(2, overlap=True, indexer=EntryIndexerSpec(12, 12, 2)))
+_HEAVY = replace(_WINDOW, compression=CompressionSpec(3, overlap=False, indexer=None))
+# Three layers with entries that an indexer chooses, with all entries, and with a window alone; in the first, a table
+# names experts.
+COMPRESSED = replace(
+    RESIDUALS["mixed streams"],
+    family="deepseek_v4",
+    norm=NormSpec("rms", 1e-6),
+    attention=_SPARSE,
+    rope=RopeSpec(1.6e5, 8, interleaved=True, scaling=None),
+    others=(
+        OtherAttentionSpec((1,), _HEAVY, RopeSpec(1.6e5, 8, interleaved=True, scaling=None)),
+        OtherAttentionSpec((2,), _WINDOW, RopeSpec(1e4, 8, interleaved=True, scaling=None)),
+    ),
+    router=RouterSpec("sqrtsoftplus_topk", 6, 2, normalize=True, bias=True, scaling_factor=1.5, table_layers=(0,)),
+    expert=replace(GROUPED.expert, function="clipped_silu", limits=(LimitSpec(None, 0.5, 0.5),)),
+    shared_expert=SharedExpertSpec(48, gated=False),
+)
 _IDENTITY = RouterSpec("softmax_topk", 6, 3, normalize=False, scaling_factor=2.0, num_identity=4)
 # Models whose routers and experts have rare parts, some of them with such a residual.
 ROUTED = {
+    "compressed attention, experts that a table names": COMPRESSED,
     "experts that return their input": replace(GROUPED, residual_multiplier=0.7, router=_IDENTITY),
     "the same a layer later": replace(RESIDUALS["shortcut"], router=_IDENTITY),
     "scaled routers and norms apart": replace(

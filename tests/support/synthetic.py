@@ -129,7 +129,7 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
             unrouted = run_unrouted(inputs, weights, layer)
             routed = None
             if layer in spec.moe_layers:
-                experts, router_weights = route_tokens(inputs, weights, layer)
+                experts, router_weights = route_tokens(inputs, weights, layer, ids)
                 routes.append(experts.numpy())
                 routed = run_experts(inputs, experts, router_weights, weights, spec.moe_layers.index(layer))
             x = enter_second(x, unrouted, with_returned(routed, inputs, weights, layer), weights, layer)

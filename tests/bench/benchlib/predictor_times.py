@@ -112,7 +112,9 @@ class _Timed(MappedPackWeights):
 
     def _gates(self, l: int, observed: PredictionInput) -> None:
         """Predicts experts by the next router, and their neurons by their gate (CORM §4.2)."""
-        experts = ranked(self._router.scores(l, observed), self._k)[0].tolist()
+        scores = self._router.scores(l, observed)
+        assert scores is not None, "no table names the layer's experts"
+        experts = ranked(scores, self._k)[0].tolist()
         token = np.zeros(1, np.int64)
         works = [(self._mapped_expert(l, number).rows, token) for number in experts]
         self.operations.kernels.select_each(observed.x, works)  # in one call, as the engine does
