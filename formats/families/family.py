@@ -15,6 +15,7 @@ from typing import Literal
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, dense_roles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.parts.roles import FLOAT_DTYPES, INTEGER_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,9 @@ SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
 MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix
 WORD_BITS = 32  # of a word with packed codes
 SourceCodec = Literal["plain", "fp8", "mxfp4", "packed"]
-_DTYPES: Mapping[SourceCodec, tuple[str, ...]] = {
-    "plain": ("BF16", "F16", "F32"),
+_DTYPES: Mapping[SourceCodec | Literal["integers"], tuple[str, ...]] = {
+    "plain": FLOAT_DTYPES,
+    "integers": INTEGER_DTYPES,
     "fp8": ("F8_E4M3",),
     "mxfp4": ("U8",),
     "packed": ("I32",),
@@ -274,7 +276,8 @@ def _claim_dense(
         shape = (sum(sizes), *role.shape[1:])
         shape = shape[::-1] if stored.transposed else shape if stored.parts == 1 else (stored.parts, *shape)
         shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
-        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
+        kind = "integers" if role.integers else source.codec
+        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, kind)
         dense[role.name] = source
     return dense
 
@@ -533,7 +536,12 @@ def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
         return _with_packed(source, tensors, quantization)
     if quantization.codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
         return source
-    scales = f"{source.tensor}_scale_inv"
+    scales, other = f"{source.tensor}_scale_inv", f"{source.tensor.removesuffix('weight')}scale"
+    if scales not in tensors and other in tensors:
+        raise CheckpointError(
+            f"checkpoint: tensor {other!r} has the scales of {source.tensor!r}, which are not supported under this "
+            "name; use a 16-bit copy"
+        )
     blocks = (-(-source.num_rows // SCALE_BLOCK), -(-source.num_cols // SCALE_BLOCK))
     _check_tensor(scales, blocks, tensors)
     return replace(source, codec="fp8", scales=scales)
@@ -582,7 +590,9 @@ def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors
     _check_tensor(source.scales, blocks, tensors, "mxfp4")
 
 
-def _check_tensor(name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec = "plain") -> None:
+def _check_tensor(
+    name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec | Literal["integers"] = "plain"
+) -> None:
     if name not in tensors:
         raise CheckpointError(f"checkpoint: tensor {name!r} is missing")
     dtype, shape = tensors[name]

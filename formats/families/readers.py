@@ -616,7 +616,8 @@ def _quantization(group: Config) -> Quantization:
             f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
             "original"
         )
-    group.ignore("modules_to_not_convert", "ignored_layers", "dequantize")
+    # Tensors show how experts are stored.
+    group.ignore("modules_to_not_convert", "ignored_layers", "dequantize", "expert_dtype")
     group.refuse_unread()
     return quantization
 

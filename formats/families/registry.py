@@ -20,6 +20,7 @@ from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_ocr2 import DEEPSEEK_OCR2
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2, KIMI_K25
+from moe_pack.formats.families.deepseek_v4 import DEEPSEEK_V4
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE
@@ -104,6 +105,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_LINEAR,
         BAILING_HYBRID,
         DEEPSEEK_V32,
+        DEEPSEEK_V4,
         PHIMOE,
         OLMOE,
         FLEX_OLMO,

@@ -19,7 +19,7 @@ from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
-RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam")
+RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam", "deepseek_v4")
 
 
 def run(*arguments: object) -> Result:

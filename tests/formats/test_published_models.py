@@ -16,7 +16,7 @@ from references import REFERENCES
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, read_spec
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
+from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
 from moe_pack.formats.spec import attending, cached_values, num_parameters
 
 
@@ -90,13 +90,17 @@ def cached_as_published(published: Published) -> bool:
     num_layers = len(attending(spec))
     if isinstance(spec.attention, LatentSpec):
         return cached_values(spec) == num_layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
+    if isinstance(spec.attention, CompressedSpec):  # a key, and its share of an entry, with that of the indexer's key
+        dims = {0: 0, 4: values["head_dim"] + values["index_head_dim"], 128: values["head_dim"]}
+        entries = (dims[ratio] // max(ratio, 1) for ratio in values["compress_ratios"][:num_layers])
+        return cached_values(spec) == num_layers * values["head_dim"] + sum(entries)
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     num_kv_heads = values.get("num_key_value_heads", values.get("attn_config", {}).get("kv_n_heads"))
     num_kv_heads = num_kv_heads or values["num_attention_heads"]
     return cached_values(spec) == 2 * num_kv_heads * head_dim * num_layers
 
 
-@pytest.mark.parametrize("name", ["mimo-v2-flash", "step-3.7-flash"])
+@pytest.mark.parametrize("name", ["mimo-v2-flash", "step-3.7-flash", "deepseek-v4-flash", "deepseek-v4-pro"])
 def test_keys_that_transformers_writes_in_another_way_mean_the_same(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 

@@ -20,6 +20,7 @@ from families import (
 )
 from layered_attention import LAYERED_CLOSE
 from references import REFERENCES
+from residual_families import RESIDUAL_CLOSE
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
@@ -443,6 +444,7 @@ CLOSE: tuple[Close, ...] = (
     Close("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu', supported: softmax, sigmoid"),
     *ROWS,
     *(Close(*row) for row in LAYERED_CLOSE),
+    *(Close(*row) for row in RESIDUAL_CLOSE),
 )
 
 

@@ -36,7 +36,9 @@ SCALINGS = {
 }
 GEMMA = ("gemma4", "gemma4_text")
 PROPORTIONAL: Values = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-ONE_ROPE = tuple(family for family in ROTARY if family not in ROPE_BY_KIND)
+# Which have an object with rotary positions for each of two labels, with names of their own.
+ROPE_BY_LABEL = ("deepseek_v4",)
+ONE_ROPE = tuple(family for family in ROTARY if family not in (*ROPE_BY_KIND, *ROPE_BY_LABEL))
 
 
 def scalings(family: str) -> str:

@@ -64,12 +64,6 @@ class Reason:
 # In the order of how many people are likely to run them.
 REASONS: tuple[Reason, ...] = (
     Reason(
-        "deepseek_v4",
-        "DeepSeek-V4, V4-Flash",
-        "hyper-connections (four residual streams), attention to compressed windows that an indexer selects, a table "
-        "from token to experts in the first layers, scores of the square root of softplus, clamped SiLU",
-    ),
-    Reason(
         "glm5_next",
         "GLM-5.3-Flash",
         "hyper-connections (four residual streams), Kimi delta attention with bounded decays, latent attention to "

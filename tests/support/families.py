@@ -26,7 +26,7 @@ from layered_attention import LAYERED_SHAPES, LAYERED_SWITCHED
 from models import pack
 from multimodal_parts import MULTIMODAL
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
-from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED
+from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED, experts_of_tokens, published_v4
 from text_alone import TEXT_OF, leave_text, whole_config
 
 from moe_pack.formats import Pack
@@ -46,9 +46,7 @@ SMALL: Values = {
     "num_attention_heads": 4,
     "vocab_size": 96,
     "max_position_embeddings": NUM_POSITIONS,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 
 
@@ -615,12 +613,12 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
     model = class_of(config.model_type).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("bias", "sinks")):
+            if name.endswith(("bias", "sinks", ".base", ".hc_base")):
                 weight.normal_(std=0.2)
-            elif name.endswith(
-                "A_log"
-            ):  # states remember tens of tokens: what they give is no small rest of large sums
-                weight.uniform_(-4, -1)
+            elif name.endswith("tid2eid"):
+                weight.copy_(experts_of_tokens(weight.shape, config.n_routed_experts))
+            elif name.endswith("A_log"):
+                weight.uniform_(-4, -1)  # states remember tens of tokens: what they give is no small rest of sums
             elif weight.ndim == 1 and re.search(r"(_hc|hc_head)\.\w+$", name):
                 weight.uniform_(0.5, 1.5)  # of hyper-connections, which begin nearly without an effect
             elif weight.ndim == 1 and "norm" in name:
@@ -648,6 +646,8 @@ def class_of(model_type: str) -> Any:
 
 def as_transformers_4(values: Values) -> Values:
     """The config as version 4 spelled it."""
+    if values["model_type"] == "deepseek_v4":
+        return published_v4(values)
     if values["model_type"] in ROPE_BY_KIND:  # which version 4 did not have
         return {key: value for key, value in values.items() if key != "dtype"} | {"torch_dtype": values.get("dtype")}
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}

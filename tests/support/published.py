@@ -83,6 +83,8 @@ PUBLISHED = (
     Published("dots.llm1.base", "142", "14"),
     Published("deepseek-v3", "671", "37", "35.136"),
     Published("deepseek-v3.2", "671", "37", "42.944", active_leaves_out=("embed",)),
+    Published("deepseek-v4-flash", "284", "13"),
+    Published("deepseek-v4-pro", "1573", "49"),
     Published("moonlight-16b-a3b-instruct", "15.29", "2.24", "15.552", ("embed", "head"), ("embed", "head")),
     Published("kimi-k2-instruct", "1026", "32", "35.136"),
     Published("kimi-k2.5", "1026", "32", "35.136"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 Values = dict[str, Any]
 
 _EXPERTS: Values = {
@@ -87,6 +89,33 @@ _QWEN4: Values = {
     "output_gate_type": "sigmoid",
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+_KINDS = {
+    "window": "sliding_attention",
+    "sparse": "compressed_sparse_attention",
+    "heavy": "heavily_compressed_attention",
+}
+_DEEPSEEK_V4: Values = {
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "head_dim": 16,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "layer_types": [_KINDS[name] for name in ("window", "sparse", "heavy", "sparse", "heavy")],
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8},
+    "sliding_window": 7,
+    "swiglu_limit": 0.5,
+    "o_groups": 3,
+    "o_lora_rank": 20,
+    "index_n_heads": 12,
+    "index_head_dim": 12,
+    "index_topk": 5,
+}
 RESIDUAL_SHAPES: dict[str, Values] = {
     "beam": _EXPERTS
     | {
@@ -112,6 +141,7 @@ RESIDUAL_SHAPES: dict[str, Values] = {
         "hc_magnitude": 1.5,
         "swiglu_limit": 0.25,
     },
+    "deepseek_v4": _DEEPSEEK_V4,
     "minimax": {
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
@@ -236,6 +266,28 @@ RESIDUAL_SWITCHED: dict[str, dict[str, Values]] = {
             "mlp_layer_types": ["sparse", "sparse", "sparse", "dense"],
         },
     },
+    "deepseek_v4": {
+        "yarn, tied head": {
+            "rope_parameters": _YARN,
+            "tie_word_embeddings": True,
+        },
+        "yarn with a factor of its own": {
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                "compress": _YARN | {"rope_theta": 1.6e5, "partial_rotary_factor": 0.5, "attention_factor": 1.2},
+            },
+        },
+        "a window alone": {"layer_types": [_KINDS["window"]] * 5},
+        "as published: tables first, windows first": {
+            "layer_types": [_KINDS[name] for name in ("window", "window", "sparse", "heavy", "sparse")],
+            "mlp_layer_types": None,
+        },
+        "no table, entries of one position and of nearly all": {
+            "mlp_layer_types": ["moe"] * 5,
+            "compress_rates": {"compressed_sparse_attention": 1, "heavily_compressed_attention": 90},
+            "index_topk": 40,
+        },
+    },
     "minimax": {
         "the published shares of states, part of each head rotated": {
             "head_dim": 32,
@@ -350,3 +402,86 @@ RESIDUAL_SWITCHED: dict[str, dict[str, Values]] = {
         },
     },
 }
+
+
+def experts_of_tokens(shape: torch.Size, num_experts: int) -> torch.Tensor:
+    """A random table from tokens to experts, different ones for each: int64 [tokens, k]."""
+    return torch.rand(shape[0], num_experts).argsort(dim=1)[:, : shape[1]]
+
+
+def published_v4(values: Values) -> Values:
+    """A config of DeepSeek-V4 as its authors write it, from that of transformers 5."""
+    new = ("dtype", "rope_parameters", "layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor")
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    return {key: value for key, value in values.items() if key not in new} | {
+        "torch_dtype": values.get("dtype"),
+        "compress_ratios": [*(ratios[kind] for kind in values["layer_types"]), 0],  # the last: of a prediction layer
+        "compress_rate_csa": values["compress_rates"]["compressed_sparse_attention"],
+        "compress_rate_hca": values["compress_rates"]["heavily_compressed_attention"],
+        "num_hash_layers": values["mlp_layer_types"].count("hash_moe"),
+        "rope_scaling": None,
+    }
+
+
+_ONLY = "only {} is supported".format
+_RATIOS = "compress_ratios is {}, expected 0, 4 or 128 for each of 5 layers".format
+RESIDUAL_CLOSE: tuple[tuple[str, Values, str], ...] = tuple(
+    ("deepseek_v4", changes, message)
+    for changes, message in (
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; " + _ONLY("'sqrtsoftplus'")),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; " + _ONLY("True")),
+        ({"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+        ({"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; " + _ONLY("1")),
+        ({"n_shared_experts": 2}, "n_shared_experts is 2; " + _ONLY("1")),
+        (
+            {"intermediate_size": 80},
+            "moe_intermediate_size is 48, intermediate_size is 80; these keys must be equal",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types lists 4 layers, but the model has 5",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]},
+            "layer_types has ['full_attention', 'sliding_attention']; only 'sliding_attention' and "
+            "'compressed_sparse_attention' and 'heavily_compressed_attention' are supported",
+        ),
+        (
+            {"mlp_layer_types": ["dense"] + ["moe"] * 4},
+            "mlp_layer_types has ['dense', 'moe']; only 'hash_moe' and 'moe' are supported",
+        ),
+        ({"layer_types": None, "compress_ratios": [0, 4, 8, 4, 128]}, _RATIOS("[0, 4, 8, 4, 128]")),
+        ({"layer_types": None, "compress_ratios": [0, 4, 128, 4]}, _RATIOS("[0, 4, 128, 4]")),
+        (
+            {"compress_rates": {"compressed_sparse_attention": 3}},
+            "compress_rates: key 'heavily_compressed_attention' is missing, expected a whole number",
+        ),
+        (
+            {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8, "other": 1}},
+            "compress_rates: key 'other' (1) is unknown for this family and may change the arithmetic",
+        ),
+        ({"compress_rate_csa": 0}, "compress_rate_csa is 0, expected 1 to 2^31 - 1"),
+        ({"sliding_window": None}, "key 'sliding_window' is missing, expected a whole number"),
+        ({"swiglu_limit": None}, "key 'swiglu_limit' is missing, expected a number"),
+        ({"swiglu_limit": 0.0}, "expert limits are 0.0 and 0.0, expected one at least, between 0 and 1e6"),
+        ({"hc_mult": 1}, "residual streams is 1, expected 2 to 64"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters is 0, expected 1 to 2^31 - 1"),
+        ({"o_groups": 4}, "6 heads do not divide into num_groups, 4"),
+        ({"index_head_dim": 6}, "an indexer of entries has heads of 6, expected at least rotary_dim, 8"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type 'linear' is not supported; supported: default, yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor is 0.5; only 0.25 is supported",
+        ),
+        ({"rope_parameters": None, "qk_rope_head_dim": 4}, "qk_rope_head_dim is 4; " + _ONLY("8")),
+        (
+            {"rope_parameters": {"main": {"rope_type": "default", "rope_theta": 1e4}, "compress": {}}},
+            "compress: key 'rope_theta' is missing, expected a number",
+        ),
+    )
+)
