@@ -38,14 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files of the slow suite that take longest: they begin first, or one worker ends with them while others do nothing.
 LONGEST_FIRST = (
-    "test_compiled.py",
-    "test_fuzz.py",
-    "test_gpu_runs.py",
-    "test_wheel.py",
-    "test_bounded_memory.py",
-    "test_documentation.py",
     "test_foreign_keys.py",
     "test_families.py",
+    "test_gpu_runs.py",
+    "test_hybrid_models.py",
+    "test_bounded_memory.py",
+    "test_wheel.py",
+    "test_compiled.py",
+    "test_fuzz.py",
+    "test_coded_memory.py",
+    "test_documentation.py",
     "test_target_kills.py",
     "test_gpu_check.py",
 )
