@@ -66,20 +66,19 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "glm5_next",
         "GLM-5.3-Flash",
-        "hyper-connections (four residual streams), Kimi delta attention with bounded decays, latent attention to "
-        "pooled positions that an indexer selects, clamped SiLU",
+        "latent attention to pooled positions that an indexer selects",
     ),
     Reason(
         "mistral_large4",
         "Mistral Large 4",
-        "sparse latent attention that an indexer selects for, layers that may share keys and values, a learned scale "
-        "of queries by position for each head, learned rotary frequencies, a softcap of logits",
+        "layers that may share keys and values, a learned scale of queries by position for each head, learned rotary "
+        "frequencies",
     ),
     Reason(
         "muse_spark",
         "Muse Spark Open",
         "experts in a smaller space between two projections, with a norm of their input and of each output, learned "
-        "gates of residuals, norms after each half of a layer, a normed embedding",
+        "gates of residuals, a normed embedding",
     ),
     Reason(
         "inkling_mm_model",
