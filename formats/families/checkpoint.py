@@ -317,11 +317,12 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     try:
         return read_spec(Config(values, place))[1]
     except CheckpointError as fault:
-        if num_layers is None:
+        sizes = {"--layers": num_layers, "--vocab": vocab_size}
+        given = [f"{option} {size}" for option, size in sizes.items() if size is not None]
+        if not given:
             raise
-        raise CheckpointError(
-            f"{fault} (with --layers {num_layers}; the model's first layers may have no experts)"
-        ) from fault
+        hint = "" if num_layers is None else "; the model's first layers may have no experts"
+        raise CheckpointError(f"{fault} (with {' and '.join(given)}{hint})") from fault
 
 
 def _text_values(values: Any) -> Any:
