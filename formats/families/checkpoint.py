@@ -358,7 +358,7 @@ def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:
     if wanted is None:
         return
     if "num_decoder_layers" in values:
-        raise CheckpointError("--layers shortens decoders alone, and this model has an encoder; leave the option out")
+        raise CheckpointError("--layers does not support models with an encoder; leave the option out")
     size = values.get("num_hidden_layers")
     _cut(values, "num_hidden_layers", wanted, "--layers")
     if type(size) is int:

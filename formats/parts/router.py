@@ -13,9 +13,8 @@ class RouterSpec:
     `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
     then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `topk_sigmoid`: the largest
     logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
-    softplus, then the largest.
-    `sparsemixer`: the largest
-    logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
+    softplus, then the largest. `sparsemixer`: the largest logit, again and again; the weight is the softmax over the
+    remaining logits within `2 jitter` of it.
     `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
     size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
     the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`

@@ -319,11 +319,7 @@ def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angle
 
 def _rotated_index(x: Tensor, spec: IndexerSpec, angles: Angles) -> Tensor:
     """Returns an indexer's queries or keys x [heads, T, head_dim], rotated."""
-    if not spec.rotates_last:
-        return rotate(x, angles, spec.interleaved)
-    rotary_dim = 2 * angles[0].shape[1]
-    kept, turned = torch.split(x, [spec.head_dim - rotary_dim, rotary_dim], dim=-1)
-    return torch.cat((kept, rotate(turned, angles, spec.interleaved)), dim=-1)
+    return (_rotate_last if spec.rotates_last else rotate)(x, angles, spec.interleaved)
 
 
 def _indexed(

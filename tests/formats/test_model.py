@@ -61,7 +61,7 @@ def test_the_first_layers_of_every_published_decoder_are_those_of_the_whole() ->
 
 
 def test_layers_of_a_model_with_an_encoder_are_all_needed() -> None:
-    with pytest.raises(CheckpointError, match=r"^--layers shortens decoders alone, and this model has an encoder"):
+    with pytest.raises(CheckpointError, match=r"^--layers does not support models with an encoder"):
         model_spec("switch-base-16", 3)
 
 

@@ -17,7 +17,13 @@ from moe_pack.formats.manifest import root_without_thresholds
 from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.offload import ROUTING_FILE, Routing
-from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes, write_routing
+from moe_pack.runtime.offload.routing_file import (
+    MAX_ROUTED_TOKENS,
+    NO_PREDICTOR,
+    RoutingChecks,
+    routing_file_bytes,
+    write_routing,
+)
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=4)
 ROUTING = random_routing(4, 4, 2, 64, best=(3, 1, 4))
@@ -203,6 +209,23 @@ def test_arrays_that_cannot_be_are_refused_by_name(packed: Path, change: Change,
     with pytest.raises(PackError) as refused:
         opened(packed)
     assert str(refused.value) == f"{ROUTING_FILE}: {message}"
+
+
+def test_where_experts_return_their_input_the_others_may_have_fewer_choices(packed: Path) -> None:
+    def popularity(counts: list[int], all_have_weights: bool) -> object:
+        written(packed)
+        tensors = tensors_of(packed)
+        tensors["popularity"][1][:] = 0
+        tensors["popularity"][1][1] = counts
+        rewrite(packed, tensors)
+        with TensorSidecar(packed, ROUTING_FILE) as sidecar:
+            return RoutingChecks(sidecar, ROUTING_FILE, 4, 4, 2, all_have_weights).popularity("popularity")
+
+    np.testing.assert_array_equal(popularity([3, 0, 1, 0], False), [[0] * 4, [3, 0, 1, 0], [0] * 4, [0] * 4])
+    with pytest.raises(PackError, match="found no counts, expected experts that some tokens chose"):
+        popularity([0, 0, 0, 0], False)
+    with pytest.raises(PackError, match=COUNTS):
+        popularity([3, 0, 1, 0], True)
 
 
 @pytest.mark.parametrize(
