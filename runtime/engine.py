@@ -40,12 +40,14 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.offload import (
     EXACT,
+    ONE_SEQUENCE,
     PRESETS,
     Approximations,
     BudgetPlan,
     OffloadedWeights,
     Preset,
     Routing,
+    Sequences,
     divide_budget,
     expert_pages,
     routing_bytes,
@@ -85,7 +87,8 @@ class Engine:
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
-             `options.machine` is None; None: the usual disk is assumed.
+             `options.machine` is None; None: the usual disk is assumed.   sequences: that run at once, each with a
+             context of its own; a GPU runs one.
     Raises:  RunError if the budget is too small, an option cannot be followed, or `is_strict` and there is a fallback;
              PackError if the pack is damaged.
     """
@@ -98,6 +101,7 @@ class Engine:
         progress: Progress = NO_PROGRESS,
         host: HostArena | None = None,
         measure_disk: Callable[[], MachineFacts] | None = None,
+        sequences: Sequences = ONE_SEQUENCE,
     ) -> None:
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
@@ -111,6 +115,7 @@ class Engine:
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
+        self._sequences = sequences
         self._measure_disk = measure_disk
         if options.verify == "full":
             audit(pack, progress)
@@ -202,7 +207,8 @@ class Engine:
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
-        needed = whole_bytes(self._pack.layout, self._context_tokens, routing_bytes(self._pack.folder))
+        needs = (self._pack.layout, self._context_tokens, routing_bytes(self._pack.folder), self._sequences)
+        needed = whole_bytes(*needs)
         free = available_bytes()
         most = None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
         if most is not None and needed > most:
@@ -226,7 +232,8 @@ class Engine:
         pack, options = self._pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
-        self.plan, heat, rows_below = divide_budget(*needs), None, 0.0
+        sequences = self._sequences
+        self.plan, heat, rows_below = divide_budget(*needs, sequences=sequences), None, 0.0
         # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
         # computed together.
         has_all = int(expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
@@ -234,7 +241,7 @@ class Engine:
             rows_below = choices.cutover()
         if rows_below > 0:
             heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
-            self.plan = divide_budget(*needs, heat=heat)
+            self.plan = divide_budget(*needs, heat=heat, sequences=sequences)
         has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)
@@ -270,8 +277,17 @@ class Engine:
     def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
         """Returns the decoder of the model, whose passes have at most `most_tokens`."""
         chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
-        decoder = Decoder if self._pack.spec.encoder is None else EncoderDecoder
-        return decoder(self.weights, self._context_tokens, self.device, chunk_tokens)
+        if self._pack.spec.encoder is not None:
+            return EncoderDecoder(self.weights, self._context_tokens, self.device, chunk_tokens)
+        number, checkpoints = self._sequences.number, self._sequences.checkpoints
+        return Decoder(
+            self.weights,
+            self._context_tokens,
+            self.device,
+            max(chunk_tokens, number),
+            num_sequences=number,
+            num_checkpoints=checkpoints,
+        )
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from moe_pack.runtime.cpu.reads import ReadStats
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts, GpuMemoryUse
 from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.model import NativeOperations
+from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 
 
@@ -103,7 +103,7 @@ def report(engine: Engine) -> RunReport:
     return RunReport(
         computed_by=_computed_by(engine),
         dense_bytes=engine.weights.dense_bytes,
-        kv_cache_bytes=cache.num_bytes,
+        kv_cache_bytes=_cache_bytes(engine),
         context_tokens=cache.context_tokens,
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
@@ -111,6 +111,13 @@ def report(engine: Engine) -> RunReport:
         gpu=_gpu(engine),
         fallbacks=tuple(engine.fallbacks),
     )
+
+
+def _cache_bytes(engine: Engine) -> int:
+    decoder = engine.decoder
+    if not isinstance(decoder, Decoder):
+        return decoder.cache.num_bytes
+    return sum(sequence.num_bytes for sequence in decoder.sequences)
 
 
 def _computed_by(engine: Engine) -> str:

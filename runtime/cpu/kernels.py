@@ -17,7 +17,8 @@ record).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -165,6 +166,18 @@ class Kernels:
     def close(self) -> None:
         """Ends the threads. The kernels cannot be used afterwards."""
         self._pool = None
+
+    @contextmanager
+    def tokens_alone(self) -> Iterator[None]:
+        """Computes each token as if it were alone, to the bit, however many tokens an operation gets.
+
+        Otherwise sums of several tokens are added in another order than those of one.
+        """
+        _native.take_tokens_alone(self._pool, True)
+        try:
+            yield
+        finally:
+            _native.take_tokens_alone(self._pool, False)
 
     def experts(self, x: Tensor, works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]) -> Tensor:
         """Computes experts for tokens and adds up their weighted outputs.

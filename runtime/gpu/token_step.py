@@ -34,7 +34,7 @@ from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, Reco
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model import CachedSequence, Decoder
 from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
@@ -361,12 +361,16 @@ class GpuDecoder(Decoder):
         if self._is_alone(ids):
             return self._one(ids[0])[None].clone()
         return torch.cat(
-            [self._head(some).cpu() for hidden in self._forward(ids) for some in torch.split(hidden, LOGITS_AT_ONCE)]
+            [
+                self._head(some).cpu()
+                for hidden in self._forward(self.sequences[0], ids)
+                for some in torch.split(hidden, LOGITS_AT_ONCE)
+            ]
         )
 
-    def next_logits(self, ids: list[int]) -> Tensor:
+    def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
-        return self._one(ids[0]) if self._is_alone(ids) else super().next_logits(ids).cpu()
+        return self._one(ids[0]) if self._is_alone(ids) else super().extend(sequence, ids).cpu()
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -463,16 +467,16 @@ class GpuDecoder(Decoder):
         before = self.cache.num_tokens
         return len(ids) == 1 and (before == 0 or self._ropes.num_long(before + 1) == self._ropes.num_long(before))
 
-    def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
+    def _forward(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         self._empty_slots()
         self._gpu_weights.stream.begin_pass()
-        hidden = super()._forward(ids, last_only)
+        hidden = super()._forward(sequence, ids, last_only)
         self._gpu_weights.stream.end_pass()
         return hidden
 
     @torch.inference_mode()
     def _one(self, token: int) -> Tensor:
-        self._check_ids([token])
+        self._check_ids(self.sequences[0], [token])
         before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
         self._take_angles(self._ropes.num_long(before + 1) > 0)
         self._control[0], self._control[1], self._control[2] = token, before, self._num_entries[turn]
@@ -487,7 +491,7 @@ class GpuDecoder(Decoder):
         self._count(turn)
         self._turn, self._undecided, self._slots_are_empty = 1 - turn, True, False
         self._token_seconds = time.perf_counter() - started
-        self._ids[before:] = [token]
+        self.sequences[0].ids[before:] = [token]
         self.cache.num_tokens += 1
         return self._logits
 

@@ -34,6 +34,7 @@ from moe_pack.runtime.model.pack_weights import (
     open_weights,
     tokens_by_expert,
 )
+from moe_pack.runtime.model.sequence import CachedSequence
 from moe_pack.runtime.model.weights import Weights
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "TORCH",
     "Activations",
     "Angles",
+    "CachedSequence",
     "CheckpointWeights",
     "Decoder",
     "EncoderDecoder",

@@ -39,7 +39,15 @@ from moe_pack.formats.parts import (
     RelativeSpec,
     TemperatureSpec,
 )
-from moe_pack.runtime.model.kv_cache import Angles, EntryCache, LayerCache, Rope, rotate
+from moe_pack.runtime.model.kv_cache import (
+    Angles,
+    Batch,
+    EntryCache,
+    LayerCache,
+    Rope,
+    each_sequence,
+    rotate,
+)
 from moe_pack.runtime.model.matrix import linear, linear_by_group
 from moe_pack.runtime.model.operations import (
     MAX_DECODED_BYTES,
@@ -52,24 +60,37 @@ from moe_pack.runtime.model.operations import (
 from moe_pack.runtime.model.weights import Weights
 
 
-def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
+def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache | Batch[LayerCache], angles: Angles) -> Tensor:
     """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
 
-    Args:    x: float32 [T, d], normed.   angles: of the T positions, from `Rope`.
+    Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
+             positions, from `Rope`.
     Returns: float32 [T, d].
     """
-    spec = weights.spec.attention_of(layer)
+    spec, sequences = weights.spec.attention_of(layer), each_sequence(cache, len(x))
     if isinstance(spec, GroupedQuerySpec):
-        return _attend_grouped(x, weights, spec, layer, cache, angles)
+        return _attend_grouped(x, weights, spec, layer, sequences, angles)
     if isinstance(spec, CompressedSpec):
-        return _attend_compressed(x, weights, spec, layer, cache, angles)
+        return torch.cat(
+            [
+                _attend_compressed(x[rows], weights, spec, layer, own, _angles_of(angles, rows))
+                for rows, own in _rows_and_caches(sequences)
+            ]
+        )
     assert isinstance(spec, LatentSpec), "models with relative positions are run by encoder_decoder"
-    seen = seen_positions(None, 0, cache.num_tokens, len(x), x.device)
-    return attend_latent(x, weights, spec, layer, cache, angles, seen)
+    return attend_latent(x, weights, spec, layer, sequences, angles)
+
+
+def _angles_of(angles: Angles, rows: slice) -> Angles:
+    return angles[0][rows], angles[1][rows]
+
+
+def _rows_and_caches(sequences: Batch[LayerCache]) -> Iterator[tuple[slice, LayerCache]]:
+    return ((each.rows, each.cache) for each in sequences)
 
 
 def _attend_grouped(
-    x: Tensor, weights: Weights, spec: GroupedQuerySpec, layer: int, cache: LayerCache, angles: Angles
+    x: Tensor, weights: Weights, spec: GroupedQuerySpec, layer: int, sequences: Batch[LayerCache], angles: Angles
 ) -> Tensor:
     role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
     is_rotated = spec.rotates(layer)
@@ -106,13 +127,19 @@ def _attend_grouped(
                 for each, norm in ((q, norms.q), (k, norms.k))
             )
             norms = None
-        q = q * _temperature(spec.temperature, cache.num_tokens, len(x), x.device)
+        q = q * _temperatures(spec.temperature, sequences, x.device)
     if not is_rotated:
         angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    interleaved = is_interleaved(weights.spec, layer)
-    chosen = None if spec.indexer is None else choose_blocks(x, weights, spec.indexer, layer, cache, angles)
-    mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks, chosen)
+    interleaved, outputs = is_interleaved(weights.spec, layer), list[Tensor]()
+    for rows, cache in _rows_and_caches(sequences):
+        own, turns, chosen = (q[rows], k[rows], v[rows]), _angles_of(angles, rows), None
+        if spec.indexer is not None:
+            chosen = choose_blocks(x[rows], weights, spec.indexer, layer, cache, turns)
+        outputs.append(
+            operations.attend(own, norms, turns, interleaved, cache, spec, spec.window(layer), sinks, chosen)
+        )
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if gate is not None:
         mixed = mixed * gate.sigmoid()
     return project("o", _gated(mixed, x, weights, spec.gate, spec.value_dim, role))
@@ -138,6 +165,15 @@ def is_interleaved(spec: ModelSpec, layer: int) -> bool:
     """Returns whether a layer rotates neighbours, and not halves."""
     rope = spec.rope_of(layer)
     return rope is not None and rope.interleaved
+
+
+def _temperatures(spec: TemperatureSpec, sequences: Batch[LayerCache], device: torch.device) -> Tensor:
+    """Returns the factor of each token's queries, float32 [T, 1]."""
+    each = [
+        _temperature(spec, cache.num_tokens, rows.stop - rows.start, device)
+        for rows, cache in _rows_and_caches(sequences)
+    ]
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
@@ -246,25 +282,57 @@ def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
 
 
 def attend_latent(
-    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
+    x: Tensor,
+    weights: Weights,
+    spec: LatentSpec,
+    layer: int,
+    cache: LayerCache | Batch[LayerCache],
+    angles: Angles,
 ) -> Tensor:
     """Returns a layer's latent attention for new tokens; their latents and rotated keys are appended to the cache.
 
-    Args:    x: float32 [T, d], normed.   mask: bool [T, S], which of S positions each new token sees; None: all.
+    Args:    x: float32 [T, d], normed.
     Returns: float32 [T, d].
     """
-    role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
+    role, sequences = f"layers.{layer}.attention", each_sequence(cache, len(x))
     rope_dim, interleaved = spec.qk_rope_head_dim, is_interleaved(weights.spec, layer)
     q, q_latent, gates = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     if spec.temperature is not None:
-        q = q * _temperature(spec.temperature, start, len(x), x.device)
+        q = q * _temperatures(spec.temperature, sequences, x.device)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
     latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
-    width = spec.kv_lora_rank + rope_dim
-    cache.keys[0, start:stop, :width] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    entered = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
+    outputs = []
+    for rows, own in _rows_and_caches(sequences):
+        own.keys[0, own.num_tokens : own.num_tokens + rows.stop - rows.start, : entered.shape[1]] = entered[rows]
+        own_latent = None if q_latent is None else q_latent[rows]
+        mask = _latent_mask(x[rows], own_latent, weights, spec, role, own, _angles_of(angles, rows))
+        outputs.append(_attend_latents(q[:, rows], weights, spec, role, own, mask, sinks))
+    mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # [heads, T, v]
+    mixed = mixed if gates is None else mixed * gates.sigmoid()
+    mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
+    return linear(mixed, weights.matrix(f"{role}.o"))
+
+
+def _latent_mask(
+    x: Tensor,
+    q_latent: Tensor | None,
+    weights: Weights,
+    spec: LatentSpec,
+    role: str,
+    cache: LayerCache,
+    angles: Angles,
+) -> Tensor | None:
+    """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
+
+    A layer with an indexer of its own writes their index keys to the cache, and its choice.
+    """
+    start, stop, width = cache.num_tokens, cache.num_tokens + len(x), spec.kv_lora_rank + spec.qk_rope_head_dim
+    mask = seen_positions(None, 0, start, len(x), x.device)
     if (indexer := spec.own_indexer) is not None and q_latent is not None:
         cache.keys[0, start:stop, width:] = _index_keys(x, weights, indexer, role, angles)
         cache.chosen.positions = None
@@ -272,13 +340,23 @@ def attend_latent(
             index_keys = cache.keys[0, :stop, width:].float()
             cache.chosen.positions = _indexed(x, q_latent, weights, indexer, role, angles, index_keys, mask)
     if spec.indexer is not None and cache.chosen.positions is not None:
-        mask = cache.chosen.positions
-    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    attend, cached = _absorbed if absorbs(len(x), stop, spec) else _expanded, cache.keys[0, :stop, :width].float()
-    mixed = torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))  # [heads, T, v]
-    mixed = mixed if gates is None else mixed * gates.sigmoid()
-    mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
-    return linear(mixed, weights.matrix(f"{role}.o"))
+        return cache.chosen.positions
+    return mask
+
+
+def _attend_latents(
+    q: Tensor,
+    weights: Weights,
+    spec: LatentSpec,
+    role: str,
+    cache: LayerCache,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns what a sequence's queries [heads, T, nope + rope] read, float32 [heads, T, v]."""
+    stop, width = cache.num_tokens + q.shape[1], spec.kv_lora_rank + spec.qk_rope_head_dim
+    attend, cached = _absorbed if absorbs(q.shape[1], stop, spec) else _expanded, cache.keys[0, :stop, :width].float()
+    return torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))
 
 
 def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:

@@ -12,17 +12,18 @@ are in `layer`, attention in `attention`, routing in `router`, the arithmetic of
 router logits and all sums are float32.
 """
 
-from collections.abc import Generator
-from contextlib import closing
-from itertools import takewhile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model.kv_cache import Angles, KVCache, LayerRopes
+from moe_pack.runtime.model.kv_cache import Batch, KVCache, LayerCache, LayerRopes, SequenceRows
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
+    ExpertRunner,
     PartialState,
     add_attention,
     add_ngrams,
@@ -38,17 +39,17 @@ from moe_pack.runtime.model.layer import (
     with_returned,
 )
 from moe_pack.runtime.model.mixers import NgramRows
+from moe_pack.runtime.model.sequence import CachedSequence, joined_angles
 from moe_pack.runtime.model.weights import Weights
-
-_LEAST_KEPT = 16  # tokens of a beginning
-_ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute
 
 
 class Decoder:
-    """A model that runs: weights, and the key-value cache of one sequence.
+    """A model that runs: weights, and the key-value caches of one sequence or of several.
 
+    `sequences`: all of them. What names no sequence is about the first.
     Args:    context_tokens: the longest sequence, prompt and continuation together.   chunk_tokens: the most tokens of
-             a forward pass, which bound its hidden states.   cache_dtype: of keys and values.
+             a forward pass, which bound its hidden states.   cache_dtype: of keys and values.   num_checkpoints: of
+             each sequence, as `CachedSequence` says.
     Raises:  RunError if the context is longer than the model's.
     """
 
@@ -59,22 +60,30 @@ class Decoder:
         device: torch.device | None = None,
         chunk_tokens: int = PREFILL_TOKENS,
         cache_dtype: torch.dtype = torch.float32,
+        num_sequences: int = 1,
+        num_checkpoints: int = 0,
     ) -> None:
         self.spec = spec = weights.spec
         check_context(context_tokens, spec)
         self.device = device or torch.device("cpu")
-        self.cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
-        self._weights, self._chunk_tokens = weights, chunk_tokens
+        self._weights, self.chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
-        self._ids: list[int] = []  # the sequence, of which the cache has keys and values
         self._ropes = LayerRopes(spec, self.device)
-        self._angle_run: tuple[Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
-        self._first_angle, self._num_long = 0, 0
+
+        def sequence() -> CachedSequence:
+            cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
+            return CachedSequence(spec, cache, self._ropes, num_checkpoints)
+
+        self.sequences = tuple(sequence() for _ in range(num_sequences))
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache of the first sequence."""
+        return self.sequences[0].cache
 
     def reset(self) -> None:
         """Forgets the sequence; the cache stays allocated."""
-        self.cache.num_tokens = 0
-        self._ids = []
+        self.sequences[0].reset()
 
     def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
         """Begins a text with this prompt; returns the tokens that are left to append, at least one.
@@ -82,16 +91,7 @@ class Decoder:
         The others are the beginning of the sequence so far, whose keys, values and states stay. A cache does not lead
         back to every position (`KVCache.reachable`), and a beginning of a few tokens is not worth the other rounding.
         """
-        before = self.cache.num_tokens
-        pairs = zip(self._ids[:before], prompt_ids[:-1], strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        kept = self.cache.reachable(same)
-        if kept < _LEAST_KEPT or self._ropes.num_long(before) != self._ropes.num_long(kept):
-            self.reset()
-            return prompt_ids
-        self.cache.return_to(kept)
-        del self._ids[kept:]
-        return prompt_ids[kept:]
+        return self.sequences[0].keep_beginning(prompt_ids)
 
     def begin(self, prompt_ids: list[int]) -> Tensor:
         """Appends a prompt; returns the logits of the token after it, float32 [vocabulary].
@@ -107,89 +107,149 @@ class Decoder:
 
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
+        return self.extend(self.sequences[0], ids)
+
+    def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
+        """Appends tokens to one of the sequences; returns as `next_logits` does, and raises the same."""
         assert ids, "at least one token"
-        return self._head(self._forward(ids, last_only=True)[0][-1:])[0]
+        return self._head(self._forward(sequence, ids, last_only=True)[0][-1:])[0]
+
+    def extend_each(self, sequences: Sequence[CachedSequence], ids: Sequence[int]) -> Tensor:
+        """Appends a token to each of some sequences, in one pass; returns the logits after them, float32 [n, vocab].
+
+        With native kernels the logits of a sequence are those that it has alone, to the bit.
+        Raises:  RunError as `next_logits`, before anything runs.
+        """
+        if len(ids) == 1:
+            return self.extend(sequences[0], [ids[0]])[None]
+        for sequence, token in zip(sequences, ids, strict=True):
+            self._check_ids(sequence, [token])
+        together = [i for i, sequence in enumerate(sequences) if not _is_computed_again(sequence, 1)]
+        logits: list[Tensor | None] = [None] * len(ids)
+        if together:
+            found = self._extend_together([sequences[i] for i in together], [ids[i] for i in together])
+            for i, row in zip(together, found, strict=True):
+                logits[i] = row
+        for i, (sequence, token) in enumerate(zip(sequences, ids, strict=True)):
+            if logits[i] is None:
+                logits[i] = self.extend(sequence, [token])
+        return torch.stack([row for row in logits if row is not None])
 
     def logits(self, ids: list[int]) -> Tensor:
         """Appends tokens to the sequence; returns the logits after each of them, float32 [T, vocabulary].
 
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
-        return torch.cat([self._head(hidden) for hidden in self._forward(ids)])
+        return torch.cat([self._head(hidden) for hidden in self._forward(self.sequences[0], ids)])
 
     @torch.inference_mode()
-    def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
+    def _forward(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """Returns the hidden states of new tokens, float32 [T, d] in pieces; only the last piece if `last_only`."""
-        self._check_ids(ids)
-        before, new = self.cache.num_tokens, ids
-        num_tokens = before + len(ids)
-        self._ids[before:] = ids
-        if before and self._ropes.num_long(num_tokens) > self._ropes.num_long(before):
+        self._check_ids(sequence, ids)
+        cache, new = sequence.cache, ids
+        before = cache.num_tokens
+        is_again = _is_computed_again(sequence, len(ids))
+        sequence.ids[before:] = ids
+        if is_again:
             # From here on every position has other angles, and everything that was computed depends on them.
-            new, self.cache.num_tokens = self._ids, 0
-        kept = self.cache.num_tokens
+            new, cache.num_tokens = sequence.ids, 0
+        kept = cache.num_tokens
         hidden: list[Tensor] = []
         try:
-            with closing(self._chunks(new)) as chunks:
+            with closing(self._chunks(sequence.ids, len(new))) as chunks:
                 for tokens, rows in chunks:
-                    piece = self._chunk(tokens, num_tokens, rows)
+                    piece = self._pass([sequence], tokens, [rows], [len(sequence.ids)])
                     hidden = [piece] if last_only else [*hidden, piece]
         except BaseException:
-            # The earlier tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens,
-            # or states moved on with some layers.
-            is_whole = not self.cache.states and (self.cache.num_tokens == kept or not self.cache.is_ring)
-            self.cache.num_tokens = kept if is_whole else 0
+            _keep_what_is_whole(cache, kept)
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
-    def _check_ids(self, ids: list[int]) -> None:
-        if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
-            raise RunError(f"the context of {self.cache.context_tokens} tokens is full")
+    @torch.inference_mode()
+    def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
+        """Returns the logits after a token of each sequence, float32 [n, vocabulary]."""
+        before = [sequence.num_tokens for sequence in sequences]
+        rows: list[NgramRows | None] = []
+        try:
+            for sequence, token in zip(sequences, ids, strict=True):
+                sequence.ids[sequence.num_tokens :] = [token]
+                rows.append(self._rows(sequence.ids, sequence.num_tokens, sequence.num_tokens + 1))
+            with self._weights.operations.tokens_alone(), self._as_batch():
+                hidden = self._pass(sequences, torch.tensor(ids), rows, [len(sequence.ids) for sequence in sequences])
+                return self._head(hidden)
+        except BaseException:
+            for sequence, kept in zip(sequences, before, strict=True):
+                _keep_what_is_whole(sequence.cache, kept)
+            raise
+        finally:
+            for each in rows:
+                if each is not None:
+                    each.close()
+
+    @contextmanager
+    def _as_batch(self) -> Iterator[None]:
+        """Tells weights that run experts themselves that each token is of a sequence of its own."""
+        runner = self._weights if isinstance(self._weights, ExpertRunner) else None
+        if runner is not None:
+            runner.is_batch = True
+        try:
+            yield
+        finally:
+            if runner is not None:
+                runner.is_batch = False
+
+    def _check_ids(self, sequence: CachedSequence, ids: list[int]) -> None:
+        if sequence.num_tokens + len(ids) > sequence.cache.context_tokens:
+            raise RunError(f"the context of {sequence.cache.context_tokens} tokens is full")
         check_vocabulary(ids, self.spec)
 
-    def _chunks(self, new: list[int]) -> Generator[tuple[Tensor, NgramRows | None], None, None]:
+    def _chunks(self, ids: list[int], num_new: int) -> Generator[tuple[Tensor, NgramRows | None], None, None]:
         """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
 
-        Args:    new: the last tokens of the sequence.
+        Args:    ids: the sequence, its new tokens last.
         """
-        first, step = len(self._ids) - len(new), self._chunk_tokens
-        rows = self._rows(first, min(first + step, len(self._ids)))
+        first, step = len(ids) - num_new, self.chunk_tokens
+        rows = self._rows(ids, first, min(first + step, len(ids)))
         ahead: NgramRows | None = None
         try:
-            for start in range(first, len(self._ids), step):
-                stop = min(start + step, len(self._ids))
-                if stop < len(self._ids):
-                    ahead = self._rows(stop, min(stop + step, len(self._ids)))
-                yield torch.tensor(self._ids[start:stop]), rows
+            for start in range(first, len(ids), step):
+                stop = min(start + step, len(ids))
+                if stop < len(ids):
+                    ahead = self._rows(ids, stop, min(stop + step, len(ids)))
+                yield torch.tensor(ids[start:stop]), rows
                 rows, ahead = ahead, None
         finally:
             for left in (rows, ahead):
                 if left is not None:
                     left.close()
 
-    def _rows(self, start: int, stop: int) -> NgramRows | None:
+    def _rows(self, ids: list[int], start: int, stop: int) -> NgramRows | None:
         """Begins to read the rows of positions `start` to `stop` in all n-gram tables; None without tables."""
         ngrams = self.spec.ngrams
         if ngrams is None:
             return None
-        tokens = torch.tensor(self._ids[max(start - ngrams.ngram_size + 1, 0) : stop])
+        tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
         return NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
 
-    def _chunk(self, ids: Tensor, num_tokens: int, rows: NgramRows | None) -> Tensor:
+    def _pass(
+        self, sequences: list[CachedSequence], ids: Tensor, rows: list[NgramRows | None], num_tokens: list[int]
+    ) -> Tensor:
         """Runs one forward pass; returns the hidden states after the last layer, float32 [T, d].
 
-        Args:    ids: int64 [T].   num_tokens: of the sequence when all its new tokens have run.   rows: of `ids`.
+        Args:    ids: int64 [T], equally many new tokens of each sequence.   rows: of each sequence's tokens.
+                 num_tokens: of each sequence when all its new tokens have run.
         """
-        weights, start = self._weights, self.cache.num_tokens
-        angles = self._angles_at(start, start + len(ids), num_tokens)
+        weights = self._weights
+        batch = _Pass(sequences, rows, len(ids) // len(sequences), num_tokens)
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
-            x = add_ngrams(x, rows, weights, layer, self.cache.of_ngrams(layer))
-            x = add_attention(x, weights, layer, self.cache.of(layer), angles[self.spec.attention_kind(layer)])
+            x = batch.add_ngrams(x, weights, layer)
+            x = batch.add_attention(x, weights, layer)
             if not self.spec.has_second(layer):
                 continue
-            x = self._second_half(x, layer, ids, self._partial_state(x, layer, angles, rows))
-        self.cache.num_tokens += len(ids)
+            x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))
+        for sequence in sequences:
+            sequence.cache.num_tokens += batch.num_new
         return x
 
     def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
@@ -206,9 +266,7 @@ class Decoder:
             routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)
 
-    def _partial_state(
-        self, x: Tensor, layer: int, angles: tuple[Angles, ...], rows: NgramRows | None
-    ) -> PartialState | None:
+    def _partial_state(self, x: Tensor, layer: int, batch: "_Pass") -> PartialState | None:
         """Returns the `PartialState` of the next layer, from x after this layer's attention; None without experts."""
         weights, after = self._weights, layer + 1
         if after not in self._layer_idx:
@@ -218,23 +276,68 @@ class Decoder:
             inputs = mlp_input(x, weights, layer)
             routed = with_returned(y, inputs, weights, layer)
             partial = enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
-            kind = self.spec.attention_kind(after)
-            partial = add_ngrams(partial, rows, weights, after, self.cache.trial_of_ngrams(after))
-            return add_attention(partial, weights, after, self.cache.trial(after), angles[kind])
+            partial = batch.add_ngrams(partial, weights, after, is_trial=True)
+            return batch.add_attention(partial, weights, after, is_trial=True)
 
         return partial_state
-
-    def _angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
-        """Returns the angles at positions `start` to `stop` for each kind of attention; many are computed at once."""
-        num_long, first = self._ropes.num_long(num_tokens), self._first_angle
-        if self._num_long != num_long or not first <= start < stop <= first + len(self._angle_run[0][0]):
-            positions = torch.arange(start, max(stop, start + _ANGLES_AT_ONCE), device=self.device)
-            self._angle_run = self._ropes(positions, num_tokens)
-            self._first_angle, self._num_long = start, num_long
-            first = start
-        rows = slice(start - first, stop - first)
-        return tuple((cosines[rows], sines[rows]) for cosines, sines in self._angle_run)
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
         return head(hidden, self._weights)
+
+
+def _is_computed_again(sequence: CachedSequence, num_new: int) -> bool:
+    """Whether every position has other angles once so many tokens are appended."""
+    before = sequence.num_tokens
+    return before > 0 and sequence.num_long(before + num_new) > sequence.num_long(before)
+
+
+def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
+    """Drops what a pass that failed has left in a cache.
+
+    The first `kept` tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens, or
+    states moved on with some layers.
+    """
+    is_whole = not cache.states and (cache.num_tokens == kept or not cache.is_ring)
+    cache.num_tokens = kept if is_whole else 0
+
+
+class _Pass:
+    """The sequences of a forward pass: their rows of x, and the parts of a layer in which each is on its own.
+
+    Args:    num_new: new tokens of each sequence.   num_tokens: of each sequence when all its new tokens have run.
+    """
+
+    def __init__(
+        self, sequences: list[CachedSequence], rows: list[NgramRows | None], num_new: int, num_tokens: list[int]
+    ) -> None:
+        self.num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
+        self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
+        starts = [sequence.num_tokens for sequence in sequences]
+        self._angles = joined_angles(
+            [
+                sequence.angles_at(start, start + num_new, number)
+                for sequence, start, number in zip(sequences, starts, num_tokens, strict=True)
+            ]
+        )
+
+    def add_ngrams(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
+        """Returns hidden states with a layer's n-grams added, as `layer.add_ngrams` does for one sequence."""
+        if weights.spec.ngrams_of(layer) is None:
+            return x
+        pieces = []
+        for sequence, own, rows in zip(self._sequences, self._rows, self._ngram_rows, strict=True):
+            cache = sequence.cache
+            state = cache.trial_of_ngrams(layer) if is_trial else cache.of_ngrams(layer)
+            pieces.append(add_ngrams(x[own], rows, weights, layer, state))
+        return torch.cat(pieces)
+
+    def add_attention(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
+        """Returns hidden states with a layer's attention, or its mixer, added.
+
+        Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
+        """
+        caches = [each.cache.trial(layer) if is_trial else each.cache.of(layer) for each in self._sequences]
+        kept = tuple(SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
+        angles = self._angles[weights.spec.attention_kind(layer)]
+        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), angles)

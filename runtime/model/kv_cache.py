@@ -5,7 +5,9 @@ the keys and values of earlier tokens, and the states of layers without attentio
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from moe_pack.formats.spec import cached_tokens, layer_cache_values
 from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
+Kept = TypeVar("Kept")
 
 
 class Rope:
@@ -146,10 +149,12 @@ class EntryCache:
 
     `raw`: projections of the last positions and the logits of their weights [places, width], a ring; position p is in
     place `p % places`.   `entries`: [windows of the context, width], the key of each, then the indexer's.
+    `window_tokens`: the positions that an entry stands for.
     """
 
     raw: Tensor
     entries: Tensor
+    window_tokens: int
 
     @classmethod
     def empty(
@@ -161,7 +166,8 @@ class EntryCache:
         places, width = raw_places(compression, context_tokens, chunk_tokens), sum(compression.dims(spec.head_dim))
         raw = torch.zeros((places, compression.raw_width(spec.head_dim)), dtype=dtype, device=device)
         windows = context_tokens // compression.window_tokens
-        return cls(raw, torch.zeros((windows, width), dtype=dtype, device=device))
+        entries = torch.zeros((windows, width), dtype=dtype, device=device)
+        return cls(raw, entries, compression.window_tokens)
 
     def append(self, start: int, raw: Tensor) -> None:
         """Writes what entries follow from, float32 [T, width], of positions from `start` on."""
@@ -214,6 +220,22 @@ class LayerCache:
         return _ring_places(start, stop, self.keys, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceRows(Generic[Kept]):
+    """One of the sequences of a pass: its rows among all rows, and what a layer keeps of its earlier tokens."""
+
+    rows: slice
+    cache: Kept
+
+
+Batch = tuple[SequenceRows[Kept], ...]
+
+
+def each_sequence(cache: Kept | Batch[Kept], num_rows: int) -> Batch[Kept]:
+    """Returns the sequences of a pass; a cache that is given alone has all rows."""
+    return cache if isinstance(cache, tuple) else (SequenceRows(slice(0, num_rows), cache),)
+
+
 def _keys_and_values(
     attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -246,6 +268,53 @@ def _index_keys(attention: AttentionSpec, places: int, dtype: torch.dtype, devic
     if not isinstance(attention, GroupedQuerySpec) or attention.indexer is None:
         return None
     return torch.zeros((places, attention.indexer.head_dim), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """A tensor whose places along a dimension are a ring; a token needs the last `window` positions before it."""
+
+    tensor: Tensor
+    dim: int
+    window: int
+
+    def reaches(self, num_tokens: int, last: int) -> bool:
+        """Whether all that the token after `num_tokens` needs is still there after `last` tokens."""
+        return max(num_tokens - self.window, 0) >= last - self.tensor.shape[self.dim]
+
+    def before(self, num_tokens: int) -> Tensor:
+        """Returns what the token after `num_tokens` needs, positions in their order."""
+        places = _ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
+        return self.tensor[:, places] if self.dim else self.tensor[places]
+
+    def enter(self, num_tokens: int, positions: Tensor) -> None:
+        """Writes what `before` returned."""
+        places = _ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
+        if self.dim:
+            self.tensor[:, places] = positions
+        else:
+            self.tensor[places] = positions
+
+    def empty(self) -> Tensor:
+        """Returns room for what `before` returns."""
+        shape = list(self.tensor.shape)
+        shape[self.dim] = self.window
+        return self.tensor.new_zeros(shape)
+
+
+class Checkpoint:
+    """Room for a copy of what a cache cannot be cut back to: its states, and what its rings have of a window.
+
+    `num_tokens`: after which it was taken; 0 if it is empty.   `parts`: the tensors, allocated once.
+    """
+
+    def __init__(self, parts: list[Tensor], num_states: int) -> None:
+        self.num_tokens, self.parts, self.num_states = 0, parts, num_states
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class KVCache:
@@ -294,12 +363,25 @@ class KVCache:
         else:
             values_in_all = sum(number * cached_width(spec.attention_of(i)) for i, number in enumerate(places))
         self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
-        rings = [*places, *(len(each.raw) for each in self._entries.values() if each is not None)]
-        self.is_ring = any(0 < number < context_tokens for number in rings)
+        self._rings = tuple(self._find_rings(spec, context_tokens))
+        self.is_ring = bool(self._rings)
         self.context_tokens = context_tokens
         self._chosen = Chosen()
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
+
+    def _find_rings(self, spec: ModelSpec, context_tokens: int) -> Iterator["_Ring"]:
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            if 0 < keys.shape[1] < context_tokens:
+                window = cached_tokens(spec, layer, context_tokens, 0)
+                yield _Ring(keys, 1, window)
+                if values.data_ptr() != keys.data_ptr():
+                    yield _Ring(values, 1, window)
+            entries, attention = self._entries.get(layer), spec.attention_of(layer)
+            if entries is None or len(entries.raw) >= context_tokens:
+                continue
+            assert isinstance(attention, CompressedSpec) and attention.compression is not None, "it has entries"
+            yield _Ring(entries.raw, 0, attention.compression.earlier_tokens)
 
     @staticmethod
     def of_layer(spec: ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
@@ -333,13 +415,15 @@ class KVCache:
     def reachable(self, num_tokens: int) -> int:
         """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one.
 
-        A ring has lost what earlier positions saw. States lead to where they are, and to where they were copied.
+        A ring leads as far back as it still has what a position sees. States lead to where they are, and to where they
+        were copied.
         """
         if num_tokens >= self._num_tokens:
             return self._num_tokens
         if self.states:
-            return self._saved_tokens if self._saved_tokens is not None and self._saved_tokens <= num_tokens else 0
-        return 0 if self.is_ring else num_tokens
+            saved = self._saved_tokens
+            num_tokens = saved if saved is not None and saved <= num_tokens else 0
+        return num_tokens if all(ring.reaches(num_tokens, self._num_tokens) for ring in self._rings) else 0
 
     def return_to(self, num_tokens: int) -> None:
         """Goes back to a position that is `reachable`."""
@@ -350,6 +434,59 @@ class KVCache:
             self._num_tokens = num_tokens
         else:
             self.num_tokens = num_tokens
+
+    # ---- copies, for several sequences ------------------------------------------------------------------------------
+
+    @property
+    def is_cut_anywhere(self) -> bool:
+        """Whether a cut back to any earlier position needs no checkpoint."""
+        return not self.states and not self._rings
+
+    def new_checkpoint(self) -> Checkpoint:
+        """Returns room for a checkpoint of this cache."""
+        parts = [torch.zeros_like(part) for part in self.states.parts]
+        return Checkpoint([*parts, *(ring.empty() for ring in self._rings)], len(parts))
+
+    def write_checkpoint(self, checkpoint: Checkpoint, num_tokens: int) -> None:
+        """Copies what a sequence cut back to `num_tokens`, a position that is `reachable` without a copy, needs."""
+        states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
+        assert num_tokens == self._num_tokens or not self.states, "states cannot be cut back"
+        for room, part in zip(states, self.states.parts, strict=True):
+            room.copy_(part)
+        for room, ring in zip(rings, self._rings, strict=True):
+            kept = ring.before(num_tokens)
+            room.narrow(ring.dim, 0, kept.shape[ring.dim]).copy_(kept)
+        checkpoint.num_tokens = num_tokens
+
+    def return_to_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Goes to the position of a checkpoint, whose keys and values in layers without a ring are in this cache."""
+        number = checkpoint.num_tokens
+        for part, room in zip(self.states.parts, checkpoint.parts, strict=False):
+            part.copy_(room)
+        for room, ring in zip(checkpoint.parts[checkpoint.num_states :], self._rings, strict=True):
+            ring.enter(number, room.narrow(ring.dim, 0, min(ring.window, number)))
+        self._num_tokens = number
+        if self._saved_tokens is not None and self._saved_tokens > number:
+            self._saved_tokens = None
+
+    def whole_parts(self, num_tokens: int) -> list[Tensor]:
+        """Returns what layers without a ring keep of the first positions; views, in an order that the spec decides."""
+        rings = {id(ring.tensor) for ring in self._rings}
+        parts = []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            if keys.shape[1] and id(keys) not in rings:
+                parts.append(keys[:, :num_tokens])
+                if values.data_ptr() != keys.data_ptr():
+                    parts.append(values[:, :num_tokens])
+        parts += [index[:num_tokens] for index in self._index if index is not None]
+        for entries in self._entries.values():
+            if entries is not None:
+                parts.append(entries.entries[: num_tokens // entries.window_tokens])
+                if id(entries.raw) not in rings:
+                    parts.append(entries.raw[:num_tokens])
+        return parts
+
+    # ---- layers -----------------------------------------------------------------------------------------------------
 
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""

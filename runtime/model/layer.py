@@ -11,6 +11,7 @@ a multiple of it. Halves of layers read them and change them through `first_inpu
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from moe_pack.formats.parts import (
 from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.expert import neuron_of, run_expert
-from moe_pack.runtime.model.kv_cache import Angles, LayerCache
+from moe_pack.runtime.model.kv_cache import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
 from moe_pack.runtime.model.mixer import mix, ngram_output
 from moe_pack.runtime.model.mixers import LayerState, NgramRows
@@ -276,21 +277,26 @@ def add_ngrams(x: Tensor, rows: NgramRows | None, weights: Weights, layer: int, 
     return x + ngram_output(x, rows.of(layer), weights, layer, state)
 
 
-def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache | LayerState, angles: Angles) -> Tensor:
+def add_attention(
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    cache: LayerCache | LayerState | Batch[LayerCache] | Batch[LayerState],
+    angles: Angles,
+) -> Tensor:
     """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
 
     They stay as they are in a layer with neither.
+    Args:    cache: of one sequence, or of several with their tokens.
     """
     if not weights.spec.has_first(layer):
         return x
     normed = first_input(x, weights, layer)
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:
-        assert isinstance(cache, LayerCache), "of a layer with attention"
-        y = attend(normed, weights, layer, cache, angles)
+        y = attend(normed, weights, layer, cast(LayerCache | Batch[LayerCache], cache), angles)
     else:
-        assert isinstance(cache, LayerState), "of a layer with a mixer"
-        y = mix(normed, weights, layer, mixer, cache)
+        y = mix(normed, weights, layer, mixer, cast(LayerState | Batch[LayerState], cache))
     return enter_first(x, y, weights, layer)
 
 
@@ -382,7 +388,10 @@ class ExpertRunner(ABC):
     """Weights that run the routed experts of a layer themselves, wherever the experts are.
 
     They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
+    `is_batch`: whether each token of the running pass is the next one of a sequence of its own; the decoder sets it.
     """
+
+    is_batch = False
 
     @abstractmethod
     def run_experts(

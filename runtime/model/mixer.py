@@ -18,46 +18,73 @@ from moe_pack.formats.parts import (
     MixerSpec,
     ShortConvSpec,
 )
+from moe_pack.runtime.model.kv_cache import Batch, each_sequence
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.mixers import LayerState, convolve
+from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.weights import Weights
 
 _L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
 _LEAST_GATE = 1e-6  # of the size of a gate of n-grams before its root is taken; no config names it
 
 
-def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerState) -> Tensor:
+def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerState | Batch[LayerState]) -> Tensor:
     """Returns a layer's mixer for new tokens, which update the layer's state.
 
-    Args:    x: float32 [T, d], normed.
+    Args:    x: float32 [T, d], normed.   state: of one sequence, or of several with their tokens.
     Returns: float32 [T, d].
     """
-    role = f"layers.{layer}.mixer"
+    role, states = f"layers.{layer}.mixer", each_sequence(state, len(x))
     if isinstance(mixer, GatedDeltaSpec):
-        return _gated_delta(x, weights, role, mixer, state)
+        return _gated_delta(x, weights, role, mixer, states)
     if isinstance(mixer, KimiDeltaSpec):
-        return _kimi_delta(x, weights, role, mixer, state)
+        return _kimi_delta(x, weights, role, mixer, states)
     if isinstance(mixer, Mamba2Spec):
-        return _mamba2(x, weights, role, mixer, state)
+        return _mamba2(x, weights, role, mixer, states)
     if isinstance(mixer, MambaSpec):
-        return _mamba(x, weights, role, mixer, state)
+        return _mamba(x, weights, role, mixer, states)
     if isinstance(mixer, LightningSpec):
-        return _lightning(x, weights, layer, mixer, state)
-    return _short_conv(x, weights, role, mixer, state)
+        return _lightning(x, weights, layer, mixer, states)
+    return _short_conv(x, weights, role, mixer, states)
 
 
-def _gated_delta(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, state: LayerState) -> Tensor:
+def _convolve(
+    operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: Batch[LayerState]
+) -> Tensor:
+    """Returns the convolution of each sequence's tokens, as `mixers.convolve` says."""
+    each = [operations.convolve(x[own.rows], kernel, bias, own.cache) for own in states]
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _recur(
+    operations: Operations,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor | None,
+    states: Batch[LayerState],
+) -> Tensor:
+    """Returns what each sequence's tokens read from its state, as `mixers.recur` says."""
+    each = []
+    for own in states:
+        rows, own_rate = own.rows, None if rate is None else rate[own.rows]
+        each.append(operations.recur(q[rows], k[rows], v[rows], log_decay[rows], own_rate, own.cache))
+    return each[0] if len(each) == 1 else torch.cat(each)
+
+
+def _gated_delta(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: Batch[LayerState]) -> Tensor:
     """Returns Gated DeltaNet of tokens x."""
     operations, num_tokens = weights.operations, len(x)
     qkv, z, b, a = (_interleaved if spec.interleaved else _separate)(x, weights, role, spec)
-    qkv = torch.nn.functional.silu(operations.convolve(qkv, weights.vector(f"{role}.conv"), None, state))
+    qkv = torch.nn.functional.silu(_convolve(operations, qkv, weights.vector(f"{role}.conv"), None, states))
     q, k, v = torch.split(qkv, [spec.key_width, spec.key_width, spec.value_width], dim=1)
     q, k = (_unit(each.view(num_tokens, spec.num_key_heads, spec.key_head_dim)) for each in (q, k))
     log_decay = -weights.vector(f"{role}.a_log").exp() * torch.nn.functional.softplus(
         a + weights.vector(f"{role}.dt_bias")
     )
     v = v.view(num_tokens, spec.num_value_heads, spec.value_head_dim)
-    y = operations.recur(q * spec.key_head_dim**-0.5, k, v, log_decay, b.sigmoid(), state)
+    y = _recur(operations, q * spec.key_head_dim**-0.5, k, v, log_decay, b.sigmoid(), states)
     y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
     gate = torch.nn.functional.silu if spec.gate == "silu" else torch.sigmoid
     return linear(y.flatten(1) * gate(z), weights.matrix(f"{role}.o"))
@@ -87,12 +114,12 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
 
 
-def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, state: LayerState) -> Tensor:
+def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: Batch[LayerState]) -> Tensor:
     """Returns Kimi delta attention of tokens x."""
     operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
     qkv = torch.cat([linear(x, weights.matrix(f"{role}.{name}")) for name in "qkv"], dim=1)
     kernel = torch.cat([weights.vector(f"{role}.{name}_conv") for name in "qkv"])
-    qkv = torch.nn.functional.silu(operations.convolve(qkv, kernel, None, state))
+    qkv = torch.nn.functional.silu(_convolve(operations, qkv, kernel, None, states))
     q, k, v = (each.view(shape) for each in qkv.chunk(3, dim=1))
     step, gate = (
         linear(x, weights.matrix(f"{role}.{name}")) if spec.full_rank else _through(x, weights, f"{role}.{name}")
@@ -105,7 +132,7 @@ def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, sta
     else:
         log_decay = spec.lower_bound * torch.sigmoid(rates * step)
     rate = linear(x, weights.matrix(f"{role}.b")).sigmoid()
-    y = operations.recur(_unit(q) * spec.head_dim**-0.5, _unit(k), v, log_decay, rate, state)
+    y = _recur(operations, _unit(q) * spec.head_dim**-0.5, _unit(k), v, log_decay, rate, states)
     y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), weights.spec.norm.eps)
     return linear(y.flatten(1) * gate.sigmoid(), weights.matrix(f"{role}.o"))
 
@@ -115,21 +142,21 @@ def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
     return linear(linear(x, weights.matrix(f"{role}_a")), weights.matrix(f"{role}_b"))
 
 
-def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, state: LayerState) -> Tensor:
+def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: Batch[LayerState]) -> Tensor:
     """Returns Mamba-2 of tokens x."""
     operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
     projected = linear(x, weights.matrix(f"{role}.in"), bias)
     z, mixed, step = torch.split(projected, [spec.head_width, spec.conv_channels, spec.num_heads], dim=1)
     conv_bias = weights.vector(f"{role}.conv_bias") if spec.conv_bias else None
-    mixed = silu(operations.convolve(mixed, weights.vector(f"{role}.conv"), conv_bias, state))
+    mixed = silu(_convolve(operations, mixed, weights.vector(f"{role}.conv"), conv_bias, states))
     keys = spec.num_groups * spec.state_size
     v, k, q = torch.split(mixed, [spec.head_width, keys, keys], dim=1)
     v = v.view(num_tokens, spec.num_heads, spec.head_dim)
     k, q = (each.view(num_tokens, spec.num_groups, spec.state_size) for each in (k, q))
     step = torch.nn.functional.softplus(step + weights.vector(f"{role}.dt_bias")).clamp(min=spec.time_step_min)
     log_decay = -weights.vector(f"{role}.a_log").exp() * step
-    y = operations.recur(q, k, v * step[:, :, None], log_decay, None, state)
+    y = _recur(operations, q, k, v * step[:, :, None], log_decay, None, states)
     y = (y + v * weights.vector(f"{role}.skip")[:, None]).flatten(1) * silu(z)
     grouped = y.view(num_tokens, spec.num_groups, -1)
     ones = torch.ones(grouped.shape[2], device=y.device)
@@ -138,39 +165,39 @@ def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, state: Lay
     return linear(y, weights.matrix(f"{role}.o"), bias)
 
 
-def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, state: LayerState) -> Tensor:
+def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: Batch[LayerState]) -> Tensor:
     """Returns Mamba of tokens x."""
     operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
     mixed, z = linear(x, weights.matrix(f"{role}.in"), bias).chunk(2, dim=1)
     conv_bias = weights.vector(f"{role}.conv_bias") if spec.conv_bias else None
-    v = silu(operations.convolve(mixed, weights.vector(f"{role}.conv"), conv_bias, state))
+    v = silu(_convolve(operations, mixed, weights.vector(f"{role}.conv"), conv_bias, states))
     parts = torch.split(linear(v, weights.matrix(f"{role}.x")), [spec.step_rank, spec.state_size, spec.state_size], 1)
     named = zip(parts, ("dt", "b", "c"), strict=True)
     step, k, q = (operations.rms_norm(part, weights.vector(f"{role}.{name}_norm"), eps) for part, name in named)
     step = linear(step, weights.matrix(f"{role}.dt"), weights.vector(f"{role}.dt_bias"))
     step = torch.nn.functional.softplus(step)[:, :, None]  # [T, channels, 1]
     log_decay = -weights.vector(f"{role}.a_log").view(spec.channels, -1).exp() * step
-    y = operations.recur(q[:, None], k[:, None], v[:, :, None] * step, log_decay, None, state)[:, :, 0]
+    y = _recur(operations, q[:, None], k[:, None], v[:, :, None] * step, log_decay, None, states)[:, :, 0]
     y = (y + v * weights.vector(f"{role}.skip")) * silu(z)
     return linear(y, weights.matrix(f"{role}.o"), weights.vector(f"{role}.o_bias") if spec.proj_bias else None)
 
 
-def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, state: LayerState) -> Tensor:
+def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: Batch[LayerState]) -> Tensor:
     """Returns a short convolution of tokens x, between a gate before it and one after it."""
     bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
     before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
-    y = weights.operations.convolve(before * value, weights.vector(f"{role}.conv"), bias["conv"], state)
+    y = _convolve(weights.operations, before * value, weights.vector(f"{role}.conv"), bias["conv"], states)
     return linear(after * y, weights.matrix(f"{role}.o"), bias["o"])
 
 
-def _lightning(x: Tensor, weights: Weights, layer: int, spec: LightningSpec, state: LayerState) -> Tensor:
+def _lightning(x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: Batch[LayerState]) -> Tensor:
     """Returns lightning attention of tokens x."""
     operations, role = weights.operations, f"layers.{layer}.mixer"
     qkv = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.qkv")))
     q, k, v = qkv.view(len(x), spec.num_heads, 3, spec.head_dim).unbind(2)
     log_decay = -torch.tensor(spec.rates(layer), device=x.device).expand(len(x), -1)
-    y = operations.recur(q, k, v, log_decay, None, state).flatten(1)
+    y = _recur(operations, q, k, v, log_decay, None, states).flatten(1)
     y = operations.rms_norm(y, weights.vector(f"{role}.out_norm"), spec.norm_eps)
     return linear(y * linear(x, weights.matrix(f"{role}.gate")).sigmoid(), weights.matrix(f"{role}.o"))
 

@@ -6,7 +6,7 @@ C++ kernels on the CPU. The formulas of routers are in `router`, those of expert
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -50,6 +50,13 @@ class HeadNorms:
 
 class Operations:
     """The operations in plain torch, on any device."""
+
+    def tokens_alone(self) -> AbstractContextManager[None]:
+        """Returns a context in which the outputs of a token do not depend on the tokens next to it, to the bit.
+
+        Torch promises nothing like it: there they agree but for rounding.
+        """
+        return nullcontext()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
@@ -366,6 +373,10 @@ class NativeOperations(Operations):
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
+
+    def tokens_alone(self) -> AbstractContextManager[None]:
+        """Returns a context in which a token is computed as if it were alone, to the bit."""
+        return self.kernels.tokens_alone()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n]."""

@@ -1,7 +1,9 @@
 """Experts that stream from the disk: cache, eviction, prefetch, budget, record and replay."""
 
 from moe_pack.runtime.offload.budget import (
+    ONE_SEQUENCE,
     BudgetPlan,
+    Sequences,
     divide_budget,
     expert_pages,
     least_budget,
@@ -20,6 +22,7 @@ from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUT
 __all__ = [
     "EXACT",
     "MAX_PREVIOUS",
+    "ONE_SEQUENCE",
     "PREDICTORS",
     "PRESETS",
     "ROUTING_FILE",
@@ -39,6 +42,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "Routing",
+    "Sequences",
     "auto_preset",
     "divide_budget",
     "expert_cache_for",

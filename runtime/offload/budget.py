@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import plain_layout, whole_blocks
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
-from moe_pack.formats.spec import cache_values, state_values
+from moe_pack.formats.parts.attention import cached_width, raw_places
+from moe_pack.formats.spec import cache_values, cached_tokens, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
@@ -39,6 +40,17 @@ class MemoryPart:
 
     name: str
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for."""
+
+    number: int = 1
+    checkpoints: int = 0
+
+
+ONE_SEQUENCE = Sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +241,30 @@ class PageSizes(NamedTuple):
     head_bytes: int
 
 
-def cpu_needs(layout: PackLayout, pages: PageSizes, context_tokens: int, predictor_bytes: int) -> MemoryNeeds:
+def cpu_needs(
+    layout: PackLayout,
+    pages: PageSizes,
+    context_tokens: int,
+    predictor_bytes: int,
+    sequences: Sequences = ONE_SEQUENCE,
+) -> MemoryNeeds:
     """Returns the memory that the CPU's engine needs to offload experts to a disk.
 
-    Args:    pages: of `page_sizes`.   predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file
-             that a pack will have.
+    Args:    pages: of `page_sizes`.   context_tokens: of each sequence.
+             predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file that a pack will have.
     """
     dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
     experts = expert_pages(layout, pages.page_bytes) * (pages.page_bytes + pages.head_bytes)
 
     def fixed(chunk_tokens: int) -> FixedParts:
-        workspace = workspace_bytes(spec, chunk_tokens) + whole_pass_bytes(spec, chunk_tokens, context_tokens)
-        return FixedParts(dense, cache_bytes(spec, context_tokens, chunk_tokens), workspace, predictor_bytes)
+        workspace = workspace_bytes(spec, chunk_tokens, sequences.number)
+        workspace += whole_pass_bytes(spec, chunk_tokens, context_tokens)
+        cache = cache_bytes(spec, context_tokens, chunk_tokens)
+        cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens)
+        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes)
 
-    longest, largest = most_chunk_tokens(context_tokens), int(experts.max())
-    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(experts.sum()), usual_share=4)
+    longest, shortest = most_chunk_tokens(context_tokens), max(LEAST_PREFILL_TOKENS, sequences.number)
+    return MemoryNeeds(fixed, max(longest, shortest), shortest, int(experts.max()), int(experts.sum()), usual_share=4)
 
 
 def divide_budget(
@@ -253,6 +274,7 @@ def divide_budget(
     predictor_bytes: int,
     options: BudgetOptionNames = AS_BUDGET,
     heat: NDArray[np.floating[Any]] | None = None,
+    sequences: Sequences = ONE_SEQUENCE,
 ) -> BudgetPlan:
     """Divides a budget of host memory for a pack, which need not exist yet.
 
@@ -265,7 +287,7 @@ def divide_budget(
     Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
     page_bytes, head_bytes = pages = page_sizes(layout)
-    needs = cpu_needs(layout, pages, context_tokens, predictor_bytes)
+    needs = cpu_needs(layout, pages, context_tokens, predictor_bytes, sequences)
     division = divide_or_refuse(budget_bytes, needs, context_tokens, options)
     slot_bytes, num_selectors, selectors = page_bytes + head_bytes, 0, 0
     if heat is not None and division.experts < needs.all_experts:
@@ -329,14 +351,18 @@ def _selector_bytes(layout: PackLayout) -> NDArray[np.int64]:
     return np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64)
 
 
-def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+def least_budget(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+) -> int:
     """Returns the smallest budget that `divide_budget` divides."""
-    return cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes).least_budget
+    return cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences).least_budget
 
 
-def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+def whole_bytes(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+) -> int:
     """Returns the smallest budget with all experts resident and the longest forward passes."""
-    needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes)
+    needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences)
     return needs.fixed(PREFILL_TOKENS).num_bytes + needs.all_experts
 
 
@@ -387,8 +413,27 @@ def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
     return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
 
 
-def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache."""
+def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """Returns the bytes of a checkpoint of a sequence: its states, and the windows of layers that cache a ring."""
+    values = state_values(spec)
+    for layer in range(spec.num_hidden_layers):
+        attention, places = spec.attention_of(layer), cached_tokens(spec, layer, context_tokens, chunk_tokens)
+        if 0 < places < context_tokens:
+            width = attention.head_dim if isinstance(attention, CompressedSpec) else cached_width(attention)
+            values += cached_tokens(spec, layer, context_tokens, 0) * width
+        if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
+            continue
+        compression = attention.compression
+        if raw_places(compression, context_tokens, chunk_tokens) < context_tokens:
+            values += compression.earlier_tokens * compression.raw_width(attention.head_dim)
+    return 4 * values
+
+
+def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
+    """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache.
+
+    Args:    num_sequences: that get logits from a pass.
+    """
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
     width = max(_attention_width(attention) for attention, _ in spec.attention_kinds)
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
@@ -400,7 +445,7 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
-    floats = chunk_tokens * floats + 4 * spec.vocab_size + _mixer_floats(spec)
+    floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
     return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
 
 

@@ -176,8 +176,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Args:    experts, router_weights: int64 and float32 [T, k].
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
-        counts = self.decode if len(x) == 1 else self.prefill
-        self.store.shares.is_decoding = len(x) == 1
+        is_decoding = len(x) == 1 or self.is_batch
+        counts = self.decode if is_decoding else self.prefill
+        self.store.shares.is_decoding = is_decoding
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         scores, predicted = None, self._predicted_for(layer_idx, len(x))
         if self._scores_matter or self.approximations.substitute is not None or predicted is not None:
@@ -254,7 +255,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         predicted: list[int] | None,
         counts: PhaseCounts,
     ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
-        """Returns experts, weights and mean scores float32 [E]; for one token with the replacements asked for.
+        """Returns experts, weights and mean scores float32 [E]; in decode with the replacements asked for.
 
         Args:    predicted: the experts that run in any case; None if the router chooses.
         """
@@ -268,7 +269,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             counts.mispredicted += num_wrong
             if num_wrong:
                 chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
-        elif alpha is not None and len(x) == 1:
+        elif alpha is not None and (len(x) == 1 or self.is_batch):
             chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit

@@ -81,15 +81,23 @@ void list_given(Job& job, Call& call) {
     }
 }
 
-Outcome run_few_calls(Pool& pool, const ExpertWork* const* works, int32_t count, const float* x, float* y) {
+// Some of a work's tokens.
+struct Tokens {
+    const ExpertWork* work;
+    int32_t first, count;
+};
+
+Outcome run_few_calls(Pool& pool, const Tokens* some, int32_t count, const float* x, float* y) {
     pool.arena().reset();
     Job job(pool, x, y, false);
     job.calls = job.take<Call>(count);
     auto* layouts = job.take<const ExpertLayout*>(count);
     if (job.no_memory) return Outcome::no_memory;
     for (int32_t i = 0; i < count; i++) {
-        job.calls[i] = call_of(*works[i], 0, works[i]->num_tokens);
-        layouts[i] = works[i]->layout;
+        const Tokens& tokens = some[i];
+        job.calls[i] = call_of(*tokens.work, tokens.first, tokens.count);
+        layouts[i] = tokens.work->layout;
+        if (job.calls[i].is_selected && tokens.count < tokens.work->num_tokens) list_given(job, job.calls[i]);
     }
     job.num_calls = count;
     take_scratch(job, layouts, count);
@@ -100,6 +108,39 @@ Outcome run_few_calls(Pool& pool, const ExpertWork* const* works, int32_t count,
     if (whole && !job.no_memory) whole = finish(job);
     return outcome(job, whole);
 }
+
+// As many experts with few tokens side by side as their unfinished sums allow.
+class FewCalls {
+  public:
+    FewCalls(Pool& pool, const float* x, float* y) : pool_(pool), x_(x), y_(y) {}
+
+    Outcome add(const Tokens& tokens) {
+        const ExpertLayout& layout = *tokens.work->layout;
+        int32_t share = kItemTiles * tile_rows(layout.record_row_bytes);
+        size_t sum_bytes = sizeof(float) * pool_.kernels().sum_floats(layout.down.part);
+        size_t num_bytes = (layout.num_rows / share + 1) * tokens.count * sum_bytes;
+        Outcome found = Outcome::done;
+        if (count_ == kMostCalls || (count_ && num_bytes_ + num_bytes > kPartialBytes)) found = run();
+        num_bytes_ += num_bytes;
+        some_[count_++] = tokens;
+        return found;
+    }
+
+    Outcome run() {
+        Outcome found = count_ ? run_few_calls(pool_, some_, count_, x_, y_) : Outcome::done;
+        count_ = 0;
+        num_bytes_ = 0;
+        return found;
+    }
+
+  private:
+    Pool& pool_;
+    const float* x_;
+    float* y_;
+    Tokens some_[kMostCalls];
+    int32_t count_ = 0;
+    size_t num_bytes_ = 0;
+};
 
 Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float* y) {
     for (int32_t first = 0; first < work.num_tokens; first += kManyTokens) {
@@ -136,7 +177,12 @@ Call selection_of(SelectorWork& wanted, ExpertWork& work, int32_t first_token, i
     return call;
 }
 
-Outcome select_few_calls(Pool& pool, SelectorWork* const* wanted, int32_t count, const float* x) {
+struct SelectorTokens {
+    SelectorWork* wanted;
+    int32_t first, count;
+};
+
+Outcome select_few_calls(Pool& pool, const SelectorTokens* some, int32_t count, const float* x) {
     pool.arena().reset();
     Job job(pool, x, nullptr, false);
     job.calls = job.take<Call>(count);
@@ -144,9 +190,11 @@ Outcome select_few_calls(Pool& pool, SelectorWork* const* wanted, int32_t count,
     auto* layouts = job.take<const ExpertLayout*>(count);
     if (job.no_memory) return Outcome::no_memory;
     for (int32_t i = 0; i < count; i++) {
+        const SelectorTokens& tokens = some[i];
         works[i] = {};
-        job.calls[i] = selection_of(*wanted[i], works[i], 0, wanted[i]->num_tokens);
-        layouts[i] = wanted[i]->layout;
+        job.calls[i] = selection_of(*tokens.wanted, works[i], tokens.first, tokens.count);
+        if (tokens.count < tokens.wanted->num_tokens) job.calls[i].neurons = nullptr;  // the others' too
+        layouts[i] = tokens.wanted->layout;
     }
     job.num_calls = count;
     take_scratch(job, layouts, count);
@@ -175,47 +223,54 @@ Outcome select_many_calls(Pool& pool, SelectorWork& wanted, const float* x) {
 
 Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, const float* x, float* y) {
     std::lock_guard<std::mutex> lock(pool.one_job());
-    int32_t i = 0;
-    while (i < num_works) {
+    const bool alone = pool.are_tokens_alone();
+    FewCalls few(pool, x, y);
+    for (int32_t i = 0; i < num_works; i++) {
+        const ExpertWork& work = works[i];
         Outcome found = Outcome::done;
-        if (works[i].num_tokens > kFewTokens) {
-            found = run_many_calls(pool, works[i++], x, y);
-        } else {
-            // As many experts with few tokens side by side as their unfinished sums allow.
-            const ExpertWork* few[kMostCalls];
-            int32_t count = 0;
-            for (size_t num_bytes = 0; i < num_works && count < kMostCalls && works[i].num_tokens <= kFewTokens; i++) {
-                const ExpertLayout& layout = *works[i].layout;
-                int32_t share = kItemTiles * tile_rows(layout.record_row_bytes);
-                size_t sum_bytes = sizeof(float) * pool.kernels().sum_floats(layout.down.part);
-                num_bytes += (layout.num_rows / share + 1) * works[i].num_tokens * sum_bytes;
-                if (count && num_bytes > kPartialBytes) break;
-                if (works[i].num_tokens) few[count++] = &works[i];
-            }
-            if (count) found = run_few_calls(pool, few, count, x, y);
+        if (!alone && work.num_tokens > kFewTokens) {
+            found = few.run();
+            if (found == Outcome::done) found = run_many_calls(pool, work, x, y);
+            if (found != Outcome::done) return found;
+            continue;
         }
-        if (found != Outcome::done) return found;
+        // Alone, a token's neurons are in tiles of their own: which others run would change its sums.
+        const int32_t step = alone ? 1 : kFewTokens;
+        for (int32_t first = 0; first < work.num_tokens; first += step) {
+            found = few.add({&work, first, std::min(step, work.num_tokens - first)});
+            if (found != Outcome::done) return found;
+        }
     }
-    return Outcome::done;
+    return few.run();
 }
 
 Outcome select_neurons(Pool& pool, SelectorWork* works, int32_t num_works, const float* x) {
     std::lock_guard<std::mutex> lock(pool.one_job());
-    SelectorWork* few[kMostCalls];
+    const bool alone = pool.are_tokens_alone();
+    SelectorTokens few[kMostCalls];
     int32_t num_few = 0;
     for (int32_t i = 0; i < num_works; i++) {
         SelectorWork& work = works[i];
         Outcome found = Outcome::done;
-        if (work.num_tokens && !has_selector(*work.layout))
+        if (work.num_tokens && !has_selector(*work.layout)) {
             std::memset(work.runs, 1, (size_t)work.num_tokens * work.layout->num_rows);
-        else if (work.num_tokens > kFewTokens)
+            continue;
+        }
+        if (!alone && work.num_tokens > kFewTokens) {
             found = select_many_calls(pool, work, x);
-        else if (work.num_tokens)
-            few[num_few++] = &work;
-        if (found == Outcome::done && num_few && (num_few == kMostCalls || i + 1 == num_works)) {
+            if (found != Outcome::done) return found;
+            continue;
+        }
+        for (int32_t first = 0; first < work.num_tokens; first += kFewTokens) {
+            few[num_few++] = {&work, first, std::min(kFewTokens, work.num_tokens - first)};
+            if (num_few < kMostCalls) continue;
             found = select_few_calls(pool, few, num_few, x);
             num_few = 0;
+            if (found != Outcome::done) return found;
         }
+    }
+    if (num_few) {
+        Outcome found = select_few_calls(pool, few, num_few, x);
         if (found != Outcome::done) return found;
     }
     for (int32_t i = 0; i < num_works; i++) {

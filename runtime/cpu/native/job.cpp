@@ -84,14 +84,24 @@ void share_out(Job& job, bool selected, const Each& each) {
         count += (number(job.calls[c]) + each(job.calls[c]) - 1) / each(job.calls[c]);
     job.items = job.take<Item>(count);
     job.num_items = 0;
-    for (int32_t c = 0; c < job.num_calls && !job.no_memory; c++) {
-        Call& call = job.calls[c];
-        if (!selected && (call.is_selected || !has_selector(call.layout()))) continue;
-        int32_t size = each(call), first_item = job.num_items;
-        for (int32_t first = 0; first < number(call); first += size)
-            job.items[job.num_items++] = {c, first, std::min(size, number(call) - first)};
-        call.num_items = job.num_items - first_item;
-        call.item_neurons = size;
+    for (int32_t c = 0, end = 0; c < job.num_calls && !job.no_memory; c = end) {
+        // Calls of one expert take turns: what one has brought into the cache is there for the next.
+        int32_t most = 0;
+        for (end = c; end < job.num_calls && job.calls[end].work == job.calls[c].work; end++) {
+            Call& call = job.calls[end];
+            if (!selected && (call.is_selected || !has_selector(call.layout()))) continue;
+            call.item_neurons = each(call);
+            call.num_items = (number(call) + call.item_neurons - 1) / call.item_neurons;
+            most = std::max(most, call.num_items);
+        }
+        for (int32_t share = 0; share < most; share++) {
+            for (int32_t k = c; k < end; k++) {
+                const Call& call = job.calls[k];
+                const int32_t first = share * call.item_neurons;
+                if (share < call.num_items)
+                    job.items[job.num_items++] = {k, first, std::min(call.item_neurons, number(call) - first)};
+            }
+        }
     }
 }
 

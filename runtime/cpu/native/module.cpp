@@ -47,6 +47,16 @@ PyObject* instruction_set(PyObject*, PyObject* capsule) {
     return pool == nullptr ? nullptr : PyUnicode_FromString(pool->kernels().name);
 }
 
+PyObject* take_tokens_alone(PyObject*, PyObject* arguments) {
+    PyObject* capsule;
+    int alone;
+    if (!PyArg_ParseTuple(arguments, "Op:take_tokens_alone", &capsule, &alone)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    if (pool == nullptr) return nullptr;
+    pool->take_tokens_alone(alone);
+    Py_RETURN_NONE;
+}
+
 // ---- rows in one piece or in pages --------------------------------------------------------------------------------
 
 // Rows that Python gives: a buffer of them, or `(arena, slots, slot_bytes, head_bytes, page_bytes, begin)` where they
@@ -400,6 +410,7 @@ PyObject* gather_rows(PyObject*, PyObject* arguments) {
 PyMethodDef methods[] = {
     {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
     {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
+    {"take_tokens_alone", caught<take_tokens_alone>, METH_VARARGS, "take_tokens_alone(pool, alone)"},
     {"experts", caught<experts>, METH_VARARGS,
      "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs[, a, runs, neurons]])], "
      "x, y, d, apart=False)"},

@@ -38,6 +38,11 @@ class Pool {
     static constexpr std::chrono::microseconds kSpin{100};
     void spin_for(std::chrono::microseconds time) { spin_us_ = time.count(); }
 
+    // Whether each token is computed as if it were alone, to the bit, however many there are: tokens of several sequences
+    // must not change one another's answers.
+    bool are_tokens_alone() const { return are_tokens_alone_; }
+    void take_tokens_alone(bool alone) { are_tokens_alone_ = alone; }
+
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const { return kernels_; }
 
@@ -63,6 +68,7 @@ class Pool {
     Threads& threads_;
     std::mutex one_job_;
     Arena arena_;
+    std::atomic<bool> are_tokens_alone_{false};
     std::atomic<uint32_t> job_{0};
     std::atomic<int> asleep_{0}, next_item_{0}, at_work_{0};
     std::atomic<int64_t> spin_us_{kSpin.count()};

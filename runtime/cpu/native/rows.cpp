@@ -66,7 +66,7 @@ void multiply_many(Multiply& m, int32_t first, int32_t count, int worker) {
 void multiply_item(void* context, int item, int next, int worker) {
     auto& m = *static_cast<Multiply*>(context);
     int32_t first = item * m.tile, count = std::min(m.tile, m.num_rows - first);
-    if (m.num_tokens > kFewTokens)
+    if (m.decoded != nullptr)
         multiply_many(m, first, count, worker);
     else
         multiply_few(m, first, count, next < 0 ? m.num_rows : next * m.tile, worker);
@@ -85,7 +85,7 @@ Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int3
                  int32_t num_tokens, float* out) {
     std::lock_guard<std::mutex> lock(pool.one_job());
     const Part& part = layout.part.part;
-    bool many = num_tokens > kFewTokens;
+    bool many = num_tokens > kFewTokens && !pool.are_tokens_alone();
     Multiply m = {pool.kernels(), layout, rows, num_rows, x, num_tokens, out, kManyRows, 0, 0, nullptr, nullptr, nullptr};
     Arena& arena = pool.arena();
     arena.reset();

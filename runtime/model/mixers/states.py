@@ -76,6 +76,11 @@ class States:
         """Whether there is any state."""
         return bool(self._states)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All states' tensors, without their copies."""
+        return tuple(part for state in self._states for part in (state.conv, state.recurrent))
+
     def of(self, layer: int) -> LayerState | None:
         """Returns the state of a layer's mixer; None if the layer has attention."""
         return self._mixers.get(layer)

@@ -1,0 +1,128 @@
+"""Several sequences in one pass: each gets the bits that it has alone, mapped and offloaded, dense and sparse."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import PackMaker
+from torch import Tensor
+
+from moe_pack.formats import Pack
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.cpu import Kernels, is_available
+from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights
+from moe_pack.runtime.offload import Sequences, least_budget
+
+CPU = torch.device("cpu")
+CONTEXT = 96
+LENGTHS = (20, 33, 7, 50, 41)
+NUM_STEPS = 8
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="native kernels were not built")
+
+
+def texts(vocab_size: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of different lengths, and the tokens that follow each."""
+    draw = torch.Generator().manual_seed(3)
+
+    def tokens(number: int) -> list[int]:
+        return torch.randint(vocab_size, (number,), generator=draw).tolist()
+
+    return [(tokens(length), tokens(NUM_STEPS)) for length in LENGTHS]
+
+
+def alone(decoder: Decoder, prompt: list[int], steps: list[int]) -> Tensor:
+    decoder.reset()
+    return torch.stack([decoder.next_logits(prompt), *(decoder.next_logits([token]) for token in steps)])
+
+
+def together(decoder: Decoder, all_texts: list[tuple[list[int], list[int]]]) -> list[Tensor]:
+    """Sequences join one step after the other, and leave out a step now and then."""
+    found: list[list[Tensor]] = [[] for _ in all_texts]
+    for turn in range(len(all_texts) + 3 * NUM_STEPS):
+        if turn < len(all_texts):
+            found[turn].append(decoder.extend(decoder.sequences[turn], all_texts[turn][0]))
+        going = [i for i, logits in enumerate(found) if 0 < len(logits) <= NUM_STEPS and (i + turn) % 3]
+        if not going:
+            continue
+        tokens = [all_texts[i][1][len(found[i]) - 1] for i in going]
+        for i, row in zip(going, decoder.extend_each([decoder.sequences[i] for i in going], tokens), strict=True):
+            found[i].append(row)
+    return [torch.stack(logits) for logits in found]
+
+
+@contextmanager
+def native(limit: str | None = None) -> Iterator[Operations]:
+    with closing(Kernels(2, limit)) as kernels:  # type: ignore[arg-type]  # a name of the loop
+        yield NativeOperations(kernels)
+
+
+def sparse_pack(source: Path, folder: Path) -> Path:
+    """A copy of a pack in which about half of the neurons run."""
+    shutil.copytree(source, folder)
+    with Pack(folder) as opened:
+        shape = opened.thresholds.shape
+    rewrite_thresholds(folder, np.full(shape, 0.3, np.float32))
+    return folder
+
+
+def test_each_sequence_of_a_batch_gets_the_bits_that_it_has_alone(demo_pack: PackMaker, tmp_path: Path) -> None:
+    sparse = sparse_pack(demo_pack("up", 2), tmp_path / "sparse")
+    for folder, limit in ((demo_pack("none", 4), None), (demo_pack("none", 4), "portable"), (sparse, None)):
+        with Pack(folder) as pack, native(limit) as operations, closing(open_weights(pack, CPU, operations)) as weights:
+            all_texts = texts(pack.spec.vocab_size)
+            single = Decoder(weights, CONTEXT)
+            expected = [alone(single, *text) for text in all_texts]
+            found = together(Decoder(weights, CONTEXT, num_sequences=len(all_texts)), all_texts)
+            for number, (own, others) in enumerate(zip(expected, found, strict=True)):
+                assert torch.equal(own, others), f"sequence {number}, {folder.name}, {limit}"
+
+
+def test_torch_agrees_but_for_rounding(demo_pack: PackMaker) -> None:
+    with Pack(demo_pack("none", 4)) as pack:
+        all_texts = texts(pack.spec.vocab_size)
+        weights = PackWeights(pack, CPU, TORCH)
+        expected = [alone(Decoder(weights, CONTEXT), *text) for text in all_texts]
+        found = together(Decoder(weights, CONTEXT, num_sequences=len(all_texts)), all_texts)
+    for own, others in zip(expected, found, strict=True):
+        torch.testing.assert_close(own, others, rtol=0, atol=1e-4)
+
+
+def test_an_offloaded_batch_reads_an_expert_once_for_all(demo_pack: PackMaker, tmp_path: Path) -> None:
+    sparse = sparse_pack(demo_pack("up", 2), tmp_path / "sparse")
+    for folder in (demo_pack("none", 4), sparse):
+        with Pack(folder) as pack:
+            all_texts = texts(pack.spec.vocab_size)
+            sequences = Sequences(len(all_texts), checkpoints=1)
+            budget = least_budget(pack.layout, CONTEXT, 0, sequences) + (1 << 20)
+            with Engine(pack, EngineOptions(budget_bytes=budget), CONTEXT, sequences=sequences) as engine:
+                assert isinstance(engine.decoder, Decoder) and engine.offloaded is not None and engine.plan is not None
+                found = together(engine.decoder, all_texts)
+                assert engine.plan.cache == sum(each.num_bytes for each in engine.decoder.sequences)
+                decode, chunk = engine.offloaded.decode, engine.decoder.chunk_tokens
+            assert decode.tokens >= len(all_texts) * NUM_STEPS  # a prompt may end with a pass of one token
+            assert decode.needed < decode.tokens * pack.spec.router.num_experts_per_tok * len(pack.layout.experts)
+            with native() as operations, closing(open_weights(pack, CPU, operations)) as weights:
+                single = Decoder(weights, CONTEXT, chunk_tokens=chunk)
+                for text, own in zip(all_texts, found, strict=True):
+                    assert torch.equal(alone(single, *text), own), folder.name
+
+
+def test_a_beginning_is_taken_over_from_another_sequence(demo_pack: PackMaker) -> None:
+    folder = demo_pack("none", 4)
+    with Pack(folder) as pack, native() as operations, closing(open_weights(pack, CPU, operations)) as weights:
+        (prompt, steps), *_ = texts(pack.spec.vocab_size)
+        decoder = Decoder(weights, CONTEXT, num_sequences=2, num_checkpoints=1)
+        first, second = decoder.sequences
+        decoder.extend(first, prompt)
+        expected = torch.stack([decoder.extend(first, [token]) for token in steps])
+        assert first.num_common(prompt) == len(prompt) - 1 and first.num_kept([*prompt, 1]) == len(prompt)
+        second.take_beginning(first, len(prompt))
+        assert second.ids == prompt and second.num_tokens == len(prompt)
+        found = torch.stack([decoder.extend(second, [token]) for token in steps])
+    assert torch.equal(expected, found)
