@@ -4,7 +4,6 @@ from moe_pack.runtime.doctor import measure_disk, measure_machine
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import (
     BenchTimes,
-    Sampler,
     context_for,
     generate,
     measure,
@@ -28,6 +27,7 @@ from moe_pack.runtime.machine import (
 )
 from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
+from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import ChatTemplate, FolderFiles, Text, chat_prompt
 
 __all__ = [

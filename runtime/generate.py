@@ -1,7 +1,6 @@
 """Generation: a prompt goes in, and tokens come out one at a time.
 
-`Sampler` chooses a token from logits: the likeliest one, or one at random by temperature and nucleus (top-p) with a
-seed. `measure` times the generation after a prompt of random tokens; only its length ends it.
+`measure` times the generation after a prompt of random tokens; only its length ends it.
 """
 
 import resource
@@ -13,78 +12,10 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model import Decoder, EncoderDecoder
-
-# Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
-_BUCKET_BITS = 46
-
-
-class Sampler:
-    """Chooses tokens; the same seed and logits give the same tokens on every device.
-
-    Args:    temperature: 0 always takes the likeliest token.   top_p: draws come from the smallest set of tokens with
-             at least this probability.
-    Raises:  RunError if one of them is out of range.
-    """
-
-    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
-        if not 0 <= temperature < float("inf"):
-            raise RunError(f"--temperature: found {temperature}, expected a number from 0 up")
-        if not 0 < top_p <= 1:
-            raise RunError(f"--top-p: found {top_p}, expected more than 0 and at most 1")
-        self.temperature, self.seed = temperature, seed
-        self._top_p = top_p
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def choose(self, logits: Tensor) -> int:
-        """Returns a token; with temperature 0 the lowest of the likeliest.
-
-        A draw adds up probabilities in the vocabulary's order, so that the whole vocabulary need not be sorted.
-        Args:    logits: float32 [vocabulary].
-        Raises:  RunError if some of them are NaN or infinite.
-        """
-        logits = logits.cpu()
-        least, most = torch.aminmax(logits)
-        if not (torch.isfinite(least) and torch.isfinite(most)):
-            raise RunError(
-                "the model's logits are NaN or infinite; its weights overflow or were damaged before they were packed"
-            )
-        if self.temperature == 0:
-            return int(logits.argmax())  # the first of equals
-        scores = logits.to(torch.float64).sub_(most).div_(self.temperature).exp_()
-        tokens = None if self._top_p == 1 else nucleus(scores, self._top_p)
-        bounds = (scores if tokens is None else scores[tokens]).cumsum(0)
-        point = torch.rand(1, generator=self._generator, dtype=torch.float64) * bounds[-1]
-        place = min(int(torch.searchsorted(bounds, point, right=True)), len(bounds) - 1)
-        return place if tokens is None else int(tokens[place])
-
-
-def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Returns the smallest set of tokens whose share of all scores is `top_p` or more: int64 [n], in rising order.
-
-    The set has the likeliest tokens, of equally likely ones the lowest. Scores are added up in buckets of similar size,
-    so that only the bucket in which the set ends has to be sorted.
-    Args:    scores: float64 [vocabulary], not negative, some positive.   top_p: above 0, at most 1.
-    """
-    total = scores.sum()
-    enough = top_p * total
-    # All tokens below this score have together less than the set leaves out.
-    tokens = (scores >= (1 - top_p) * total / len(scores)).nonzero()[:, 0]
-    scores = scores[tokens]
-    buckets = scores.view(torch.int64) >> _BUCKET_BITS  # the bits of a positive number rise with the number
-    buckets -= buckets.min()
-    largest_first = torch.bincount(buckets, weights=scores).flip(0).cumsum(0)
-    place = min(int((largest_first < enough).sum()), len(largest_first) - 1)
-    last_bucket = len(largest_first) - 1 - place
-    in_last = (buckets == last_bucket).nonzero()[:, 0]
-    ranked, order = scores[in_last].sort(descending=True, stable=True)
-    before = ranked.cumsum(0) - ranked + (largest_first[place - 1] if place else 0.0)
-    is_kept = buckets > last_bucket
-    is_kept[in_last[order[before < enough]]] = True
-    return tokens[is_kept]
+from moe_pack.runtime.sampling import Sampler
 
 
 def context_for(num_prompt_tokens: int, max_tokens: int, max_positions: int, has_encoder: bool = False) -> int:

@@ -5,7 +5,6 @@ with load("packed/", budget="2G") as model:
         print(piece, end="")
 """
 
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,10 +14,11 @@ from types import TracebackType
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.generate import Sampler, context_for, generate
+from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.options import EngineOptions
 from moe_pack.runtime.run_report import RunReport, report
+from moe_pack.runtime.sampling import Sampler, SamplingOptions
 from moe_pack.runtime.text import Text
 
 _USUAL_CONTEXT = 4096  # tokens, where the model has as many positions
@@ -97,7 +97,7 @@ class Model:
             raise RunError("the tokenizer finds no token in the prompt; give at least one character")
         decoder = self._engine.decoder
         context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
-        sampler = Sampler(temperature, top_p, secrets.randbits(32) if seed is None else seed)
+        sampler = Sampler(SamplingOptions(temperature, top_p, seed=seed))
         return self._pieces(ids, sampler, max_tokens)
 
     def report(self) -> RunReport:

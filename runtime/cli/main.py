@@ -4,7 +4,6 @@ The text goes to standard output; everything else goes to standard error.
 """
 
 import json
-import secrets
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +35,7 @@ from moe_pack.runtime import (
     report_lines,
     save_facts,
 )
+from moe_pack.runtime.sampling import SamplingOptions, check_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +116,7 @@ class RunOptions:
         default=None,
         metadata=option("--max-tokens", "-n", least=1, help="Stop after N tokens.  [default: 256; 64 with --bench]"),
     )
-    temperature: float = field(
-        default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
-    )
-    top_p: float = field(
-        default=0.95, metadata=option("--top-p", help="Draw from the smallest set of tokens that has this probability.")
-    )
-    seed: int | None = field(
-        default=None,
-        metadata=option("--seed", least=0, most=2**63 - 1, help="Repeat a draw.  [default: a new seed]"),
-    )
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     stats: bool = field(
         default=False, metadata=option("--stats", help="Print to standard error at the end what really ran.")
@@ -181,8 +172,8 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
     """
-    chosen_seed = secrets.randbits(32) if options.seed is None else options.seed
-    sampler = Sampler(options.temperature, options.top_p, chosen_seed)
+    check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
+    sampler = Sampler(options.sampling)
     if options.bench.is_given:
         _bench(pack, options, sampler)
     else:

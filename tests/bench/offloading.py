@@ -46,6 +46,7 @@ from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text,
 from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.sampling import SamplingOptions
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 
@@ -486,7 +487,7 @@ def soak(pack: Pack, policy: PolicyName, num_experts: int, num_tokens: int, seed
     generator = np.random.default_rng(seed)
     ids = Text(pack).encode(BOOK.read_text("utf-8")[:_BOOK_CHARACTERS])
     with Engine(pack, options, context) as engine:
-        sampler, made, done, began = Sampler(0.8, 0.95, seed), 0, 0, time.perf_counter()
+        sampler, made, done, began = Sampler(SamplingOptions(seed=seed)), 0, 0, time.perf_counter()
         for number in range(1, _NUM_SLICES + 1):
             while made < num_tokens * number // _NUM_SLICES:
                 length, start = int(generator.integers(1, _PROMPT_TOKENS + 1)), int(generator.integers(len(ids) // 2))

@@ -17,6 +17,7 @@ from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
+from moe_pack.runtime.sampling import SamplingOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
 RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam", "deepseek_v4")
@@ -41,7 +42,7 @@ def converted(family: str, folder: Path) -> Path:
 
 def greedy(engine: Engine) -> list[int]:
     engine.decoder.reset()
-    return list(generate(engine.decoder, token_ids()[:30], Sampler(0, 1, 0), 20, frozenset()))
+    return list(generate(engine.decoder, token_ids()[:30], Sampler(SamplingOptions(temperature=0)), 20, frozenset()))
 
 
 def assert_runs_within_budgets(folder: Path) -> None:

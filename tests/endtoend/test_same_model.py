@@ -14,6 +14,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime import Sampler, Text, generate
 from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import MixtralForCausalLM
@@ -94,6 +95,6 @@ def test_greedy_text_is_that_of_transformers_for_128_tokens(
             prompt = ids[:24]
             held, model = decoder(demo_pack(selector, 16), 200)
             with held:
-                made = list(generate(model, prompt, Sampler(0, 1, 0), 128, frozenset()))
+                made = list(generate(model, prompt, Sampler(SamplingOptions(temperature=0)), 128, frozenset()))
             assert len(made) == 128
             assert made == greedy

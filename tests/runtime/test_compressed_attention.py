@@ -26,6 +26,7 @@ from moe_pack.runtime.model.attention import largest
 from moe_pack.runtime.model.kv_cache import LayerCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 from moe_pack.runtime.options import cpu_only
+from moe_pack.runtime.sampling import SamplingOptions
 
 CPU = torch.device("cpu")
 TINY = Tiny("deepseek_v4", "tables, windows, entries")
@@ -206,7 +207,7 @@ def made_by(opened: Pack, options: EngineOptions, ids: list[int]) -> list[int]:
     """The tokens that an engine makes after a prompt."""
     with Engine(opened, options, CONTEXT) as engine:
         assert isinstance(engine.decoder, Decoder)
-        return list(generate(engine.decoder, ids, Sampler(0, 1, 0), 24, frozenset()))
+        return list(generate(engine.decoder, ids, Sampler(SamplingOptions(temperature=0)), 24, frozenset()))
 
 
 def test_gpus_refuse_the_parts_by_name() -> None:

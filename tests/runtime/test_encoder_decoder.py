@@ -29,6 +29,7 @@ from moe_pack.runtime.model import EncoderDecoder, PackWeights, PartialState, to
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, ExpertCache, OffloadedWeights, PolicyName, expert_cache_for, least_budget
 from moe_pack.runtime.offload.cache import ComputeEvent
+from moe_pack.runtime.sampling import SamplingOptions
 
 CPU, CONTEXT, NUM_MADE = torch.device("cpu"), 96, 32
 SHAPE = Tiny(
@@ -66,7 +67,7 @@ def opened(packed: Path) -> Iterator[Pack]:
 
 
 def greedy(made: EncoderDecoder) -> list[int]:
-    return list(generate(made, token_ids(), Sampler(0, 1, 0), NUM_MADE, frozenset()))
+    return list(generate(made, token_ids(), Sampler(SamplingOptions(temperature=0)), NUM_MADE, frozenset()))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,9 @@ def text_of(ids: list[int]) -> str:
 def test_moe_run_answers_a_text_and_shows_sentinels(opened: Pack, packed: Path) -> None:
     ids = [2, *token_ids()[3:40]]
     made = EncoderDecoder(PackWeights(opened, CPU), CONTEXT)
-    answer = list(generate(made, [i for i in ids if i > 1] + [1], Sampler(0, 1, 0), 20, frozenset({1})))
+    answer = list(
+        generate(made, [i for i in ids if i > 1] + [1], Sampler(SamplingOptions(temperature=0)), 20, frozenset({1}))
+    )
     result = CliRunner().invoke(
         main, [str(packed), "--prompt", text_of(ids), "--temperature", "0", "--max-tokens", "20", "--kernels", "torch"]
     )

@@ -47,6 +47,7 @@ def test_a_seed_repeats_a_draw_and_greedy_needs_none(demo: Path) -> None:
     assert text("--seed", 1) == text("--seed", 1) != text("--seed", 2)
     assert text("--temperature", 0) == text("--temperature", 0, "--seed", 9)
     assert text("--top-p", 1e-9) == text("--temperature", 0)
+    assert text("--top-k", 1) == text("--min-p", 1) == text("--temperature", 0)
 
 
 def test_a_prompt_can_come_from_a_file_or_standard_input(demo: Path, tmp_path: Path) -> None:
@@ -111,6 +112,8 @@ ERRORS = {
         1,
         "moe-run: --top-p: found 0.0, expected more than 0 and at most 1\n",
     ),
+    "top-k": (["--prompt", "x", "--top-k", "-1"], 1, "moe-run: --top-k: found -1, expected a whole number from 0 up\n"),
+    "min-p": (["--prompt", "x", "--min-p", "2"], 1, "moe-run: --min-p: found 2.0, expected a number from 0 to 1\n"),
     "chat": (["--prompt", "x", "--chat"], 1, "moe-run: --chat needs a chat template, and this pack has none"),
     "no prompt": ([], 2, "give the text to continue, with either --prompt or --prompt-file"),
     "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "give the text to continue"),

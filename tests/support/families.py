@@ -33,6 +33,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.families.registry import FAMILIES
 from moe_pack.runtime import Sampler, generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
+from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -746,7 +747,7 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
         decoder.reset()
         one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
         decoder.reset()
-        made = list(generate(decoder, ids[:24], Sampler(0, 1, 0), NUM_GREEDY, frozenset()))
+        made = list(generate(decoder, ids[:24], Sampler(SamplingOptions(temperature=0)), NUM_GREEDY, frozenset()))
     text = [*ids[:24], *made]  # a token that is not the oracle's after those before it makes it differ there
     if is_by_length:
         chosen = [int(reference(text[:n])[-1].argmax()) for n in range(24, len(text))]
@@ -785,7 +786,7 @@ def compare_answers(model: PreTrainedModel, text: list[int], packed: Path) -> Co
         prefill = runs.logits(answer)
         runs.encode(text)
         one_by_one = torch.stack([runs.next_logits([token]) for token in answer])
-        made = list(generate(runs, text, Sampler(0, 1, 0), NUM_GREEDY, frozenset()))
+        made = list(generate(runs, text, Sampler(SamplingOptions(temperature=0)), NUM_GREEDY, frozenset()))
     return Comparison(
         prefill=float((prefill - expected).abs().max()),
         token_by_token=float((one_by_one - steps).abs().max()),

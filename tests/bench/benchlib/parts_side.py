@@ -26,6 +26,7 @@ from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, Preset, divide_budget, expert_cache_for, routing_bytes
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore
+from moe_pack.runtime.sampling import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def main(
         context = context_for(prompt_tokens, max_tokens, spec.max_position_embeddings)
         prompt = random_prompt(prompt_tokens, spec.vocab_size, spec.max_position_embeddings, seed)
         with open_parts(pack, Parts(**parts), options, context) as (decoder, weights):
-            times = measure(decoder, prompt, Sampler(0.8, 0.95, seed), max_tokens)
+            times = measure(decoder, prompt, Sampler(SamplingOptions(seed=seed)), max_tokens)
             counts = weights.decode
     decode = {
         "tokens": counts.tokens,

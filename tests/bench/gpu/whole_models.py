@@ -40,6 +40,7 @@ from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placement import NUM_TURNS
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.options import KvDtype, MissesOption
+from moe_pack.runtime.sampling import SamplingOptions
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
 _CONTEXT = _PROMPT + _FORCED + _GREEDY
@@ -480,7 +481,7 @@ def sampling(results: Results, clock: Clock) -> None:
         peaked[:50] += 12
         for name, (temperature, top_p) in _SAMPLERS.items():
             for kind, logits in (("peaked", peaked), ("flat", flat)):
-                sampler = Sampler(temperature, top_p, 0)
+                sampler = Sampler(SamplingOptions(temperature, top_p, seed=0))
                 choose: Callable[[], object] = partial(sampler.choose, logits)
                 ms = 1000 * host_seconds(choose, 3 if clock.is_rehearsal else 31)
                 results.add(SamplerTime(f"{name}, {kind}", vocabulary, ms))
