@@ -57,7 +57,15 @@ class RangeReader:
         Raises:  the reader's error if the file ends before the range does, or the disk fails.
         """
         out = np.empty(num_bytes, np.uint8)
-        view, done = out.data, 0
+        self.read_into(offset, out.data)
+        return out
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Reads a range of the file into memory, as long as that is.
+
+        Raises:  as `read`.
+        """
+        num_bytes, done = len(view), 0
         while done < num_bytes:
             try:
                 num_read = os.preadv(self._fd, [view[done:]], offset + done)
@@ -66,7 +74,6 @@ class RangeReader:
             if not num_read:
                 raise self._error(f"{self._place}: ends at byte {offset + done}, expected {offset + num_bytes}")
             done += num_read
-        return out
 
     def read_each(self, offsets: Sequence[int], num_bytes: int) -> NDArray[np.uint8]:
         """Returns a range of `num_bytes` from each offset, in memory of its own: u8 [offsets, num_bytes].

@@ -458,13 +458,25 @@ class KVCache:
             room.narrow(ring.dim, 0, kept.shape[ring.dim]).copy_(kept)
         checkpoint.num_tokens = num_tokens
 
+    def used_parts(self, checkpoint: Checkpoint) -> list[Tensor]:
+        """Returns the parts of a checkpoint without what its position leaves empty; views."""
+        states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
+        number = checkpoint.num_tokens
+        return [
+            *states,
+            *(
+                room.narrow(ring.dim, 0, min(ring.window, number))
+                for room, ring in zip(rings, self._rings, strict=True)
+            ),
+        ]
+
     def return_to_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Goes to the position of a checkpoint, whose keys and values in layers without a ring are in this cache."""
         number = checkpoint.num_tokens
         for part, room in zip(self.states.parts, checkpoint.parts, strict=False):
             part.copy_(room)
-        for room, ring in zip(checkpoint.parts[checkpoint.num_states :], self._rings, strict=True):
-            ring.enter(number, room.narrow(ring.dim, 0, min(ring.window, number)))
+        for part, ring in zip(self.used_parts(checkpoint)[checkpoint.num_states :], self._rings, strict=True):
+            ring.enter(number, part)
         self._num_tokens = number
         if self._saved_tokens is not None and self._saved_tokens > number:
             self._saved_tokens = None

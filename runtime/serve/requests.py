@@ -35,7 +35,9 @@ class Request:
 
     `end_ids`: the tokens that end the answer; none with `ignore_eos`.   `stop`: texts that end the answer, which do not
     belong to it.   `grammar`: what the answer has to follow; it is this request's own.   `top_logprobs`: how many of
-    the likeliest tokens to report with each token; 0 reports the token alone, None nothing.
+    the likeliest tokens to report with each token; 0 reports the token alone, None nothing.   `keeps_special`: special
+    tokens are text too.   `stable_tokens`: with so many of the prompt's tokens the next turn of the conversation
+    probably begins; None: with all.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,6 +47,8 @@ class Request:
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = field(default=None, compare=False)
     top_logprobs: int | None = None
+    keeps_special: bool = False
+    stable_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -572,7 +572,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         operations=TORCH,
     )
     cache = LayerCache(keys.clone(), keys[..., :rank], at)
-    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, (cos[at:], sin[at:]), None)[0]
+    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, (cos[at:], sin[at:]))[0]
     given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)

@@ -98,7 +98,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     )
     cache = LayerCache(keys.clone(), keys[..., : case.rank], at)
     angles = (cos[at:], sin[at:])
-    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles, None)
+    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles)
 
     there = StoredRows(kv_b.rows.to(kernel_device), kv_b.part)
     q, kv, norm, cos, sin, keys = (

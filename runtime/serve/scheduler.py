@@ -1,0 +1,432 @@
+"""The scheduler: requests join and leave a running batch, token by token.
+
+Each request gets a *slot*, which is one of the decoder's sequences. A turn of the loop runs one piece of one prompt, or
+appends a token to every sequence that is past its prompt. While some decode and others are in prefill, both get the
+same time. A prompt runs in passes of its own, whose boundaries do not depend on others, so that an answer depends on
+its own request alone (and, by rounding, on where its prompt was taken up from).
+
+What a slot computed stays after its request. The next request takes up the longest beginning that any slot, or a
+session on the disk, has in common with its prompt.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torch import Tensor
+
+from moe_pack.formats import RunError
+from moe_pack.formats.errors import MoePackError
+from moe_pack.runtime.model import CachedSequence, Decoder
+from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.serve.requests import (
+    EndEvent,
+    EndReason,
+    Event,
+    QueueFullError,
+    Request,
+    RequestError,
+    SchedulerCounts,
+    Timings,
+    TokenEvent,
+)
+from moe_pack.runtime.serve.sessions import SessionStore
+from moe_pack.runtime.text import Text, TextStream
+
+_KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
+
+
+class Job:
+    """A request on its way: waiting, in prefill, or in decode. It is the request's `Ticket`."""
+
+    def __init__(self, request: Request, on_event: Callable[[Event], None], wake: Callable[[], None]) -> None:
+        self.request, self.is_cancelled = request, False
+        self._on_event, self._wake = on_event, wake
+        self._submitted = time.perf_counter()
+        self._started = self._first_token = 0.0
+        self.cached_tokens = self.completion_tokens = 0
+        self.left: list[int] = list(request.prompt_ids)  # of the prompt, what has not run
+        self.checkpoints: list[int] = []  # positions to stop at, rising
+        self.next_token: int | None = None  # chosen, and not appended yet
+        self._sampler: Sampler | None = None
+        self._text: AnswerText | None = None
+
+    def cancel(self) -> None:
+        """Ends the request as soon as possible."""
+        self.is_cancelled = True
+        self._wake()
+
+    def start(self, text: Text, kept: int) -> None:
+        """Begins to run, with the first `kept` tokens of the prompt computed already."""
+        request = self.request
+        self._started = time.perf_counter()
+        self.left = list(request.prompt_ids[kept:])
+        self.cached_tokens = kept
+        self._sampler = Sampler(request.sampling, request.prompt_ids, request.grammar)
+        stream = text.stream(list(request.prompt_ids), request.keeps_special)
+        self._text = AnswerText(stream, request.stop)
+
+    def take(self, logits: Tensor, is_full: bool) -> EndReason | None:
+        """Chooses a token from logits float32 [vocabulary] and reports it; returns why the answer ends, or None.
+
+        Args:    is_full: whether the context has no place for the token.
+        """
+        assert self._sampler is not None and self._text is not None, "it was started"
+        request, token = self.request, self._sampler.choose(logits)
+        if self.completion_tokens == 0:
+            self._first_token = time.perf_counter()
+        self.completion_tokens += 1
+        if token in request.end_ids:
+            return "stop"
+        logprob = None
+        if request.top_logprobs is not None:
+            logprob = self._sampler.logprobs(logits, token, request.top_logprobs)
+        self._on_event(TokenEvent(token, self._text.push(token), logprob))
+        self.next_token = token
+        if self._text.stop is not None:
+            return "stop"
+        return "length" if self.completion_tokens >= request.max_tokens or is_full else None
+
+    def end(self, reason: EndReason, message: str = "") -> None:
+        """Reports the end."""
+        now = time.perf_counter()
+        started = self._started or now
+        first = self._first_token or now
+        timings = Timings(started - self._submitted, first - started, now - first if self.completion_tokens else 0.0)
+        rest = "" if self._text is None else self._text.finish()
+        stop = None if self._text is None else self._text.stop
+        number = len(self.request.prompt_ids)
+        self._on_event(
+            EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
+        )
+
+
+class AnswerText:
+    """The text of an answer, which ends before the first of some stop texts.
+
+    `stop`: the stop text that was found; None until then.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self._stream, self._stops = stream, stops
+        self._held = ""  # may be the beginning of a stop text
+        self.stop: str | None = None
+
+    def push(self, token: int) -> str:
+        """Returns the text that a token completes, without what may be the beginning of a stop text."""
+        return self._take(self._stream.push(token))
+
+    def finish(self) -> str:
+        """Returns what was held back until the end; nothing after a stop text."""
+        if self.stop is not None:
+            return ""
+        text = self._take(self._stream.finish()) + self._held
+        self._held = ""
+        return text
+
+    def _take(self, piece: str) -> str:
+        if not self._stops or self.stop is not None:
+            return piece if self.stop is None else ""
+        text = self._held + piece
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.stop = min(found)
+            self._held = ""
+            return text[:place]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of a text with which a stop text begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+class Slot:
+    """One of the decoder's sequences, and the job that has it; None if it is idle."""
+
+    def __init__(self, sequence: CachedSequence) -> None:
+        self.sequence = sequence
+        self.job: Job | None = None
+        self.used = 0  # a number that rises with each use
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its prompt has run."""
+        return self.job is not None and not self.job.left
+
+
+class BatchScheduler:
+    """Runs requests on a decoder, in a thread of its own; `close` it.
+
+    `failure`: what ended the thread, in words; None while it runs.   `slots`: one for each sequence.
+
+    Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: where sequences go that
+             leave a slot, and from where they come back; None: nowhere.   stop_waiting_s: how long `close` waits.
+    """
+
+    def __init__(
+        self, decoder: Decoder, text: Text, most_waiting: int = 64, sessions: SessionStore | None = None
+    ) -> None:
+        self.context_tokens = decoder.sequences[0].cache.context_tokens
+        self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
+        self.failure: str | None = None
+        self._decoder, self._text, self._most_waiting, self._sessions = decoder, text, most_waiting, sessions
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._clock = 0
+        self._owed_s = 0.0  # to decode, since the last piece of a prompt
+        self._num_requests = self._prompt_tokens = self._cached_tokens = self._generated = self._steps = 0
+        self._prefill_s = self._decode_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="moe-serve engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread --------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Job:
+        """Queues a request; see `Scheduler.submit`."""
+        number = len(request.prompt_ids)
+        if not number:
+            raise RequestError("the prompt has no tokens; give at least one character")
+        if number >= self.context_tokens:
+            raise RequestError(
+                f"the prompt has {number} tokens, and the context of this server is {self.context_tokens}; shorten it "
+                "to leave room for an answer, or start the server with a longer --context"
+            )
+        job = Job(request, on_event, self._wake)
+        with self._changed:
+            if self._is_closing or self.failure is not None:
+                raise RunError(self.failure or "the server is shutting down")
+            if len(self._waiting) >= self._most_waiting + sum(slot.job is None for slot in self.slots):
+                raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    def counts(self) -> SchedulerCounts:
+        """Returns the counts so far."""
+        with self._changed:
+            return SchedulerCounts(
+                running=sum(slot.job is not None for slot in self.slots),
+                waiting=len(self._waiting),
+                num_slots=len(self.slots),
+                num_requests=self._num_requests,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                generated_tokens=self._generated,
+                prefill_s=self._prefill_s,
+                decode_s=self._decode_s,
+                decode_steps=self._steps,
+            )
+
+    def close(self) -> None:
+        """Ends all requests and the thread; what the slots computed goes to the sessions."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_turn():
+                pass
+            self._save_all()
+        except BaseException as fault:
+            self.failure = f"the engine failed: {str(fault) or type(fault).__name__}"
+            if not isinstance(fault, MoePackError):
+                raise
+        finally:
+            with self._changed:
+                jobs = [slot.job for slot in self.slots if slot.job is not None] + list(self._waiting)
+                self._waiting.clear()
+                for slot in self.slots:
+                    slot.job = None
+            for job in jobs:
+                job.end("error" if self.failure else "cancelled", self.failure or "the server is shutting down")
+
+    def _take_turn(self) -> bool:
+        """Does one piece of work, or waits for some; returns whether the loop goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or bool(self._waiting) or self._has_work())
+            if self._is_closing:
+                return False
+        self._drop_cancelled()
+        self._admit()
+        filling = [slot for slot in self.slots if slot.job is not None and slot.job.left]
+        decoding = [slot for slot in self.slots if slot.is_decoding]
+        if filling and (not decoding or self._owed_s <= 0):
+            self._fill(min(filling, key=lambda slot: slot.used), bool(decoding))
+        elif decoding:
+            self._decode(decoding)
+        return True
+
+    def _has_work(self) -> bool:
+        return any(slot.job is not None for slot in self.slots)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            dropped = [job for job in self._waiting if job.is_cancelled]
+            for job in dropped:
+                self._waiting.remove(job)
+        for job in dropped:
+            job.end("cancelled")
+        for slot in self.slots:
+            if slot.job is not None and slot.job.is_cancelled:
+                self._end(slot, "cancelled")
+
+    def _end(self, slot: Slot, reason: EndReason, message: str = "") -> None:
+        job = slot.job
+        assert job is not None, "a slot at work"
+        with self._changed:
+            slot.job = None
+        job.end(reason, message)
+
+    # ---- a request gets a slot --------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Gives waiting requests the idle slots."""
+        while True:
+            with self._changed:
+                idle = [slot for slot in self.slots if slot.job is None]
+                if not idle or not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            prompt = list(job.request.prompt_ids)
+            slot, kept = self._place(prompt, idle)
+            try:
+                job.start(self._text, kept)
+            except RunError as fault:
+                job.end("error", str(fault))
+                continue
+            job.checkpoints = self._stops(slot.sequence, job, kept)
+            self._clock += 1
+            slot.used = self._clock
+            with self._changed:
+                slot.job = job
+                self._num_requests += 1
+                self._prompt_tokens += len(prompt)
+                self._cached_tokens += kept
+
+    def _place(self, prompt: list[int], idle: list[Slot]) -> tuple[Slot, int]:
+        """Chooses a slot for a prompt and keeps what it can of it; returns both.
+
+        A slot whose sequence goes on with the prompt is used in place. Else another slot, the one used least recently,
+        gets a copy of the beginning, so that the longer sequence is not lost.
+        """
+        kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self.slots), key=lambda each: each[0])
+        goes_on = best in idle and kept >= _KEPT_SHARE * best.sequence.num_tokens
+        others = [slot for slot in idle if slot is not best]
+        if kept and (goes_on or (not others and best in idle)):
+            self._save(best, kept)
+            best.sequence.keep_beginning(prompt)
+            return best, kept
+        target = min(others or idle, key=lambda slot: (slot.sequence.num_tokens > 0, slot.used))
+        self._save(target, 0)
+        loaded = self._load(target, prompt, kept)
+        if loaded:
+            return target, loaded
+        if kept:
+            target.sequence.take_beginning(best.sequence, kept)
+        else:
+            target.sequence.reset()
+        return target, kept
+
+    def _stops(self, sequence: CachedSequence, job: Job, kept: int) -> list[int]:
+        """Returns where the prefill pauses for a checkpoint: where the next turn, or another prompt, may begin."""
+        if sequence.cache.is_cut_anywhere:
+            return []
+        prompt = job.request.prompt_ids
+        shared = max((slot.sequence.num_common(prompt) for slot in self.slots), default=0)
+        stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
+        return sorted({place for place in (shared, stable) if kept < place < len(prompt)})
+
+    # ---- work -------------------------------------------------------------------------------------------------------
+
+    def _fill(self, slot: Slot, others_decode: bool) -> None:
+        """Runs a piece of a slot's prompt."""
+        job, sequence, began = slot.job, slot.sequence, time.perf_counter()
+        assert job is not None, "a slot in prefill"
+        place = len(job.request.prompt_ids) - len(job.left)
+        number = min(len(job.left), self._decoder.chunk_tokens)
+        if job.checkpoints:
+            number = min(number, job.checkpoints[0] - place)
+        try:
+            logits = self._decoder.extend(sequence, job.left[:number])
+        except MoePackError as fault:
+            self._end(slot, "error", str(fault))
+            return
+        job.left = job.left[number:]
+        if job.checkpoints and job.checkpoints[0] == place + number:
+            job.checkpoints.pop(0)
+            sequence.save_checkpoint()
+        if not job.left:
+            sequence.save_checkpoint()
+            self._choose(slot, logits)
+        seconds = time.perf_counter() - began
+        self._owed_s = seconds if others_decode else 0.0
+        with self._changed:
+            self._prefill_s += seconds
+
+    def _decode(self, slots: list[Slot]) -> None:
+        """Appends the chosen token to each slot's sequence, and chooses the next."""
+        began = time.perf_counter()
+        jobs = [slot.job for slot in slots]
+        tokens = [job.next_token for job in jobs if job is not None and job.next_token is not None]
+        try:
+            logits = self._decoder.extend_each([slot.sequence for slot in slots], tokens)
+        except MoePackError as fault:
+            for slot in slots:
+                self._end(slot, "error", str(fault))
+            return
+        for slot, row in zip(slots, logits, strict=True):
+            self._choose(slot, row)
+        seconds = time.perf_counter() - began
+        self._owed_s -= seconds
+        with self._changed:
+            self._decode_s += seconds
+            self._steps += 1
+
+    def _choose(self, slot: Slot, logits: Tensor) -> None:
+        job = slot.job
+        assert job is not None, "a slot at work"
+        try:
+            reason = job.take(logits, slot.sequence.num_tokens >= self.context_tokens)
+        except RunError as fault:
+            self._end(slot, "error", str(fault))
+            return
+        with self._changed:
+            self._generated += 1
+        if reason is not None:
+            self._end(slot, reason)
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    def _save(self, slot: Slot, kept: int) -> None:
+        """Saves a slot's sequence before all but `kept` of its tokens are lost."""
+        if self._sessions is not None and slot.sequence.num_tokens > kept:
+            self._sessions.save(slot.sequence)
+
+    def _load(self, slot: Slot, prompt: list[int], kept: int) -> int:
+        """Loads a session that has more in common with a prompt than `kept`; returns what it keeps, or 0."""
+        if self._sessions is None:
+            return 0
+        with suppress(MoePackError):  # a damaged session is computed again
+            if self._sessions.load(prompt, slot.sequence, kept):
+                number = slot.sequence.num_kept(prompt)
+                slot.sequence.keep_beginning(prompt)
+                return number
+        return 0
+
+    def _save_all(self) -> None:
+        for slot in self.slots:
+            self._save(slot, 0)
