@@ -48,7 +48,8 @@ class Job:
         self._started = self._first_token = 0.0
         self.cached_tokens = self.completion_tokens = 0
         self.left: list[int] = list(request.prompt_ids)  # of the prompt, what has not run
-        self.checkpoints: list[int] = []  # positions to stop at, rising
+        # Where the prefill pauses for a checkpoint, rising: where the next turn, or another prompt, may go on from.
+        self.checkpoints: list[int] = []
         self.next_token: int | None = None  # chosen, and not appended yet
         self._sampler: Sampler | None = None
         self._text: AnswerText | None = None
@@ -65,7 +66,7 @@ class Job:
         self.left = list(request.prompt_ids[kept:])
         self.cached_tokens = kept
         self._sampler = Sampler(request.sampling, request.prompt_ids, request.grammar)
-        stream = text.stream(list(request.prompt_ids), request.keeps_special)
+        stream = text.stream(list(request.prompt_ids))
         self._text = AnswerText(stream, request.stop)
 
     def take(self, logits: Tensor, is_full: bool) -> EndReason | None:
@@ -302,13 +303,16 @@ class BatchScheduler:
                     return
                 job = self._waiting.popleft()
             prompt = list(job.request.prompt_ids)
+            shared = max(slot.sequence.num_common(prompt) for slot in self.slots)
             slot, kept = self._place(prompt, idle)
             try:
                 job.start(self._text, kept)
             except RunError as fault:
                 job.end("error", str(fault))
                 continue
-            job.checkpoints = self._stops(slot.sequence, job, kept)
+            if not slot.sequence.cache.is_cut_anywhere:
+                stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
+                job.checkpoints = sorted({place for place in (shared, stable) if kept < place < len(prompt)})
             self._clock += 1
             slot.used = self._clock
             with self._changed:
@@ -325,7 +329,7 @@ class BatchScheduler:
         """
         kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self.slots), key=lambda each: each[0])
         goes_on = best in idle and kept >= _KEPT_SHARE * best.sequence.num_tokens
-        others = [slot for slot in idle if slot is not best]
+        others = [slot for slot in idle if slot is not best or not kept]
         if kept and (goes_on or (not others and best in idle)):
             self._save(best, kept)
             best.sequence.keep_beginning(prompt)
@@ -340,15 +344,6 @@ class BatchScheduler:
         else:
             target.sequence.reset()
         return target, kept
-
-    def _stops(self, sequence: CachedSequence, job: Job, kept: int) -> list[int]:
-        """Returns where the prefill pauses for a checkpoint: where the next turn, or another prompt, may begin."""
-        if sequence.cache.is_cut_anywhere:
-            return []
-        prompt = job.request.prompt_ids
-        shared = max((slot.sequence.num_common(prompt) for slot in self.slots), default=0)
-        stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
-        return sorted({place for place in (shared, stable) if kept < place < len(prompt)})
 
     # ---- work -------------------------------------------------------------------------------------------------------
 

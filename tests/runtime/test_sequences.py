@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import PackMaker
+from cases import case
+from families import NUM_POSITIONS, Tiny, token_ids, write
+from models import PackMaker, pack
 from torch import Tensor
 
 from moe_pack.formats import Pack
@@ -17,6 +19,7 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights
 from moe_pack.runtime.offload import Sequences, least_budget
+from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
 
 CPU = torch.device("cpu")
 CONTEXT = 96
@@ -126,3 +129,57 @@ def test_a_beginning_is_taken_over_from_another_sequence(demo_pack: PackMaker) -
         assert second.ids == prompt and second.num_tokens == len(prompt)
         found = torch.stack([decoder.extend(second, [token]) for token in steps])
     assert torch.equal(expected, found)
+
+
+FAMILIES = ("gpt_oss", "qwen3_next", "deepseek_v4", "deepseek_v2", "qwen4_exp_text")  # rings, states, entries, n-grams
+CHUNK = 16
+
+
+def test_every_kind_of_cache_batches_copies_and_cuts_back(tmp_path: Path) -> None:
+    ids = token_ids()
+    prompts, steps = (ids[:30], ids[10:35], ids[5:47]), (ids[40:48], ids[50:58], ids[20:28])
+    for family in FAMILIES:
+        source = write(Tiny(family, "as it comes"), tmp_path / family / "source")
+        folder = tmp_path / family / "packed"
+        pack(source, folder, width=8)
+        with case(family), Pack(folder) as opened, native() as operations:
+            with closing(open_weights(opened, CPU, operations)) as weights:
+                single = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK)
+                expected = [alone(single, *text) for text in zip(prompts, steps, strict=True)]
+                decoder = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK, num_sequences=3, num_checkpoints=2)
+                found = together(decoder, list(zip(prompts, steps, strict=True)))
+                for own, others in zip(expected, found, strict=True):
+                    # Torch's functions of single values round the last ones of a row in another way, unless a row has
+                    # a multiple of 32 of them, as in published models.
+                    torch.testing.assert_close(own, others, rtol=0, atol=1e-5)
+                check_bytes(decoder, opened)
+                check_cut_back(decoder, single, ids)
+
+
+def check_bytes(decoder: Decoder, opened: Pack) -> None:
+    number = 0 if decoder.cache.is_cut_anywhere else 2
+    spec, sizes = opened.spec, (NUM_POSITIONS, CHUNK)
+    needed = cache_bytes(spec, *sizes) + number * checkpoint_bytes(spec, *sizes)
+    assert [each.num_bytes for each in decoder.sequences] == 3 * [needed]
+
+
+def check_cut_back(decoder: Decoder, single: Decoder, ids: list[int]) -> None:
+    """A text goes on from a checkpoint in its middle, and from a copy, with the bits of one that began anew."""
+    first, second, _ = decoder.sequences
+    first.reset()
+    for start, stop in ((0, 20), (20, 30)):
+        decoder.extend(first, ids[start:stop])
+        first.save_checkpoint()
+    for token in ids[30:60]:
+        decoder.extend(first, [token])
+    other = ids[:25] + ids[60:70]
+    kept = first.num_kept(other)
+    assert kept == (25 if decoder.cache.is_cut_anywhere else 20)
+    found = decoder.extend(first, first.keep_beginning(other))
+    single.reset()
+    single.next_logits(ids[:20])
+    if kept > 20:
+        single.next_logits(ids[20:kept])
+    torch.testing.assert_close(found, single.next_logits(other[kept:]), rtol=0, atol=2e-6)
+    second.take_beginning(first, first.num_tokens)
+    assert torch.equal(decoder.extend(first, [5]), decoder.extend(second, [5]))
