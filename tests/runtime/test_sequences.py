@@ -142,18 +142,22 @@ def test_every_kind_of_cache_batches_copies_and_cuts_back(tmp_path: Path) -> Non
         source = write(Tiny(family, "as it comes"), tmp_path / family / "source")
         folder = tmp_path / family / "packed"
         pack(source, folder, width=8)
-        with case(family), Pack(folder) as opened, native() as operations:
-            with closing(open_weights(opened, CPU, operations)) as weights:
-                single = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK)
-                expected = [alone(single, *text) for text in zip(prompts, steps, strict=True)]
-                decoder = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK, num_sequences=3, num_checkpoints=2)
-                found = together(decoder, list(zip(prompts, steps, strict=True)))
-                for own, others in zip(expected, found, strict=True):
-                    # Torch's functions of single values round the last ones of a row in another way, unless a row has
-                    # a multiple of 32 of them, as in published models.
-                    torch.testing.assert_close(own, others, rtol=0, atol=1e-5)
-                check_bytes(decoder, opened)
-                check_cut_back(decoder, single, ids)
+        with (
+            case(family),
+            Pack(folder) as opened,
+            native() as operations,
+            closing(open_weights(opened, CPU, operations)) as weights,
+        ):
+            single = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK)
+            expected = [alone(single, *text) for text in zip(prompts, steps, strict=True)]
+            decoder = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK, num_sequences=3, num_checkpoints=2)
+            found = together(decoder, list(zip(prompts, steps, strict=True)))
+            for own, others in zip(expected, found, strict=True):
+                # Torch's functions of single values round the last ones of a row in another way, unless a row has
+                # a multiple of 32 of them, as in published models.
+                torch.testing.assert_close(own, others, rtol=0, atol=1e-5)
+            check_bytes(decoder, opened)
+            check_cut_back(decoder, single, ids)
 
 
 def check_bytes(decoder: Decoder, opened: Pack) -> None:
