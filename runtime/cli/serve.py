@@ -1,0 +1,305 @@
+"""The command `moe-serve`: it serves a pack over HTTP, to clients of OpenAI's and Anthropic's interfaces."""
+
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moe_pack.formats import Pack, RunError, option, size_text
+from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
+from moe_pack.formats.commands import read_size
+from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.offload import Sequences
+from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from moe_pack.runtime.serve.app import ServeOptions
+
+_USUAL_CONTEXT = 4096  # tokens of a request, where the model has as many positions
+_USUAL_PARALLEL = 4
+_MOST_PARALLEL = 64
+_CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
+_CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
+_KEY_VARIABLE = "MOE_SERVE_API_KEY"
+_NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """The options of `moe-serve`."""
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata=option("--host", help="Address to listen on; 0.0.0.0 is every address of this machine."),
+    )
+    port: int = field(default=8080, metadata=option("--port", least=0, most=65535, help="Port; 0 takes a free one."))
+    api_key: str | None = field(
+        default=None,
+        metadata=option(
+            "--api-key",
+            metavar="KEY",
+            help=f"Refuse requests without this key; several are separated by commas.  [default: {_KEY_VARIABLE} from "
+            "the environment, or none]",
+        ),
+    )
+    cors_origins: str | None = field(
+        default=None,
+        metadata=option(
+            "--cors-origins",
+            metavar="ORIGINS",
+            help="Pages of these origins may use the server from a browser, separated by commas; * is every page.",
+        ),
+    )
+    parallel: int | None = field(
+        default=None,
+        metadata=option(
+            "--parallel",
+            "-np",
+            least=1,
+            most=_MOST_PARALLEL,
+            metavar="N",
+            help="Run up to N requests at once.  [default: 4, or fewer if their key-value caches would take more than a "
+            "quarter of the memory; with --device cuda 1]",
+        ),
+    )
+    context: int | None = field(
+        default=None,
+        metadata=option(
+            "--context",
+            "-c",
+            least=16,
+            metavar="TOKENS",
+            help="Tokens of prompt and answer together, for each request.  [default: 4096, or all that the model has]",
+        ),
+    )
+    queue: int = field(
+        default=64, metadata=option("--queue", least=0, metavar="N", help="Requests that may wait; more are refused.")
+    )
+    sessions: Path | None = field(
+        default=None,
+        metadata=option(
+            "--sessions",
+            path="folder",
+            metavar="FOLDER",
+            help="Keep what requests computed in this folder: it survives a restart, and requests that come between.",
+        ),
+    )
+    sessions_bytes: int = field(
+        default=16 << 30,
+        metadata=option(
+            "--sessions-size",
+            parse=read_size,
+            default_text="16G",
+            metavar="SIZE",
+            help="The most bytes of --sessions; what was not used for longest is deleted.",
+        ),
+    )
+    model_name: str | None = field(
+        default=None,
+        metadata=option("--model-name", metavar="NAME", help="The model's name in answers.  [default: the folder's]"),
+    )
+    max_body_bytes: int = field(
+        default=8 << 20,
+        metadata=option(
+            "--max-body", parse=read_size, default_text="8M", metavar="SIZE", help="Refuse requests with larger bodies."
+        ),
+    )
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def server(self) -> "ServeOptions":
+        """Returns what the server allows."""
+        from moe_pack.runtime.serve.app import ServeOptions
+
+        keys = self.api_key if self.api_key is not None else os.environ.get(_KEY_VARIABLE, "")
+        return ServeOptions(
+            api_keys=tuple(_listed(keys)),
+            cors_origins=tuple(_listed(self.cors_origins or "")),
+            max_body_bytes=self.max_body_bytes,
+        )
+
+
+def _listed(text: str) -> Iterator[str]:
+    return (part.strip() for part in text.split(",") if part.strip())
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  moe-serve packed/
+  moe-serve packed/ --budget 11G --parallel 8 --context 8192
+  moe-serve packed/ --host 0.0.0.0 --api-key "$(openssl rand -hex 16)" --sessions ~/.moe-sessions
+Then:
+  curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'""",
+)
+@click.argument("pack", type=click.Path(path_type=Path))
+@options_from(ServeCommand)
+@common_options
+@command_errors(interrupted="stopped")
+def main(pack: Path, options: ServeCommand, debug: bool) -> None:
+    """Serve the model in PACK, a folder that moe-pack convert wrote, over HTTP.
+
+    Clients of OpenAI's interface use http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT. A browser finds a page
+    to chat at http://HOST:PORT/. Requests run together, each with the answer that it would have alone.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
+    if not pack.is_dir():
+        raise RunError(f"{pack}: no such folder")
+    _Server(pack, options).run()
+
+
+class _Server:
+    """A listening server, and the engine that is loaded behind it."""
+
+    def __init__(self, folder: Path, options: ServeCommand) -> None:
+        from moe_pack.runtime.serve.app import create_app, server_of
+
+        self._folder, self._options = folder, options
+        allowed = options.server()
+        self._app: FastAPI = create_app(None, allowed)
+        self._server = server_of(self._app, options.host, options.port, allowed)
+        self._has_key = bool(allowed.api_keys)
+        self._fault: BaseException | None = None
+        self._opened = ExitStack()
+
+    def run(self) -> None:
+        """Listens at once, loads the pack meanwhile, and serves until a signal comes.
+
+        Raises:  RunError if the address is taken, or the pack cannot be loaded.
+        """
+        logging.basicConfig(level=logging.WARNING, format="moe-serve: %(message)s")
+        with closing(_listening(self._options.host, self._options.port)) as listener:
+            where = _address(self._options.host, listener.getsockname()[1])
+            loader = threading.Thread(target=self._load, args=(where,), name="moe-serve loader", daemon=True)
+            try:
+                with _signals_end(self._server):
+                    loader.start()
+                    self._server.run([listener])
+                loader.join()
+            finally:
+                self._opened.close()
+        if self._fault is not None:
+            raise self._fault
+
+    def _load(self, where: str) -> None:
+        """Loads the pack and makes the service; on an error the server ends."""
+        try:
+            self._app.state.service = self._make_service()
+            click.echo(f"moe-serve: ready on {where}, model {self._app.state.service.model_id}", err=True)
+            if not self._has_key and not _is_loopback(self._options.host):
+                click.echo(
+                    "moe-serve: anyone who can reach this address may use the model; --api-key KEY asks for a key",
+                    err=True,
+                )
+        except BaseException as fault:
+            self._fault = fault
+            self._server.should_exit = True
+
+    def _make_service(self) -> Any:
+        """Opens pack, engine and scheduler, which `_opened` closes, and returns the service."""
+        from moe_pack.runtime.serve.making import make_service
+
+        options, opened = self._options, self._opened
+        pack = opened.enter_context(Pack(self._folder))
+        if pack.spec.encoder is not None:
+            raise RunError("moe-serve does not support models with an encoder; use moe-run")
+        text = Text(pack)
+        context, sequences = self._sizes(pack)
+        engine = opened.enter_context(self._open_engine(pack, context, sequences))
+        assert isinstance(engine.decoder, Decoder), "a model without an encoder"
+        caches = sum(each.num_bytes for each in engine.decoder.sequences)
+        requests = "1 request" if sequences.number == 1 else f"{sequences.number} requests"
+        click.echo(
+            f"moe-serve: {requests} at once, {context:,} tokens each: {size_text(caches)} of key-value caches", err=True
+        )
+        for fallback in engine.fallbacks:
+            click.echo(f"moe-serve: fallback: {fallback}", err=True)
+        return opened.enter_context(
+            make_service(pack, text, engine, options.model_name, options.queue, options.sessions, options.sessions_bytes)
+        )
+
+    def _sizes(self, pack: Pack) -> tuple[int, Sequences]:
+        """Returns the context of a request, and the sequences that run at once."""
+        options, spec = self._options, pack.spec
+        most = spec.max_position_embeddings
+        context = min(_USUAL_CONTEXT, most) if options.context is None else options.context
+        if context > most:
+            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+        if options.engine.device == "cuda":
+            if options.parallel not in (None, 1):
+                raise RunError("--parallel: with --device cuda one request runs at a time; remove --parallel")
+            return context, Sequences(1)
+        chunk = most_chunk_tokens(context)
+        each = cache_bytes(spec, context, chunk) + _CHECKPOINTS * checkpoint_bytes(spec, context, chunk)
+        number = options.parallel
+        if number is None:
+            memory = options.engine.budget_bytes or available_bytes()
+            fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)
+            number = max(1, min(_USUAL_PARALLEL, fits))
+        return context, Sequences(number, _CHECKPOINTS)
+
+    def _open_engine(self, pack: Pack, context: int, sequences: Sequences) -> Engine:
+        chosen = replace(self._options.engine, machine=load_facts(cache_folder(), pack.folder))
+        with TerminalProgress() as progress:
+
+            def measured() -> MachineFacts:
+                progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
+                return measure_disk(pack.folder, progress)
+
+            return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens.
+
+    Raises:  RunError if the address cannot be used.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=256)
+    except OSError as fault:
+        raise RunError(
+            f"cannot listen on {host} port {port} ({fault.strerror or fault}); give another --host or --port"
+        ) from fault
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+@contextmanager
+def _signals_end(server: Any) -> Iterator[None]:
+    """Lets the first SIGINT or SIGTERM end the server in order: answers get some seconds, then everything is closed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        server.handle_exit(number, frame)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
