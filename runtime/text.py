@@ -108,6 +108,11 @@ class Text:
             return [self._beginning, *ids]
         return ids
 
+    def tokenizer_json(self) -> str:
+        """Returns the tokenizer in the format of tokenizer.json, as this object uses it."""
+        written: str = self._tokenizer.to_str()
+        return written
+
     def stream(self, prompt_ids: list[int]) -> "TextStream":
         """Returns a stream of the text after these tokens; without tokens, of a text from its beginning."""
         return TextStream(self._tokenizer, prompt_ids)
