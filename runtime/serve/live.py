@@ -1,8 +1,14 @@
 """The live picture of the engine: which experts run, which come from the disk, and what each slot does.
 
 `LiveCounts` observes the engine and counts; the thread that computes calls it. Each watcher of `GET /engine` keeps its
-last copy of the counts, and gets what came since. The events are server-sent events, described in docs/moe-serve.md:
-`engine` once, then `state` at most four times a second, and every five seconds if nothing changes.
+last copy of the counts, and gets what came since. The server-sent events are
+
+    engine   once: model, layers (numbers of those with experts: L of them), num_experts (E), experts_per_token,
+             num_slots, context_tokens, mode (mapped, offloaded or gpu), budget_bytes, pages_total
+    state    at most four times a second, and every five seconds if nothing changes: tokens_per_s,
+             prefill_tokens_per_s, bytes_per_token, read_bytes_per_s and hit_rate of the last two seconds; running,
+             waiting; resident (`bitmap`; null if the system or a GPU decides); chosen and read (`saturated`: how often
+             each expert ran and came from the disk since the last event); slots: state, tokens and context of each
 
 The page at `/` draws them. It is one file, which loads nothing from elsewhere; its Content-Security-Policy says so.
 """
@@ -33,7 +39,7 @@ Counts = NDArray[np.uint32]
 
 _EVENT_S = 0.25
 _QUIET_S = 5.0  # an event after so long says that the server is there
-_RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with every token of a large model
+RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with every token of a large model
 
 # ---- counts ---------------------------------------------------------------------------------------------------------
 
@@ -218,17 +224,24 @@ class _Picture:
     def __init__(self, live: LiveCounts, engine: Engine, scheduler: Scheduler) -> None:
         self._engine, self._scheduler, self._watcher = engine, scheduler, live.watch()
         self._readings = deque([_read_gauges(engine, scheduler)])
+        self._decoded: dict[str, float | None] = {}  # the rates of the last decode that had a token
 
     def state(self) -> dict[str, Any]:
         """Returns the `state` event for what came since the last one."""
         last = _read_gauges(self._engine, self._scheduler)
         self._readings.append(last)
-        while len(self._readings) > 2 and last.at_s - self._readings[1].at_s > _RATE_S:
+        while len(self._readings) > 2 and last.at_s - self._readings[1].at_s > RATE_S:
             self._readings.popleft()
         chosen, read = self._watcher.snapshot()
-        offloaded = self._engine.offloaded
+        rates, offloaded = _rates(self._readings[0], last), self._engine.offloaded
+        if not last.counts.running:
+            self._decoded = {}
+        elif rates["tokens_per_s"]:
+            self._decoded = {name: rates[name] for name in ("tokens_per_s", "bytes_per_token")}
+        elif not rates["prefill_tokens_per_s"]:
+            rates |= self._decoded  # a large model takes seconds for a token
         return {
-            **_rates(self._readings[0], last),
+            **rates,
             "running": last.counts.running,
             "waiting": last.counts.waiting,
             "resident": None if offloaded is None else bitmap(offloaded.resident_experts()),
