@@ -142,8 +142,9 @@ class Page:
             time.sleep(0.03)
 
     def text(self, selector: str) -> str:
-        """Returns the visible text of the first element that a selector finds; nothing if there is none."""
-        return str(self.run(f"(document.querySelector({json.dumps(selector)}) || {{}}).innerText || ''"))
+        """Returns the text of the first element that a selector finds; nothing if there is none, or it is hidden."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        return str(self.run(f"{found} && {found}.checkVisibility() ? {found}.innerText : ''"))
 
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")

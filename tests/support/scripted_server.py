@@ -28,7 +28,9 @@ class Script:
     """What the server does.
 
     `pieces`: of the answer, each with the name of its field, one every `piece_s`.   `fault`: a message in place of an
-    answer, or, with `breaks_at`, after so many pieces.   `states`: the events of the engine, one every `state_s`.
+    answer, or, with `breaks_at`, after so many pieces.   `states`: the events of the engine, one every `state_s`; the
+    first `num_cut` watchers lose their connection.   `asked`, `num_left`, `num_watched`: the bodies of requests, the
+    clients that left before their answer's end, and the watchers of the engine, so far.
     """
 
     pieces: list[tuple[str, str]] = field(default_factory=lambda: [("content", "Hello")])
@@ -44,6 +46,8 @@ class Script:
     model: str = "tiny-mixtral"
     asked: list[Values] = field(default_factory=list)
     num_left: int = 0
+    num_cut: int = 0
+    num_watched: int = 0
 
 
 def app_of(script: Script) -> FastAPI:
@@ -109,9 +113,10 @@ async def pieces_of(script: Script, choice: Any) -> AsyncIterator[Values]:
 async def engine_events(script: Script) -> AsyncIterator[Values]:
     yield {"event": "engine", "data": json.dumps(script.engine)}
     for state in script.states:
-        yield {"event": "state", "data": json.dumps(state)}
         await asyncio.sleep(script.state_s)
-    await asyncio.sleep(1000)
+        yield {"event": "state", "data": json.dumps(state)}
+    script.num_watched += 1
+    await asyncio.sleep(1000 if script.num_watched > script.num_cut else 0.1)
 
 
 def engine_of(num_layers: int, num_experts: int, **others: Any) -> Values:
