@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models import TinyMixtral, pack
 from numpy.typing import NDArray
+from scripted_server import served
 from streaming import budget_for
 
 from moe_pack.formats import Pack
@@ -28,6 +30,7 @@ from moe_pack.runtime.serve.live import (
     bitmap,
     engine_events,
     engine_facts,
+    engine_router,
     live_counts,
     page_router,
     saturated,
@@ -208,7 +211,7 @@ def test_bits_and_bytes_are_as_the_page_reads_them() -> None:
 
 
 def test_the_facts_of_an_engine(folder: Path) -> None:
-    modes = {"mapped": {"read": "map"}, "offloaded": {"offloads": True}}
+    modes: dict[str, dict[str, Any]] = {"mapped": {"read": "map"}, "offloaded": {"offloads": True}}
     for mode, options in modes.items():
         with case(mode), running(folder, **options) as engine:
             facts = engine_facts(engine, FixedScheduler(), "tiny")
@@ -251,7 +254,8 @@ def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Pa
         later.cancel()
         return found, is_quiet
 
-    for options in ({"offloads": True}, {"read": "map"}):
+    each: tuple[dict[str, Any], ...] = ({"offloads": True}, {"read": "map"})
+    for options in each:
         with case(options), running(folder, **options) as engine:
             found, is_quiet = asyncio.run(watch(engine, WithSlots() if "read" in options else FixedScheduler()))
             names, states = [event["event"] for event in found], [json.loads(event["data"]) for event in found]
@@ -267,6 +271,21 @@ def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Pa
                 assert 0 <= states[2]["hit_rate"] < 1 and len(base64.b64decode(states[2]["resident"])) == 3
                 assert [slot["state"] for slot in states[2]["slots"]] == ["decode", "idle"]
             assert is_quiet or states[3]["read_bytes_per_s"] > 0, "rates of bytes change as time passes"
+
+
+def test_engine_events_come_over_http(folder: Path) -> None:
+    app, found = FastAPI(), {}
+    with running(folder, offloads=True) as engine:
+        app.include_router(engine_router(live_counts(engine), engine, FixedScheduler(), "tiny"))
+        with served(app) as url, urllib.request.urlopen(f"{url}engine", timeout=10) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            while "state" not in found:
+                name, values = response.readline().decode().partition(": ")[::2]
+                if name == "event":
+                    event = values.strip()
+                elif name == "data":
+                    found[event] = json.loads(values)
+    assert found["engine"]["model"] == "tiny" and len(found["state"]["slots"]) == 2
 
 
 def test_the_page_runs_its_own_script_alone() -> None:

@@ -92,6 +92,23 @@ def test_an_answer_streams_below_its_folded_reasoning(browser: Browser) -> None:
     assert not {"temperature", "top_p", "max_tokens", "seed"} & set(body)
 
 
+def test_what_a_model_repeats_without_end_is_drawn_quickly(browser: Browser) -> None:
+    lines = [
+        "x " + "`" * 4000,
+        "**a" * 3000,
+        "*" * 4000,
+        "a|b\n" + "-|" * 3000 + "x",
+        "- " * 3000,
+        "> " * 3000,
+        "1. " * 2000,
+    ]
+    pieces = [("content", line + "\n\n") for line in [*lines, "```\nnever ended"]]
+    with opened(browser, Script(pieces)) as page:
+        ask(page, "Hi")
+        page.wait("document.querySelector('.facts')", most_s=8)
+        assert page.text(".answer pre").strip() == "never ended"
+
+
 def test_settings_and_the_conversation_are_kept_and_sent(browser: Browser) -> None:
     script = Script()
     with opened(browser, script) as page:

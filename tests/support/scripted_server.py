@@ -111,12 +111,13 @@ async def pieces_of(script: Script, choice: Any) -> AsyncIterator[Values]:
 
 
 async def engine_events(script: Script) -> AsyncIterator[Values]:
+    script.num_watched += 1
+    is_cut = script.num_watched <= script.num_cut
     yield {"event": "engine", "data": json.dumps(script.engine)}
     for state in script.states:
         await asyncio.sleep(script.state_s)
         yield {"event": "state", "data": json.dumps(state)}
-    script.num_watched += 1
-    await asyncio.sleep(1000 if script.num_watched > script.num_cut else 0.1)
+    await asyncio.sleep(0.1 if is_cut else 1000)
 
 
 def engine_of(num_layers: int, num_experts: int, **others: Any) -> Values:
