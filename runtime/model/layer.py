@@ -11,9 +11,11 @@ a multiple of it. Halves of layers read them and change them through `first_inpu
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, NeuronFunction, RunError
@@ -409,6 +411,24 @@ class ExpertRunner(ABC):
         """
 
 
+class ExpertObserver(Protocol):
+    """Observes a run from the thread that computes; it must not wait."""
+
+    def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
+        """Takes note of the experts int64 [T, k] that run in a layer. `layer_idx`: counts MoE layers."""
+        ...
+
+    def fetched(self, layer_idx: int, expert: int) -> None:
+        """Takes note that an expert is read from the disk, because it is needed or predicted."""
+        ...
+
+
+class ObservedWeights:
+    """Weights on the CPU that have an observer if somebody sets one."""
+
+    observer: ExpertObserver | None = None
+
+
 def run_experts(
     x: Tensor,
     experts: Tensor,
@@ -425,6 +445,8 @@ def run_experts(
     """
     if isinstance(weights, ExpertRunner):
         return weights.run_experts(layer_idx, x, experts, router_weights, partial_state)
+    if isinstance(weights, ObservedWeights) and weights.observer is not None:
+        weights.observer.routed(layer_idx, experts.numpy())
     return run_one_by_one(x, experts, router_weights, weights, layer_idx)
 
 

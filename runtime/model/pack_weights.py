@@ -22,7 +22,7 @@ from moe_pack.formats.layout import DENSE_FILE, DenseLayout, NgramLayout, check_
 from moe_pack.runtime.cpu import MapCutError, extent_rows
 from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.layer import ExpertRunner, PartialState, expert_inputs
+from moe_pack.runtime.model.layer import ExpertRunner, ObservedWeights, PartialState, expert_inputs
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.mixers import LaterRows, RowTable
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
@@ -245,7 +245,7 @@ class _PackRows:
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
-class PackWeights:
+class PackWeights(ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
     An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
@@ -292,6 +292,8 @@ class PackWeights:
         """Reads an expert from the pack and checks it."""
         layout = self._pack.layout.experts[layer_idx][expert]
         self.bytes_read += layout.num_bytes
+        if self.observer is not None:
+            self.observer.fetched(layer_idx, expert)
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
 
@@ -360,6 +362,8 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         Args:    experts, router_weights: int64 and float32 [T, k].
         Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
         """
+        if self.observer is not None:
+            self.observer.routed(layer_idx, experts.numpy())
         works = []
         x, router_weights = expert_inputs(x, router_weights, self, layer_idx)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):

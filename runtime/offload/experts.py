@@ -189,6 +189,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
+        if self.observer is not None:
+            self.observer.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
         run = LayerRun(self, self.store, inputs, jobs, counts)
         self._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
@@ -237,6 +239,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
                 elif isinstance(event, FetchEvent):
+                    self._note_fetch(event.key)
                     run.fetch(event.key)
                 else:
                     run.evict(event)
@@ -245,6 +248,14 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._prefetch_rows(layer_idx + 1, x)
         run.flush()
         self._prefetch_rows(layer_idx + 1, x)
+
+    def resident_experts(self) -> NDArray[np.bool_]:
+        """Returns which experts are in fast memory now, a copy: bool [L, E]. May be called from any thread."""
+        return self._expert_cache.is_resident.copy()
+
+    def _note_fetch(self, key: ExpertKey) -> None:
+        if self.observer is not None:
+            self.observer.fetched(key.layer_idx, key.expert)
 
     def _scored(
         self,
@@ -339,6 +350,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             if isinstance(event, EvictEvent):
                 run.evict(event)
             elif isinstance(event, FetchEvent):
+                self._note_fetch(event.key)
                 self.store.fetch(event.key, urgent=False)
                 self._prefetched.add(event.key)
                 counts.prefetched += 1

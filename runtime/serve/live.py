@@ -1,0 +1,328 @@
+"""The live picture of the engine: which experts run, which come from the disk, and what each slot does.
+
+`LiveCounts` observes the engine and counts; the thread that computes calls it. Each watcher of `GET /engine` keeps its
+last copy of the counts, and gets what came since. The server-sent events are
+
+    engine   once: model, layers (numbers of those with experts: L of them), num_experts (E), experts_per_token,
+             num_slots, context_tokens, mode (mapped, offloaded or gpu), budget_bytes, pages_total
+    state    at most four times a second, and every five seconds if nothing changes: tokens_per_s,
+             prefill_tokens_per_s, bytes_per_token, read_bytes_per_s and hit_rate of the last two seconds; running,
+             waiting; resident (`bitmap`; null if the system or a GPU decides); chosen and read (`saturated`: how often
+             each expert ran and came from the disk since the last event); slots: state, tokens and context of each
+
+The page at `/` draws them. It is one file, which loads nothing from elsewhere; its Content-Security-Policy says so.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from threading import Lock
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+from numpy.typing import NDArray
+from sse_starlette import EventSourceResponse
+
+from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.serve.requests import Scheduler, SchedulerCounts
+
+Counts = NDArray[np.uint32]
+
+_EVENT_S = 0.25
+_QUIET_S = 5.0  # an event after so long says that the server is there
+RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with every token of a large model
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+class LiveCounts:
+    """Counts how often each expert was chosen and read: an `ExpertObserver` for one thread, watched by others.
+
+    Counts run on and wrap at 2^32; a watcher subtracts its last copy, so that watchers do not disturb one another.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.shape = (num_layers, num_experts)
+        self._chosen = np.zeros(self.shape, np.uint32)
+        self._read = np.zeros(self.shape, np.uint32)
+        self._lock = Lock()
+
+    def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
+        """Counts the experts int64 [T, k] that run in a layer; it takes 3 us for a token."""
+        found = np.bincount(experts.ravel(), minlength=self.shape[1]).astype(np.uint32)
+        with self._lock:
+            self._chosen[layer_idx] += found
+
+    def fetched(self, layer_idx: int, expert: int) -> None:
+        """Counts that an expert is read from the disk."""
+        with self._lock:
+            self._read[layer_idx, expert] += np.uint32(1)
+
+    def totals(self) -> tuple[Counts, Counts]:
+        """Returns copies of all counts: how often each expert was chosen, and read, uint32 [L, E]."""
+        with self._lock:
+            return self._chosen.copy(), self._read.copy()
+
+    def watch(self) -> "Watcher":
+        """Returns a new watcher, which sees what comes from now on."""
+        return Watcher(self)
+
+
+class Watcher:
+    """Somebody who looks at the counts from time to time, from one thread."""
+
+    def __init__(self, live: LiveCounts) -> None:
+        self._live = live
+        self._chosen, self._read = live.totals()
+
+    def snapshot(self) -> tuple[Counts, Counts]:
+        """Returns how often each expert was chosen, and read, since the last call, uint32 [L, E]."""
+        chosen, read = self._live.totals()
+        since = chosen - self._chosen, read - self._read
+        self._chosen, self._read = chosen, read
+        return since
+
+
+def observe(engine: Engine, live: LiveCounts) -> None:
+    """Lets `live` count what an engine does. On a GPU it sees only the experts that the CPU reads from the disk."""
+    if engine.options.device == "cpu":
+        engine.weights.observer = live
+    elif engine.offloaded is not None:
+        engine.offloaded.observer = live
+
+
+def live_counts(engine: Engine) -> LiveCounts:
+    """Returns counts of an engine's experts, which observe it from now on."""
+    spec = engine.weights.spec
+    live = LiveCounts(len(spec.moe_layers), spec.router.num_experts)
+    observe(engine, live)
+    return live
+
+
+# ---- slots ----------------------------------------------------------------------------------------------------------
+
+
+class Slot(Protocol):
+    """A place for a sequence in the running batch: what it does, and how many tokens of its context it has."""
+
+    @property
+    def state(self) -> Literal["idle", "prefill", "decode"]:
+        """What the slot does; an idle one may have tokens that a later request can use again."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """The tokens in the slot's key-value cache."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """The most tokens that the slot can have."""
+        ...
+
+
+@runtime_checkable
+class HasSlots(Protocol):
+    """A scheduler that says what each slot does."""
+
+    def slots(self) -> Sequence[Slot]:
+        """Returns the slots, always in the same order. May be called from any thread."""
+        ...
+
+
+def _slots(scheduler: Scheduler, counts: SchedulerCounts) -> list[dict[str, Any]]:
+    context = scheduler.context_tokens
+    if isinstance(scheduler, HasSlots):
+        return [{"state": s.state, "tokens": s.tokens, "context": s.context} for s in scheduler.slots()]
+    states = ["decode" if slot < counts.running else "idle" for slot in range(counts.num_slots)]
+    return [{"state": state, "tokens": 0, "context": context} for state in states]
+
+
+# ---- what the engine has done, and rates ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Counts at a time. `expert_bytes`: bytes read from the disk; of a mapped pack, bytes of the experts that ran.
+
+    `needed`, `hits`: as in `PhaseCounts`; 0 unless experts are offloaded.
+    """
+
+    at_s: float
+    counts: SchedulerCounts
+    expert_bytes: int
+    needed: int
+    hits: int
+
+
+def _read_gauges(engine: Engine, scheduler: Scheduler) -> _Reading:
+    weights, choices, counts = engine.offloaded, engine.choices, scheduler.counts()
+    if weights is None or choices is None:
+        return _Reading(time.monotonic(), counts, engine.weights.bytes_read, 0, 0)
+    stats = None if choices.reads is None else choices.reads.stats()
+    return _Reading(
+        at_s=time.monotonic(),
+        counts=counts,
+        expert_bytes=0 if stats is None else stats.bytes_urgent + stats.bytes_prefetched,
+        needed=weights.prefill.needed + weights.decode.needed,
+        hits=weights.prefill.hits + weights.decode.hits,
+    )
+
+
+def _rates(first: _Reading, last: _Reading) -> dict[str, float | None]:
+    """Returns the rates between two readings. Tokens are counted by seconds of computation, as in a benchmark."""
+    before, after = first.counts, last.counts
+    generated = after.generated_tokens - before.generated_tokens
+    computed = (after.prompt_tokens - after.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
+    num_bytes, needed = last.expert_bytes - first.expert_bytes, last.needed - first.needed
+    return {
+        "tokens_per_s": _ratio(generated, after.decode_s - before.decode_s),
+        "prefill_tokens_per_s": _ratio(computed, after.prefill_s - before.prefill_s),
+        "bytes_per_token": _ratio(num_bytes, generated + max(computed, 0)),
+        "read_bytes_per_s": _ratio(num_bytes, last.at_s - first.at_s),
+        "hit_rate": (last.hits - first.hits) / needed if needed > 0 else None,
+    }
+
+
+def _ratio(number: float, whole: float) -> float:
+    return round(number / whole, 3) if whole > 0 and number > 0 else 0.0
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+def engine_facts(engine: Engine, scheduler: Scheduler, model: str) -> dict[str, Any]:
+    """Returns what does not change while the server runs: the `engine` event."""
+    spec, plan, use = engine.weights.spec, engine.plan, engine.gpu_use
+    mode = "gpu" if engine.options.device != "cpu" else "mapped" if engine.offloaded is None else "offloaded"
+    budget_bytes = use.budget if use is not None else None if plan is None else plan.budget
+    return {
+        "model": model,
+        "layers": list(spec.moe_layers),
+        "num_experts": spec.router.num_experts,
+        "experts_per_token": spec.router.num_experts_per_tok,
+        "num_slots": scheduler.counts().num_slots,
+        "context_tokens": scheduler.context_tokens,
+        "mode": mode,
+        "budget_bytes": budget_bytes,
+        "pages_total": None if plan is None else plan.num_pages,
+    }
+
+
+class _Picture:
+    """The states of the engine as one watcher sees them."""
+
+    def __init__(self, live: LiveCounts, engine: Engine, scheduler: Scheduler) -> None:
+        self._engine, self._scheduler, self._watcher = engine, scheduler, live.watch()
+        self._readings = deque([_read_gauges(engine, scheduler)])
+        self._decoded: dict[str, float | None] = {}  # the rates of the last decode that had a token
+
+    def state(self) -> dict[str, Any]:
+        """Returns the `state` event for what came since the last one."""
+        last = _read_gauges(self._engine, self._scheduler)
+        self._readings.append(last)
+        while len(self._readings) > 2 and last.at_s - self._readings[1].at_s > RATE_S:
+            self._readings.popleft()
+        chosen, read = self._watcher.snapshot()
+        rates, offloaded = _rates(self._readings[0], last), self._engine.offloaded
+        if not last.counts.running:
+            self._decoded = {}
+        elif rates["tokens_per_s"]:
+            self._decoded = {name: rates[name] for name in ("tokens_per_s", "bytes_per_token")}
+        elif not rates["prefill_tokens_per_s"]:
+            rates |= self._decoded  # a large model takes seconds for a token
+        return {
+            **rates,
+            "running": last.counts.running,
+            "waiting": last.counts.waiting,
+            "resident": None if offloaded is None else bitmap(offloaded.resident_experts()),
+            "chosen": saturated(chosen),
+            "read": saturated(read),
+            "slots": _slots(self._scheduler, last.counts),
+        }
+
+
+def bitmap(flags: NDArray[np.bool_]) -> str:
+    """Returns flags bool [L, E] as base64 of bits: expert e of layer l is bit (l E + e), the lowest of a byte first."""
+    return base64.b64encode(np.packbits(flags, bitorder="little").tobytes()).decode("ascii")
+
+
+def saturated(counts: Counts) -> str:
+    """Returns counts uint32 [L, E] as base64 of bytes [L, E], at most 255."""
+    return base64.b64encode(np.minimum(counts, 255).astype(np.uint8).tobytes()).decode("ascii")
+
+
+async def engine_events(
+    live: LiveCounts, engine: Engine, scheduler: Scheduler, model: str
+) -> AsyncIterator[dict[str, str]]:
+    """Yields server-sent events, without end: `engine`, then a `state` whenever something has changed.
+
+    Each has the names `event` and `data`, as `EventSourceResponse` takes them.
+    """
+    yield _event("engine", engine_facts(engine, scheduler, model))
+    picture = _Picture(live, engine, scheduler)
+    sent, sent_at = None, 0.0
+    while True:
+        state = picture.state()
+        if state != sent or time.monotonic() - sent_at >= _QUIET_S:
+            yield _event("state", state)
+            sent, sent_at = state, time.monotonic()
+        await asyncio.sleep(_EVENT_S)
+
+
+def _event(name: str, values: dict[str, Any]) -> dict[str, str]:
+    return {"event": name, "data": json.dumps(values, separators=(",", ":"))}
+
+
+def engine_router(live: LiveCounts, engine: Engine, scheduler: Scheduler, model: str) -> APIRouter:
+    """Returns the routes of `GET /engine`; `model` is the name under which the server offers the pack."""
+    router = APIRouter()
+
+    @router.get("/engine", response_class=EventSourceResponse)
+    async def watch_engine() -> EventSourceResponse:
+        """Watches the engine: server-sent events `engine` and `state`."""
+        return EventSourceResponse(engine_events(live, engine, scheduler, model))
+
+    return router
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def page_router() -> APIRouter:
+    """Returns the routes of the page, `GET /`. It says nothing about the model, so it needs no key."""
+    page = files("moe_pack.runtime.serve").joinpath("page.html").read_text("utf-8")
+    headers = {
+        "Content-Security-Policy": content_policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    router = APIRouter()
+
+    @router.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def show_page() -> HTMLResponse:
+        """Shows the page."""
+        return HTMLResponse(page, headers=headers)
+
+    return router
+
+
+def content_policy(page: str) -> str:
+    """Returns a policy with which a browser runs the page's own script and style alone, and connects nowhere else."""
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        found = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert found is not None, "the page has one script and one style"
+        digest = base64.b64encode(hashlib.sha256(found.group(1).encode("utf-8")).digest()).decode("ascii")
+        rules.append(f"{rule} 'sha256-{digest}'")
+    return "; ".join([*rules, "frame-ancestors 'none'"])
