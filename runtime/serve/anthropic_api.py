@@ -34,7 +34,7 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import Body, JsonObject, SamplingFields, stop_texts
+from moe_pack.runtime.serve.fields import Body, JsonObject, RequestBody, SamplingFields, stop_texts
 from moe_pack.runtime.serve.openai_api import FunctionTool, function_tool, template_call
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import Service
@@ -86,7 +86,7 @@ class Thinking(Body):
     budget_tokens: int | None = Field(None, ge=0)
 
 
-class CountRequest(Body):
+class CountRequest(RequestBody):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = None

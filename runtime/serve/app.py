@@ -182,8 +182,8 @@ def _problem(scope: Scope, fault: Exception) -> Problem:
 
 
 def _wrong_field(fault: RequestValidationError) -> Problem:
-    """Returns what is wrong with the first wrong field of a body."""
-    first: dict[str, Any] = fault.errors()[0]
+    """Returns what is wrong with a body: of a value that may be of several types, what fits best."""
+    first: dict[str, Any] = max(fault.errors(), key=lambda error: len(error["loc"]))
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     place = ""
@@ -193,6 +193,8 @@ def _wrong_field(fault: RequestValidationError) -> Problem:
         elif _is_field(part):
             place += f".{part}" if place else part
     what = str(first["msg"]).removeprefix("Value error, ")
+    if not place and first["type"] == "value_error":
+        return Problem(400, f"the body cannot be used: {what}")
     if not place:
         return Problem(400, "the body has to be a JSON object, sent with Content-Type: application/json")
     return Problem(400, f"{place[:200]}: {what}", place[:200])

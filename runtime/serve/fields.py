@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.requests import RequestError
@@ -52,7 +52,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
+JsonObject = dict[str, Any]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=-1, lt=2**31)]
 
@@ -63,7 +63,17 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class SamplingFields(Body):
+class RequestBody(Body):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_json(cls, value: Any) -> Any:
+        """Refuses JSON that cannot be written again, before a template or a tokenizer meets it."""
+        return plain_json(value)
+
+
+class SamplingFields(RequestBody):
     """How a request asks for tokens to be chosen."""
 
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)

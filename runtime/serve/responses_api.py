@@ -363,7 +363,7 @@ class _Writer:
             },
         }
 
-    def _event(self, name: str, **values: object) -> ServerSentEvent:
+    def _event(self, name: str, /, **values: object) -> ServerSentEvent:
         event = event_of({"type": name, "sequence_number": self._number, **values}, name)
         self._number += 1
         return event
@@ -388,10 +388,10 @@ class _Writer:
             item = _item(block, "completed")
             yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _part_event(self, name: str, block: Block, **values: object) -> ServerSentEvent:
+    def _part_event(self, name: str, block: Block, /, **values: object) -> ServerSentEvent:
         return self._event(name, item_id=block.item_id, output_index=block.index, content_index=0, **values)
 
-    def _text_event(self, what: Literal["delta", "done"], block: Block, **values: object) -> ServerSentEvent:
+    def _text_event(self, what: Literal["delta", "done"], block: Block, /, **values: object) -> ServerSentEvent:
         if block.kind == "call":
             name = f"response.function_call_arguments.{what}"
             return self._event(name, item_id=block.item_id, output_index=block.index, **values)
