@@ -39,6 +39,17 @@ PING_SECONDS = 15
 RETRY_SECONDS = 1
 LEFT = 499  # nginx's status for a client that left; nobody reads it
 
+# How the API's description writes a stream: this is one of its events.
+EVENT_STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
+
 _log = logging.getLogger("moe_pack.serve")
 
 BlockKind = Literal["reasoning", "content", "call"]

@@ -17,6 +17,7 @@ from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.serve.answers import (
+    EVENT_STREAM,
     Answer,
     Block,
     BlockEvent,
@@ -140,7 +141,7 @@ class TokenCountAnswer(BaseModel):
 
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError, "description": "An error"}}
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": MessageAnswer, "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"model": MessageAnswer, "content": EVENT_STREAM},
     **ANTHROPIC_ERRORS,
 }
 _ERROR_TYPES = {

@@ -23,6 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.answers import (
+    EVENT_STREAM,
     Answer,
     Block,
     BlockEvent,
@@ -244,7 +245,7 @@ class Completion(BaseModel):
 
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "An error"}}
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": Completion, "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"model": Completion, "content": EVENT_STREAM},
     **OPENAI_ERRORS,
 }
 

@@ -16,6 +16,7 @@ from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.serve.answers import (
+    EVENT_STREAM,
     Answer,
     AnswerError,
     Block,
@@ -143,7 +144,7 @@ class ResponseAnswer(BaseModel):
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": ResponseAnswer, "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"model": ResponseAnswer, "content": EVENT_STREAM},
     **OPENAI_ERRORS,
 }
 

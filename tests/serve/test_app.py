@@ -49,7 +49,7 @@ def test_everything_is_refused_without_a_key() -> None:
         wrong = [
             {},
             {"Authorization": "Bearer wrong"},
-            {"Authorization": "Bearer "},
+            {"Authorization": "Bearer"},
             {"Authorization": f"Basic {KEYS[0]}"},
             {"Authorization": KEYS[0]},
             {"x-api-key": KEYS[0][:-1]},
