@@ -1,0 +1,423 @@
+"""Anthropic's protocol: messages, and counting their tokens.
+
+A last message of the assistant is continued. Without `thinking` the chat template decides whether the model thinks; its
+thoughts come as thinking blocks with an empty signature. Thoughts that a client sends back need none. Source:
+Anthropic's API reference.
+"""
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+from sse_starlette import ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from moe_pack.runtime.serve.answers import (
+    EVENT_STREAM,
+    Answer,
+    Block,
+    BlockEvent,
+    ChatQuestion,
+    Prepared,
+    Problem,
+    ToolChoice,
+    Usage,
+    event_of,
+    new_id,
+    prepare_chat,
+    respond,
+    service_of,
+    steps,
+    stream,
+    whole_answers,
+)
+from moe_pack.runtime.serve.fields import Body, JsonObject, RequestBody, SamplingFields, stop_texts
+from moe_pack.runtime.serve.openai_api import FunctionTool, function_tool, template_call
+from moe_pack.runtime.serve.requests import RequestError
+from moe_pack.runtime.serve.service import Service
+
+router = APIRouter()
+
+
+class InputBlock(Body):
+    """A block of a message's content: text, thinking, a tool call, or a tool's result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: JsonObject | None = None
+    tool_use_id: str | None = None
+    content: "str | list[InputBlock] | None" = None
+
+
+class InputMessage(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+class InputTool(Body):
+    """A tool that the model may call; `type` is custom, or absent."""
+
+    type: str | None = None
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    input_schema: JsonObject | None = None
+
+
+class InputChoice(Body):
+    """Whether the model may call tools, or has to."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
+
+
+class CountRequest(RequestBody):
+    """A conversation whose tokens are to be counted."""
+
+    model: str | None = None
+    messages: list[InputMessage] = Field(min_length=1)
+    system: str | list[InputBlock] | None = None
+    tools: list[InputTool] | None = None
+    tool_choice: InputChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(SamplingFields, CountRequest):
+    """A request for an answer in a conversation."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+class AnthropicErrorFields(BaseModel):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"]
+    error: AnthropicErrorFields
+
+
+class MessageAnswer(BaseModel):
+    """An answer with what it took."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TokenCountAnswer(BaseModel):
+    """How many tokens a conversation has."""
+
+    input_tokens: int
+
+
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError, "description": "An error"}}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"model": MessageAnswer, "content": EVENT_STREAM},
+    **ANTHROPIC_ERRORS,
+}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    """Returns a problem in Anthropic's shape."""
+    usual = "invalid_request_error" if problem.status < 500 else "api_error"
+    return {
+        "type": "error",
+        "error": {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message},
+    }
+
+
+def _failed_event(problem: Problem) -> ServerSentEvent:
+    return event_of(anthropic_error(problem), "error")
+
+
+def _ping() -> ServerSentEvent:
+    return event_of({"type": "ping"}, "ping")
+
+
+@router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
+async def create_message(http: HttpRequest, body: MessagesRequest) -> Response:
+    """Answers a conversation."""
+    service = service_of(http)
+    prepared = await run_in_threadpool(lambda: prepare_chat(service, _question(service, body)))
+    if body.stream:
+        return await stream(_streamed(service, prepared), _failed_event, _ping)
+    return await respond(http, _written(service, prepared))
+
+
+@router.post("/v1/messages/count_tokens", response_model=TokenCountAnswer, responses=ANTHROPIC_ERRORS)
+async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
+    """Counts the tokens of a conversation as the model reads it."""
+    service = service_of(http)
+    counted = await run_in_threadpool(lambda: _count(service, body))
+    return JSONResponse({"input_tokens": counted})
+
+
+def _count(service: Service, body: CountRequest) -> int:
+    service.check_model(body.model)
+    tools = [] if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
+    _, ids = service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
+    return len(ids)
+
+
+def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
+    """Returns the question of a request.
+
+    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
+    """
+    service.check_model(body.model)
+    choice = body.tool_choice or InputChoice(type="auto")
+    return ChatQuestion(
+        messages=_messages(body),
+        sampling=body.over(service.default_sampling, service.vocab_size),
+        max_tokens=body.max_tokens,
+        tools=_tools(body),
+        choice=_tool_choice(choice),
+        several_calls=choice.disable_parallel_tool_use is not True,
+        template_kwargs=_template_kwargs(body),
+        continues=_continues(body),
+        stop=stop_texts(body.stop_sequences, "stop_sequences"),
+    )
+
+
+def _continues(body: CountRequest) -> bool:
+    return body.messages[-1].role == "assistant"
+
+
+def _template_kwargs(body: CountRequest) -> dict[str, Any]:
+    if body.thinking is None or body.thinking.type == "adaptive":
+        return {}
+    return {"enable_thinking": body.thinking.type == "enabled"}
+
+
+def _tool_choice(choice: InputChoice) -> ToolChoice:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice has type tool and no name; add it", "tool_choice")
+        return ToolChoice("required", choice.name)
+    if choice.type == "any":
+        return ToolChoice("required")
+    return ToolChoice("none" if choice.type == "none" else "auto")
+
+
+def _tools(body: CountRequest) -> list[dict[str, Any]]:
+    """Returns the tools as templates read them."""
+    made = []
+    for i, tool in enumerate(body.tools or []):
+        if tool.type not in (None, "custom"):
+            raise RequestError(f"tools[{i}]: type {tool.type[:40]!r} is not supported; use type custom")
+        if tool.input_schema is None:
+            raise RequestError(f"tools[{i}]: has no input_schema; add it")
+        function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+        made.append(function_tool(function))
+    return made
+
+
+def _messages(body: CountRequest) -> list[dict[str, Any]]:
+    """Returns the conversation as templates read it.
+
+    Raises:  RequestError if it has blocks that this server cannot read.
+    """
+    made: list[dict[str, Any]] = []
+    if body.system:
+        made.append({"role": "system", "content": _text(body.system, "system")})
+    names: dict[str, str] = {}  # of tools, by the calls that later results answer
+    for i, message in enumerate(body.messages):
+        place = f"messages[{i}].content"
+        if message.role == "assistant":
+            made.append(_assistant_message(message.content, place, names))
+        elif message.role == "system":
+            made.append({"role": "system", "content": _text(message.content, place)})
+        else:
+            made += _user_messages(message.content, place, names)
+    return made
+
+
+def _assistant_message(content: str | list[InputBlock], place: str, names: dict[str, str]) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(content):
+        if block.type == "tool_use":
+            if block.name is None:
+                raise RequestError(f"{place}[{i}]: has type tool_use and no name; add it")
+            if block.id is not None:
+                names[block.id] = block.name
+            calls.append(template_call(block.id, block.name, block.input or {}))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            texts.append(_block_text(block, f"{place}[{i}]"))
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        made["reasoning_content"] = "".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _user_messages(content: str | list[InputBlock], place: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Returns a message of the user: results of tools first, each a message of its own, then the text."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    results: list[dict[str, Any]] = []
+    texts = []
+    for i, block in enumerate(content):
+        if block.type != "tool_result":
+            texts.append(_block_text(block, f"{place}[{i}]"))
+            continue
+        result = {"role": "tool", "content": _text(block.content or "", f"{place}[{i}].content")}
+        if block.tool_use_id is not None:
+            result["tool_call_id"] = block.tool_use_id
+            if block.tool_use_id in names:
+                result["name"] = names[block.tool_use_id]
+        results.append(result)
+    return [*results, {"role": "user", "content": "\n".join(texts)}] if texts or not results else results
+
+
+def _text(content: str | list[InputBlock], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_block_text(block, f"{place}[{i}]") for i, block in enumerate(content))
+
+
+def _block_text(block: InputBlock, place: str) -> str:
+    if block.type != "text":
+        raise RequestError(f"{place}: type {block.type[:40]!r} is not supported here; this server reads text alone")
+    if block.text is None:
+        raise RequestError(f"{place}: has type text and no text; add it")
+    return block.text
+
+
+async def _written(service: Service, prepared: Prepared) -> Response:
+    """Returns the response with a whole answer."""
+    (answer,) = await whole_answers(service, prepared)
+    return JSONResponse(
+        {
+            **_head(service),
+            "content": [_whole_block(block) for block in answer.blocks],
+            **_stop(answer),
+            "usage": _usage(answer),
+        }
+    )
+
+
+def _head(service: Service) -> dict[str, Any]:
+    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.model_id}
+
+
+def _whole_block(block: Block) -> dict[str, Any]:
+    if block.kind == "content":
+        return {"type": "text", "text": block.text, "citations": None}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Returns a call's arguments; those of a call that was cut off are none."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    """Returns why an answer ended, in Anthropic's words."""
+    end = answer.ended
+    if end.reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if answer.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    return {"stop_reason": "end_turn" if end.stop is None else "stop_sequence", "stop_sequence": end.stop}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """Returns the tokens that an answer took; `input_tokens` are those that no cache had."""
+    found = Usage.of([answer])
+    return {
+        "input_tokens": found.prompt - found.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": found.cached,
+        "output_tokens": found.completion,
+    }
+
+
+async def _streamed(service: Service, prepared: Prepared) -> AsyncGenerator[ServerSentEvent, None]:
+    """Yields the events of a stream."""
+    answer = Answer()
+    with service.generate(prepared.requests) as run:
+        usage = {
+            "input_tokens": prepared.prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = {**_head(service), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield event_of({"type": "message_start", "message": message}, "message_start")
+        yield _ping()
+        async for step in steps(run, prepared):
+            for change in answer.take(step):
+                yield _block_event(change)
+    ended = {"type": "message_delta", "delta": _stop(answer), "usage": _usage(answer)}
+    yield event_of(ended, "message_delta")
+    yield event_of({"type": "message_stop"}, "message_stop")
+
+
+def _block_event(change: BlockEvent) -> ServerSentEvent:
+    """Returns the event for a change of a block."""
+    index, kind = change.block.index, change.block.kind
+    if change.change == "close":
+        return event_of({"type": "content_block_stop", "index": index}, "content_block_stop")
+    if change.change == "open":
+        empty = {"type": "text", "text": ""}
+        if kind == "reasoning":
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        begun: dict[str, Any] = dict(empty)
+        if kind == "call":
+            begun = {"type": "tool_use", "id": change.block.call_id, "name": change.block.name, "input": {}}
+        event = {"type": "content_block_start", "index": index, "content_block": begun}
+        return event_of(event, "content_block_start")
+    if kind == "call":
+        delta = {"type": "input_json_delta", "partial_json": change.text}
+    elif kind == "reasoning":
+        delta = {"type": "thinking_delta", "thinking": change.text}
+    else:
+        delta = {"type": "text_delta", "text": change.text}
+    return event_of({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")

@@ -1,0 +1,329 @@
+"""The HTTP application: who may ask, how much, and what every answer has in common.
+
+From the outside in: headers, counts and unexpected exceptions; CORS; keys; the limit on bodies; then the protocols.
+Everything but `/health` and the page needs a key if there are keys, also paths that do not exist.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, Counter, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_pack.formats import RunError
+from moe_pack.formats.version import VERSION
+from moe_pack.runtime.serve import anthropic_api, openai_api, responses_api
+from moe_pack.runtime.serve.answers import Problem, problem_of
+from moe_pack.runtime.serve.service import Service
+
+OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a server allows.
+
+    `api_keys`: a request needs one of them; none: every request may.   `cors_origins`: pages of these origins may use
+    the server from a browser; `*`: all.   `max_body_bytes`, `body_timeout_s`: how large a request's body may be, and
+    how long it may take to arrive.   `drain_s`: how long answers may take to end when the server stops.
+    """
+
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 60.0
+    drain_s: int = 5
+
+
+def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
+    """Returns the application of a model.
+
+    Args:    service: None while the model is being loaded; set `app.state.service` when it is there. Until then the
+             protocols answer with 503.
+    """
+    app = FastAPI(title="moe-serve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    for router in (openai_api.router, responses_api.router, anthropic_api.router):
+        app.include_router(router)
+    requests = _add_own_routes(app)
+    for kind in (RequestValidationError, HTTPException, RunError):
+        app.add_exception_handler(kind, _refuse)
+    app.add_middleware(_BodyLimit, options=options)
+    if options.api_keys:
+        app.add_middleware(_KeyGuard, keys=options.api_keys)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
+    app.add_middleware(_Frame, requests=requests)
+    return app
+
+
+def server_of(app: FastAPI, host: str, port: int, options: ServeOptions) -> uvicorn.Server:
+    """Returns a server that has not started; it does not say what it runs, and logs no requests."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=options.drain_s,
+    )
+    return uvicorn.Server(config)
+
+
+def _add_own_routes(app: FastAPI) -> Counter:
+    """Adds the page, the state of health and the metrics; returns the counter of requests."""
+    registry = CollectorRegistry()
+    requests = Counter(
+        "moe_serve_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=registry
+    )
+    registry.register(_Counts(app))
+    unready = {"model": dict[str, str], "description": "The model is being loaded, or the engine has failed"}
+
+    @app.get("/health", responses={503: unready})
+    async def health() -> JSONResponse:
+        """Says whether the model answers."""
+        service: Service | None = app.state.service
+        if service is None:
+            return JSONResponse({"status": "loading"}, 503)
+        return JSONResponse({"status": "ok"}) if service.failure() is None else JSONResponse({"status": "failed"}, 503)
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        """Returns counts in the format of Prometheus."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """Returns the page."""
+        found = files("moe_pack.runtime.serve") / "page.html"
+        if not found.is_file():
+            raise HTTPException(404)
+        headers = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
+        return Response(found.read_bytes(), media_type="text/html; charset=utf-8", headers=headers)
+
+    return requests
+
+
+class _Counts(Collector):
+    """The scheduler's counts, read when somebody asks for metrics."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def collect(self) -> Iterator[Metric]:
+        service: Service | None = self._app.state.service
+        if service is None:
+            return
+        counts = service.scheduler.counts()
+        yield GaugeMetricFamily("moe_serve_running", "Requests that are being answered.", counts.running)
+        yield GaugeMetricFamily("moe_serve_waiting", "Requests that wait in the queue.", counts.waiting)
+        yield GaugeMetricFamily("moe_serve_slots", "Requests that can be answered at once.", counts.num_slots)
+        yield CounterMetricFamily("moe_serve_submitted", "Prompts that were submitted.", counts.num_requests)
+        yield CounterMetricFamily("moe_serve_prompt_tokens", "Tokens of prompts.", counts.prompt_tokens)
+        yield CounterMetricFamily(
+            "moe_serve_cached_tokens", "Tokens of prompts that were not computed again.", counts.cached_tokens
+        )
+        yield CounterMetricFamily("moe_serve_generated_tokens", "New tokens.", counts.generated_tokens)
+        yield CounterMetricFamily("moe_serve_prefill_seconds", "Seconds of prefill.", counts.prefill_s)
+        yield CounterMetricFamily("moe_serve_decode_seconds", "Seconds of decode.", counts.decode_s)
+        yield CounterMetricFamily("moe_serve_decode_steps", "Forward passes of decode.", counts.decode_steps)
+
+
+async def _refuse(http: HttpRequest, fault: Exception) -> Response:
+    """Returns the answer to a request that was refused."""
+    return refusal(http.scope, _problem(http.scope, fault))
+
+
+def _problem(scope: Scope, fault: Exception) -> Problem:
+    if isinstance(fault, RequestValidationError):
+        return _wrong_field(fault)
+    if isinstance(fault, HTTPException):
+        where = f"{scope['method']} {scope['path']}"
+        if fault.status_code == 404:
+            return Problem(404, f"{where}: there is no such endpoint", code="not_found")
+        if fault.status_code == 405:
+            return Problem(405, f"{where}: this endpoint does not take {scope['method']}", code="method_not_allowed")
+        return Problem(fault.status_code, str(fault.detail))
+    return problem_of(fault)
+
+
+def _wrong_field(fault: RequestValidationError) -> Problem:
+    """Returns what is wrong with a body: of a value that may be of several types, what fits best."""
+    first: dict[str, Any] = max(fault.errors(), key=lambda error: len(error["loc"]))
+    if first["type"] == "json_invalid":
+        return Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    place = ""
+    for part in first["loc"][1:]:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif _is_field(part):
+            place += f".{part}" if place else part
+    what = str(first["msg"]).removeprefix("Value error, ")
+    if not place and first["type"] == "value_error":
+        return Problem(400, f"the body cannot be used: {what}")
+    if not place:
+        return Problem(400, "the body has to be a JSON object, sent with Content-Type: application/json")
+    return Problem(400, f"{place[:200]}: {what}", place[:200])
+
+
+def _is_field(part: str) -> bool:
+    """Whether a part of an error's place is a field; others are types that a value was tried as."""
+    return not (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
+
+
+def refusal(scope: Scope, problem: Problem) -> JSONResponse:
+    """Returns a problem in the shape of the protocol that a request uses."""
+    is_anthropic = scope["path"].startswith("/v1/messages")
+    content = anthropic_api.anthropic_error(problem) if is_anthropic else openai_api.openai_error(problem)
+    return JSONResponse(content, problem.status, headers=problem.headers)
+
+
+class _Frame:
+    """Adds headers to every answer, counts it, and answers for exceptions that nobody expects."""
+
+    def __init__(self, app: ASGIApp, requests: Counter) -> None:
+        self._app, self._requests = app, requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as fault:
+            problem = problem_of(fault)
+            if not status:
+                await refusal(scope, problem)(scope, receive, send_with_headers)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            if status:
+                self._requests.labels(route, str(status)).inc()
+
+
+class _KeyGuard:
+    """Refuses what comes without a key, before its body is read."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = tuple(_digest(key) for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope))):
+            problem = Problem(
+                401,
+                "this server needs a key; send it as Authorization: Bearer KEY, or as x-api-key",
+                code="invalid_api_key",
+            )
+            await refusal(scope, problem)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), credentials.strip() if scheme.lower() == "bearer" else ""]
+        # Digests have one length, and all are compared: the time says nothing about the keys.
+        found = [hmac.compare_digest(_digest(one), digest) for one in given if one for digest in self._digests]
+        return any(found)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class _BodyLimit:
+    """Reads a request's body, and refuses it when it is too large or too slow, whether it says its length or not."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        most = self._options.max_body_bytes
+        length = Headers(scope=scope).get("content-length", "")
+        body: bytes | None = None
+        problem = Problem(413, f"the body has more than {most} bytes; make it shorter", code="body_too_large")
+        try:
+            if not (length.isdecimal() and int(length[:20]) > most):
+                async with asyncio.timeout(self._options.body_timeout_s):
+                    body = await _read(receive, most)
+        except TimeoutError:
+            problem = Problem(408, f"the body did not arrive within {self._options.body_timeout_s:g} s; try again")
+        except ConnectionError:
+            return  # the client left
+        if body is None:
+            response = refusal(scope, problem)
+            response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
+            await response(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+
+async def _read(receive: Receive, most: int) -> bytes | None:
+    """Returns a body; None if it has more than `most` bytes.
+
+    Raises:  ConnectionError if the client leaves.
+    """
+    pieces, total, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
+        piece = message.get("body", b"")
+        total += len(piece)
+        if total > most:
+            return None
+        pieces.append(piece)
+        more = message.get("more_body", False)
+    return b"".join(pieces)

@@ -1,0 +1,706 @@
+"""OpenAI's protocol: chat completions, text completions, models.
+
+A request may name the served model by its id or by its pack's folder, or leave the name out; another name is refused,
+so that a client does not take one model for another. Unknown fields are ignored; fields that ask for what this server
+cannot do are refused by name. Sources: OpenAI's API reference; llama.cpp's server for `timings`, `grammar` and the
+sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and `continue_final_message`.
+"""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+from sse_starlette import ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+
+from moe_pack.formats.version import VERSION
+from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.serve.answers import (
+    EVENT_STREAM,
+    Answer,
+    Block,
+    BlockEvent,
+    ChatQuestion,
+    Prepared,
+    Problem,
+    ToolChoice,
+    Usage,
+    event_of,
+    new_id,
+    prepare_chat,
+    respond,
+    service_of,
+    several,
+    steps,
+    stream,
+    whole_answers,
+)
+from moe_pack.runtime.serve.fields import (
+    Body,
+    JsonObject,
+    SamplingFields,
+    Token,
+    TokenCount,
+    asked_tokens,
+    plain_json,
+    stop_texts,
+)
+from moe_pack.runtime.serve.requests import Request, RequestError
+from moe_pack.runtime.serve.service import ContentDelta, Delta, GrammarSource, Service
+
+MAX_ANSWERS = 8
+MAX_PROMPTS = 32
+MAX_TOP_LOGPROBS = 20
+LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
+FINGERPRINT = f"moe-pack-{VERSION}"
+DONE = ServerSentEvent("[DONE]", sep="\n")
+
+router = APIRouter()
+
+
+class ContentPart(Body):
+    """A part of a message's content; text alone is taken."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Body):
+    """The function that a tool call names. `arguments` is JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(Body):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions alone are taken."""
+
+    type: str
+    function: FunctionTool | None = None
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A tool that the answer has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class SchemaFormat(Body):
+    """A JSON schema with a name."""
+
+    name: str = "answer"
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StreamOptions(Body):
+    """What a stream has besides the answer."""
+
+    include_usage: bool | None = None
+
+
+class ChatRequest(SamplingFields):
+    """A request for answers in a conversation."""
+
+    model: str | None = None
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
+    stop: str | list[str] | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: JsonObject | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = Field(None, description="continue the last message, an assistant's")
+    ignore_eos: bool | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """A request to continue texts."""
+
+    model: str | None = None
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
+    stop: str | list[str] | None = None
+    max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+
+class ErrorFields(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorFields
+
+
+class ModelObject(BaseModel):
+    """The served model: OpenAI's fields, then Anthropic's; `max_model_len` is the context, by vLLM's name."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+
+
+class ModelList(BaseModel):
+    """The served models, of which there is one."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+class Completion(BaseModel):
+    """Answers with what they took."""
+
+    id: str
+    object: Literal["chat.completion", "text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
+    timings: dict[str, float]
+
+
+OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "An error"}}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"model": Completion, "content": EVENT_STREAM},
+    **OPENAI_ERRORS,
+}
+
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """Returns a problem in OpenAI's shape."""
+    usual = "invalid_request_error" if problem.status < 500 else "server_error"
+    kind = _ERROR_TYPES.get(problem.status, usual)
+    return {"error": {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}}
+
+
+def failed_event(problem: Problem) -> ServerSentEvent:
+    """Returns the event of a stream that says what went wrong."""
+    return event_of(openai_error(problem))
+
+
+@router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS)
+async def list_models(http: HttpRequest) -> Response:
+    """Lists the served model."""
+    model = model_object(service_of(http))
+    name = model["id"]
+    return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+
+
+@router.get("/v1/models/{model_id:path}", response_model=ModelObject, responses=OPENAI_ERRORS)
+async def retrieve_model(http: HttpRequest, model_id: str) -> Response:
+    """Describes the served model."""
+    service = service_of(http)
+    service.check_model(model_id)
+    return JSONResponse(model_object(service))
+
+
+def model_object(service: Service) -> dict[str, Any]:
+    """Returns what `/v1/models` says about the served model."""
+    return {
+        "id": service.model_id,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "moe-pack",
+        "max_model_len": service.context_tokens,
+        "type": "model",
+        "display_name": service.model_id,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "lifecycle": "active",
+    }
+
+
+@router.post("/v1/chat/completions", response_model=Completion, responses=STREAMED)
+async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Response:
+    """Answers a conversation."""
+    service = service_of(http)
+    prepared = await run_in_threadpool(lambda: prepare_chat(service, chat_question(service, body)))
+    writer = ChatWriter(service, body.logprobs is True)
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
+    return await respond(http, written(writer, prepared, len(prepared.requests)))
+
+
+@router.post("/v1/completions", response_model=Completion, responses=STREAMED)
+async def create_completion(http: HttpRequest, body: CompletionRequest) -> Response:
+    """Continues texts."""
+    service = service_of(http)
+    prepared, echoes = await run_in_threadpool(lambda: prepare_completion(service, body))
+    writer = TextWriter(service, body.logprobs is not None, echoes)
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
+    return await respond(http, written(writer, prepared, body.n or 1))
+
+
+def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
+    """Returns the question of a request.
+
+    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
+    """
+    service.check_model(body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise RequestError("continue_final_message needs a last message of the assistant", "continue_final_message")
+    asked, param = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, param = body.max_tokens, "max_tokens"
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs = {**effort_kwargs(body.reasoning_effort), **kwargs}
+    return ChatQuestion(
+        messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        sampling=body.over(service.default_sampling, service.vocab_size),
+        max_tokens=asked_tokens(asked, param),
+        tools=[_template_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])],
+        choice=_tool_choice(body.tool_choice),
+        several_calls=body.parallel_tool_calls is not False,
+        template_kwargs=kwargs,
+        continues=body.continue_final_message is True,
+        stop=stop_texts(body.stop),
+        grammar=_grammar_source(body),
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        num_answers=body.n or 1,
+        ignore_eos=body.ignore_eos is True,
+    )
+
+
+def effort_kwargs(effort: str) -> dict[str, Any]:
+    """Returns the variables of templates for an effort of reasoning; `none` turns reasoning off."""
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
+def template_call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
+    """Returns a tool call as templates read it: most of them want the arguments as an object, not as JSON text."""
+    if isinstance(arguments, str):
+        # What is no object stays as it is: a template then writes what the model once wrote.
+        with suppress(ValueError, RecursionError):
+            found = plain_json(json.loads(arguments or "{}"))
+            arguments = found if isinstance(found, dict) else arguments
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if call_id is None else {"id": call_id, **call}
+
+
+def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:
+    """Returns a message as templates read it. Few templates know developers; to them they are the system."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(_part_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    made: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content or "",
+    }
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if getattr(message, name) is not None:
+            made[name] = getattr(message, name)
+    if message.tool_calls:
+        made["tool_calls"] = [
+            template_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    return made
+
+
+def _part_text(part: ContentPart, place: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type in ("text", "refusal"):
+        raise RequestError(f"{place}: has type {part.type} and no {part.type}; add it", place)
+    raise RequestError(f"{place}: type {part.type[:40]!r} is not supported; this server reads text alone", place)
+
+
+def _template_tool(tool: Tool, place: str) -> dict[str, Any]:
+    if tool.type != "function" or tool.function is None:
+        raise RequestError(f"{place}: type {tool.type[:40]!r} is not supported; use type function", place)
+    return function_tool(tool.function)
+
+
+def function_tool(function: FunctionTool) -> dict[str, Any]:
+    """Returns a function as templates read tools."""
+    made: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        made["description"] = function.description
+    made["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": made}
+
+
+def _tool_choice(choice: Literal["none", "auto", "required"] | NamedTool | None) -> ToolChoice:
+    if isinstance(choice, NamedTool):
+        return ToolChoice("required", choice.function.name)
+    return ToolChoice(choice or "auto")
+
+
+def _grammar_source(body: ChatRequest) -> GrammarSource | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None if body.grammar is None else GrammarSource("gbnf", body.grammar)
+    if body.grammar is not None:
+        raise RequestError("response_format and grammar exclude each other; remove one", "grammar")
+    if wanted.type == "json_object":
+        return GrammarSource("json_object")
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise RequestError("response_format has type json_schema and no json_schema.schema; add it", "response_format")
+    return GrammarSource("json_schema", wanted.json_schema.schema_)
+
+
+class PlainParser:
+    """Takes an answer as content, as it is."""
+
+    def push(self, text: str) -> Sequence[Delta]:
+        """Returns what a piece of text adds."""
+        return (ContentDelta(text),) if text else ()
+
+    def finish(self) -> Sequence[Delta]:
+        """Returns nothing: there is no rest."""
+        return ()
+
+
+def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
+    """Returns the requests that continue texts, and for each the text to put before the answer.
+
+    Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
+    """
+    service.check_model(body.model)
+    num_answers = body.n or 1
+    if body.suffix:
+        raise RequestError("suffix is not supported; remove it", "suffix")
+    if body.best_of is not None and body.best_of != num_answers:
+        raise RequestError("best_of is not supported; remove it", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("logprobs of the prompt are not supported; remove echo or logprobs", "logprobs")
+    requests: list[Request] = []
+    echoes: list[str] = []
+    for text, ids in _prompts(service, body.prompt):
+        request = Request(
+            prompt_ids=ids,
+            sampling=body.over(service.default_sampling, service.vocab_size),
+            max_tokens=service.max_tokens(len(ids), asked_tokens(body.max_tokens, "max_tokens")),
+            end_ids=frozenset() if body.ignore_eos else service.end_ids(chat=False),
+            stop=stop_texts(body.stop),
+            top_logprobs=body.logprobs,
+        )
+        source = None if body.grammar is None else GrammarSource("gbnf", body.grammar)
+        requests += several(request, num_answers, service, source)
+        echoes += [text if body.echo else ""] * num_answers
+    return Prepared(tuple(requests), tuple(PlainParser() for _ in requests)), echoes
+
+
+def _prompts(
+    service: Service, prompt: str | list[str] | list[int] | list[list[int]]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns each prompt as text and as tokens."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]  # type: ignore[assignment]  # one prompt: its items are of one type
+    if not 0 < len(prompt) <= MAX_PROMPTS:
+        raise RequestError(f"prompt: found {len(prompt)} prompts, expected 1 to {MAX_PROMPTS}", "prompt")
+    made = []
+    for one in prompt:
+        if isinstance(one, str):
+            made.append((one, service.completion_prompt(one)))
+            continue
+        ids = tuple(one)  # type: ignore[arg-type]  # not a token: those were made one prompt
+        if any(token >= service.vocab_size for token in ids):
+            raise RequestError(f"prompt: has token {max(ids)}, and the model has {service.vocab_size} tokens", "prompt")
+        made.append((b"".join(map(service.token_bytes, ids)).decode("utf-8", "replace"), ids))
+    return made
+
+
+class ChatWriter:
+    """Writes answers as chat completions."""
+
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, logprobs: bool) -> None:
+        self.service, self._logprobs = service, logprobs
+        self.frame = {
+            "id": new_id("chatcmpl-"),
+            "created": int(time.time()),
+            "model": service.model_id,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Returns a whole answer."""
+        content, reasoning = answer.text("content"), answer.text("reasoning")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if answer.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
+                for call in answer.calls
+            ]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._written_logprobs(answer.logprobs),
+            "finish_reason": finish_reason(answer),
+        }
+
+    def first(self, index: int) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk that begins an answer."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Returns the choice of a chunk that adds to an answer."""
+        block = change.block
+        delta: dict[str, Any] = {"content": change.text}
+        if block.kind == "reasoning":
+            delta = {"reasoning_content": change.text}
+        elif block.kind == "call":
+            delta = {"tool_calls": [_call_delta(answer.calls.index(block), change, block)]}
+        written = self._written_logprobs(logprobs) if logprobs else None
+        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": None}
+
+    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Returns the choice of a chunk that ends an answer."""
+        written = self._written_logprobs(logprobs) if logprobs else None
+        return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
+
+    def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        entries = [
+            {
+                **self._written_logprob(entry.token, entry.logprob),
+                "top_logprobs": [self._written_logprob(token, logprob) for token, logprob in entry.top],
+            }
+            for entry in logprobs
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _written_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.service.token_bytes(token)
+        return {
+            "token": raw.decode("utf-8", "replace"),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(raw),
+        }
+
+
+def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
+    if change.change == "open":
+        function = {"name": block.name, "arguments": ""}
+        return {"index": index, "id": block.call_id, "type": "function", "function": function}
+    return {"index": index, "function": {"arguments": change.text}}
+
+
+class TextWriter:
+    """Writes answers as text completions, after what is echoed of the prompt."""
+
+    object_name, chunk_name = "text_completion", "text_completion"
+
+    def __init__(self, service: Service, logprobs: bool, echoes: list[str]) -> None:
+        self.service, self._logprobs, self._echoes = service, logprobs, echoes
+        self._offsets = [len(echo) for echo in echoes]
+        self.frame = {
+            "id": new_id("cmpl-"),
+            "created": int(time.time()),
+            "model": service.model_id,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Returns a whole answer."""
+        text = self._echoes[index] + answer.text("content")
+        return self._choice(index, text, answer.logprobs, finish_reason(answer))
+
+    def first(self, index: int) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk that begins an answer."""
+        return self._choice(index, self._echoes[index], [], None)
+
+    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Returns the choice of a chunk that adds to an answer."""
+        return self._choice(index, change.text, logprobs, None)
+
+    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """Returns the choice of a chunk that ends an answer."""
+        return self._choice(index, "", logprobs, finish_reason(answer))
+
+    def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        written = self._written_logprobs(index, logprobs) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": written, "finish_reason": reason}
+
+    def _written_logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        tokens = [self._text(entry.token) for entry in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
+            "top_logprobs": [
+                {self._text(token): max(logprob, LEAST_LOGPROB) for token, logprob in entry.top} for entry in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return self.service.token_bytes(token).decode("utf-8", "replace")
+
+
+def finish_reason(answer: Answer) -> str:
+    """Returns why an answer ended, in OpenAI's words."""
+    if answer.ended.reason == "length":
+        return "length"
+    return "tool_calls" if answer.calls else "stop"
+
+
+async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_each: int) -> Response:
+    """Returns the response with whole answers, `answers_each` of which share a prompt."""
+    answers = await whole_answers(writer.service, prepared)
+    choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
+    head = {"object": writer.object_name, **writer.frame, "choices": choices}
+    return JSONResponse({**head, "usage": usage(answers, answers_each), "timings": timings(answers, answers_each)})
+
+
+async def streamed(
+    writer: ChatWriter | TextWriter, prepared: Prepared, with_usage: bool, answers_each: int | None = None
+) -> AsyncGenerator[ServerSentEvent, None]:
+    """Yields the chunks of a stream; the last one has `timings`, and `usage` where the request asks for it."""
+
+    def chunk(choices: list[dict[str, Any]], **more: object) -> ServerSentEvent:
+        nothing = {"usage": None} if with_usage else {}
+        return event_of({"object": writer.chunk_name, **writer.frame, "choices": choices, **nothing, **more})
+
+    answers = [Answer() for _ in prepared.requests]
+    waiting: list[list[TokenLogprob]] = [[] for _ in answers]  # of tokens whose text has not come yet
+    each = answers_each or len(answers)
+    with writer.service.generate(prepared.requests) as run:
+        for index in range(len(answers)):
+            yield chunk([writer.first(index)])
+        async for step in steps(run, prepared):
+            index, answer = step.index, answers[step.index]
+            if step.logprob is not None:
+                waiting[index].append(step.logprob)
+            for change in answer.take(step):
+                if change.text or (change.change == "open" and change.block.kind == "call"):
+                    yield chunk([writer.added(index, change, answer, waiting[index])])
+                    waiting[index] = []
+            if step.end is not None:
+                is_last = not with_usage and all(one.end is not None for one in answers)
+                more = {"timings": timings(answers, each)} if is_last else {}
+                yield chunk([writer.last(index, answer, waiting[index])], **more)
+    if with_usage:
+        yield chunk([], usage=usage(answers, each), timings=timings(answers, each))
+    yield DONE
+
+
+def usage(answers: Sequence[Answer], answers_each: int) -> dict[str, Any]:
+    """Returns the tokens that answers took, in OpenAI's words."""
+    found = Usage.of(answers, answers_each)
+    return {
+        "prompt_tokens": found.prompt,
+        "completion_tokens": found.completion,
+        "total_tokens": found.prompt + found.completion,
+        "prompt_tokens_details": {"cached_tokens": found.cached},
+        "completion_tokens_details": {"reasoning_tokens": found.reasoning},
+    }
+
+
+def timings(answers: Sequence[Answer], answers_each: int) -> dict[str, float]:
+    """Returns the times that answers took, in llama.cpp's words; of several at once, the longest times."""
+    found = Usage.of(answers, answers_each)
+    prefill_s = max(answer.ended.timings.prefill_s for answer in answers)
+    decode_s = max(answer.ended.timings.decode_s for answer in answers)
+    computed = found.prompt - found.cached
+    return {
+        "cache_n": found.cached,
+        "prompt_n": computed,
+        "prompt_ms": 1000 * prefill_s,
+        "prompt_per_second": computed / prefill_s if prefill_s else 0.0,
+        "predicted_n": found.completion,
+        "predicted_ms": 1000 * decode_s,
+        "predicted_per_second": found.completion / decode_s if decode_s else 0.0,
+    }

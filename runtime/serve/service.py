@@ -1,0 +1,337 @@
+"""What the protocols need of the model: prompts, grammars, parsers of answers, and answers while they are made.
+
+The service knows its parts by protocols alone: a tokenizer, a chat template, a compiler of grammars, a scheduler. Its
+methods that return prompts and grammars compute, and belong in a thread; `generate` belongs in the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from moe_pack.formats import RunError
+from moe_pack.runtime.sampling import Grammar, SamplingOptions
+from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
+
+PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
+
+_TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+
+class ContextLengthError(RequestError):
+    """The prompt leaves no token for an answer."""
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that this server does not serve."""
+
+
+class NotReadyError(RunError):
+    """The model is being loaded, or the engine has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More text of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a tool call, or its beginning.
+
+    `index`: counts the calls of an answer.   `call_id`, `name`: in the first delta of a call; empty afterwards.
+    `arguments`: a piece of the JSON text of the arguments.
+    """
+
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+
+
+Delta = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+class AnswerParser(Protocol):
+    """Divides the text of one answer into content, reasoning and tool calls."""
+
+    def push(self, text: str) -> Sequence[Delta]:
+        """Returns what a piece of text adds."""
+        ...
+
+    def finish(self) -> Sequence[Delta]:
+        """Returns the rest after the last piece."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens."""
+
+    end_ids: frozenset[int]
+    answer_end_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model knows."""
+        ...
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a text; with `special_tokens` also those that the tokenizer puts around it."""
+        ...
+
+
+class Template(Protocol):
+    """Writes a conversation as text."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        extra: Mapping[str, object] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Returns a conversation as text; `extra` are the template's own variables, as `enable_thinking`.
+
+        Raises:  RunError if the template has an error or refuses the conversation.
+        """
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles what an answer has to follow; every call returns a grammar at its beginning.
+
+    Raises:  RunError if the source has an error.
+    """
+
+    def json_object(self) -> Grammar:
+        """Returns the grammar of any JSON object."""
+        ...
+
+    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
+        """Returns the grammar of the JSON values that a schema describes."""
+        ...
+
+    def gbnf(self, text: str) -> Grammar:
+        """Returns a grammar written in the notation of llama.cpp."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a server says about its model.
+
+    `model_id`: its name in answers.   `other_names`: names that requests may use too, as the pack's folder.
+    `created`: when the pack was made, in seconds since 1970.   `sampling`: for requests that say nothing.
+    """
+
+    model_id: str
+    other_names: frozenset[str]
+    created: int
+    sampling: SamplingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What an answer has to follow, as a request says it: `value` is a schema, a text, or nothing."""
+
+    kind: Literal["json_object", "json_schema", "gbnf"]
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """An event of one of several requests that run at once."""
+
+    index: int
+    event: Event
+
+
+class Generation:
+    """Requests that run at once: an asynchronous iterator of their events, in the order in which they come.
+
+    It is a context manager: at the end of its block it cancels what still runs.
+    Raises:  as `Scheduler.submit`; then none of the requests runs.
+    """
+
+    def __init__(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[NumberedEvent] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self._running = set(range(len(requests)))
+        try:
+            for index, request in enumerate(requests):
+                self._tickets.append(scheduler.submit(request, partial(self._take, index)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> NumberedEvent:
+        if not self._running:
+            raise StopAsyncIteration
+        return await self._events.get()
+
+    def end(self, index: int) -> None:
+        """Notes that the last event of a request was read."""
+        self._running.discard(index)
+
+    def cancel(self, index: int) -> None:
+        """Ends one of the requests; its `EndEvent` still comes."""
+        self._tickets[index].cancel()
+
+    def close(self) -> None:
+        """Cancels the requests that still run."""
+        for index, ticket in enumerate(self._tickets):
+            if index in self._running:
+                ticket.cancel()
+        self._running.clear()
+
+    def _take(self, index: int, event: Event) -> None:
+        """Brings an event from the scheduler's thread to the event loop."""
+        with suppress(RuntimeError):  # the loop has ended, and with it everyone who reads events
+            self._loop.call_soon_threadsafe(self._events.put_nowait, NumberedEvent(index, event))
+
+
+class Service:
+    """A model that answers requests.
+
+    Args:    template: None if the model has none; then it takes no conversations.   parsers: returns the parser of an
+             answer, from the end of the prompt and the tools.   token_bytes: returns the bytes of a token in a text.
+             failure: returns why the engine runs no more; None while it does.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        template: Template | None,
+        parsers: Callable[[str, list[dict[str, Any]]], AnswerParser],
+        grammars: Grammars,
+        token_bytes: Callable[[int], bytes],
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.model_id, self.created, self.default_sampling = facts.model_id, facts.created, facts.sampling
+        self.scheduler, self.context_tokens = scheduler, scheduler.context_tokens
+        self.token_bytes, self.failure = token_bytes, failure
+        self._names = facts.other_names | {facts.model_id}
+        self._tokenizer, self._template = tokenizer, template
+        self._parsers, self._grammars = parsers, grammars
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model knows."""
+        return self._tokenizer.vocab_size
+
+    def check_model(self, name: str | None) -> None:
+        """Accepts the names of the served model, and no name.
+
+        Raises:  ModelNotFoundError.
+        """
+        if name is not None and name not in self._names:
+            raise ModelNotFoundError(
+                f"this server has no model {name!r}; use {self.model_id!r}, or leave the model out", "model"
+            )
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]],
+        template_kwargs: Mapping[str, object],
+        continues: bool,
+    ) -> tuple[str, tuple[int, ...]]:
+        """Returns a conversation as text and as tokens, ready for the model's answer.
+
+        Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
+                 whether the answer continues the last message.
+        Raises:  RequestError if there is no template, or it fails.
+        """
+        if self._template is None:
+            raise RequestError(f"{self.model_id} has no chat template; use /v1/completions")
+        own = sorted(_TEMPLATE_OWN & template_kwargs.keys())
+        if own:
+            raise RequestError(f"chat_template_kwargs cannot set {own[0]}; remove it", "chat_template_kwargs")
+        try:
+            text = self._template.render(
+                messages,
+                add_generation_prompt=not continues,
+                tools=tools or None,
+                extra=template_kwargs,
+                continue_final_message=continues,
+            )
+        except RunError as fault:
+            raise RequestError(str(fault), "messages") from fault
+        return text, tuple(self._tokenizer.encode(text, special_tokens=False))
+
+    def completion_prompt(self, text: str) -> tuple[int, ...]:
+        """Returns the tokens of a text that the model continues."""
+        return tuple(self._tokenizer.encode(text))
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]]) -> AnswerParser:
+        """Returns the parser of an answer to a prompt."""
+        return self._parsers(prompt[-PROMPT_END_CHARACTERS:], tools)
+
+    def grammar(self, source: GrammarSource | None) -> Grammar | None:
+        """Returns a grammar at its beginning; None if there is no source.
+
+        Raises:  RequestError if the source has an error.
+        """
+        if source is None:
+            return None
+        try:
+            if source.kind == "json_object":
+                return self._grammars.json_object()
+            if source.kind == "json_schema":
+                return self._grammars.json_schema(source.value)
+            return self._grammars.gbnf(source.value)
+        except RequestError:
+            raise
+        except (RunError, RecursionError) as fault:
+            param = "grammar" if source.kind == "gbnf" else "response_format"
+            raise RequestError(f"the grammar has an error: {fault}", param) from fault
+
+    def end_ids(self, chat: bool) -> frozenset[int]:
+        """Returns the tokens that end an answer in a chat, or a text."""
+        return self._tokenizer.answer_end_ids if chat else self._tokenizer.end_ids
+
+    def max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+        """Returns how long an answer may be: what the request asks, at most the rest of the context.
+
+        Raises:  ContextLengthError if there is no rest.
+        """
+        rest = self.context_tokens - prompt_tokens
+        if rest < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt_tokens} tokens, and the context of this server has {self.context_tokens}; "
+                f"shorten the prompt to at most {self.context_tokens - 1} tokens"
+            )
+        return rest if asked is None else min(asked, rest)
+
+    def generate(self, requests: Sequence[Request]) -> Generation:
+        """Submits requests that run at once, and returns their events; use it in a `with` block.
+
+        Raises:  RequestError, QueueFullError as `Scheduler.submit`.
+        """
+        return Generation(self.scheduler, requests)

@@ -1,0 +1,60 @@
+"""A real server on a free port of this machine, in a thread, for tests with real clients."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx2
+from fastapi import FastAPI
+from scripted_scheduler import Script, ScriptedScheduler, scripted_service
+
+from moe_pack.runtime.serve.app import ServeOptions, create_app, server_of
+
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs. `http`: a plain client of it, without a key."""
+
+    url: str
+    port: int
+    app: FastAPI
+    scheduler: ScriptedScheduler
+    http: httpx2.Client
+
+
+@contextmanager
+def served(
+    *scripts: Script, options: ServeOptions | None = None, delay_s: float = 0.0, most: int = 64, loading: bool = False
+) -> Iterator[Served]:
+    """Runs a server that says what the scripts say; `loading`: its model is not there yet."""
+    options = options or ServeOptions(drain_s=1)
+    scheduler = ScriptedScheduler(*scripts, delay_s=delay_s, most=most)
+    app = create_app(None if loading else scripted_service(scheduler), options)
+    server = server_of(app, "127.0.0.1", 0, options)
+    # With its protocol named: asyncio turns off Nagle's delay, 40 ms for each answer, for such sockets alone.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http:
+                yield Served(f"http://127.0.0.1:{port}", port, app, scheduler, http)
+        finally:
+            server.should_exit = True
+            scheduler.close()
+            thread.join(PATIENCE_S)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits until something is so, and fails after some seconds."""
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until, "it does not become so"
+        time.sleep(0.005)
