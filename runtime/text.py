@@ -1,7 +1,8 @@
 """Text: to tokens and back with the tokenizer of a pack or a checkpoint, and conversations in its chat template.
 
 The tokenizer's files are read whole; weights are not touched. A chat template runs in jinja2's sandbox. Source: the
-conventions of transformers' templates.
+conventions of transformers' templates (`apply_chat_template`): names of variables, choice among several templates, and
+how an unfinished last message is continued.
 """
 
 import json
@@ -22,6 +23,12 @@ from moe_pack.formats.families import text_config
 
 _MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
 _SENTINEL = re.compile(r"<extra_id_\d+>")
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError)
+# A loop over a message's content, as `for part in message['content']`.
+_READS_PARTS = re.compile(r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.|\w+\[['"])?content\b""")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_END_MARK = "END_OF_THE_LAST_MESSAGE "  # the space shows whether the template keeps spaces
 
 
 class TextFiles(Protocol):
@@ -113,24 +120,35 @@ class Text:
         written: str = self._tokenizer.to_str()
         return written
 
-    def stream(self, prompt_ids: list[int]) -> "TextStream":
-        """Returns a stream of the text after these tokens; without tokens, of a text from its beginning."""
-        return TextStream(self._tokenizer, prompt_ids)
+    def stream(self, prompt_ids: list[int], keeps_special: bool = False) -> "TextStream":
+        """Returns a stream of the text after these tokens; without tokens, of a text from its beginning.
+
+        Args:    keeps_special: write special tokens too, but for those that end an answer. The marks of tool calls and
+                 reasoning are special tokens in many tokenizers.
+        """
+        return TextStream(self._tokenizer, prompt_ids, self.answer_end_ids if keeps_special else None)
 
 
 class TextStream:
-    """Turns tokens into text as they come; the first bytes of a character wait for the rest of it."""
+    """Turns tokens into text as they come; the first bytes of a character wait for the rest of it.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
+    Args:    silent_ids: write all special tokens except these; None writes none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], silent_ids: frozenset[int] | None = None) -> None:
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
         self._ids: list[int] = []
         self._written = ""
+        self._silent_ids = silent_ids or frozenset()
+        self._skips_special = silent_ids is None
         # The stream knows the prompt, because a leading space depends on the token before it.
-        self._stream = DecodeStream(ids=prompt_ids, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=prompt_ids, skip_special_tokens=self._skips_special)
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes; it may be empty."""
+        if token in self._silent_ids:
+            return ""
         self._ids.append(token)
         piece = self._stream.step(self._tokenizer, token) or ""
         self._written += piece
@@ -138,8 +156,8 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the rest after the last token: replacement characters for bytes that make no whole character."""
-        prompt = self._tokenizer.decode(self._prompt_ids, skip_special_tokens=True)
-        whole = self._tokenizer.decode(self._prompt_ids + self._ids, skip_special_tokens=True)
+        prompt = self._tokenizer.decode(self._prompt_ids, skip_special_tokens=self._skips_special)
+        whole = self._tokenizer.decode(self._prompt_ids + self._ids, skip_special_tokens=self._skips_special)
         if not whole.startswith(prompt + self._written):
             return ""
         return str(whole[len(prompt) + len(self._written) :])
@@ -226,53 +244,134 @@ class ChatTemplate:
 
     A message is an object of `role`, `content` and whatever else the template reads. The template runs in jinja2's
     sandbox, with the names that transformers gives. It is compiled when it is first used.
+
+    Args:    tool_template: the template for conversations with tools; None uses `template` for them too.
     """
 
-    def __init__(self, template: str, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self, template: str, bos_token: str = "", eos_token: str = "", tool_template: str | None = None
+    ) -> None:
         self._source = template
+        self._tool_source = template if tool_template is None else tool_template
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._compiled: Any = None
+        self._compiled: dict[str, Any] = {}
+        self._takes_objects: dict[str, bool] = {}
         self._now: datetime | None = None
 
     @classmethod
     def of(cls, files: TextFiles) -> "ChatTemplate | None":
-        """Returns the template of chat_template.jinja, else of tokenizer_config.json; None if there is none."""
+        """Returns the template of chat_template.jinja, else of tokenizer_config.json; None if there is none.
+
+        Of several named templates it takes `default`, and `tool_use` for conversations with tools.
+        """
         config = _json(files, "tokenizer_config.json")
         template = config.get("chat_template")
-        if files.has("chat_template.jinja"):
-            template = files.read_file("chat_template.jinja").tobytes().decode("utf-8", "replace")
-        elif isinstance(template, list):  # several, by name
+        tool_template = None
+        if isinstance(template, list):  # several, by name
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            template, tool_template = named.get("default"), named.get("tool_use")
+        if files.has("chat_template.jinja"):
+            template, tool_template = _file_text(files, "chat_template.jinja"), None
+        if files.has(_TOOL_TEMPLATE_FILE):
+            tool_template = _file_text(files, _TOOL_TEMPLATE_FILE)
         if not isinstance(template, str):
             return None
-        return cls(template, _token_text(config, "bos_token"), _token_text(config, "eos_token"))
+        return cls(
+            template,
+            _token_text(config, "bos_token"),
+            _token_text(config, "eos_token"),
+            tool_template if isinstance(tool_template, str) else None,
+        )
+
+    def source(self, has_tools: bool = False) -> str:
+        """Returns the template that renders conversations with tools, or those without, as it is written."""
+        return self._tool_source if has_tools else self._source
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, now: datetime | None = None
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        now: datetime | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        extra: Mapping[str, object] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Returns a conversation as text.
 
+        Parts of a message's content are joined by line breaks, unless the template reads parts itself. The arguments
+        of tool calls become objects where the template can write objects, else text; clients send them as JSON text.
         Args:    add_generation_prompt: end with the beginning of the model's answer.   now: the time for templates
-                 that write the date; None for this machine's.
-        Raises:  RunError if the template has an error or refuses the conversation.
+                 that write the date; None for this machine's.   tools: objects that describe functions, as OpenAI's
+                 API has them.   documents: objects of `title` and `text`, for templates that quote them.   extra: more
+                 variables of the template, such as `enable_thinking`.   continue_final_message: end right after the
+                 content of the last message, so that the model continues it.
+        Raises:  RunError if the template has an error or refuses the conversation, if a part of the content is not
+                 text, or if there is no last message to continue.
         """
+        self._now = now
+        source = self.source(tools is not None)
+        prepared = [self._prepared(message, source) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RunError("the last message is continued and an answer begun; ask for one of them")
+            _mark_end(prepared)
+        names = {"messages": prepared, "tools": tools, "documents": documents}
+        try:
+            text = self._run(source, {**self._tokens, **(extra or {}), **names}, add_generation_prompt)
+        except _TEMPLATE_FAULTS as fault:
+            raise RunError(f"the model's chat template failed ({fault})") from fault
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _run(self, source: str, names: Mapping[str, object], add_generation_prompt: bool) -> str:
+        """Returns what a template writes. All faults that jinja2 raises are among `_TEMPLATE_FAULTS`."""
         from jinja2 import TemplateError
 
-        self._now = now
         try:
-            if self._compiled is None:
-                self._compiled = self._environment().from_string(self._source)
-            rendered: str = self._compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
-            raise RunError(f"the model's chat template failed ({fault})") from fault
-        return rendered
+            if source not in self._compiled:
+                self._compiled[source] = self._environment().from_string(source)
+            text: str = self._compiled[source].render(**{**names, "add_generation_prompt": add_generation_prompt})
+        except TemplateError as fault:
+            raise ValueError(fault) from fault
+        return text
+
+    def _prepared(self, message: Mapping[str, object], source: str) -> dict[str, object]:
+        """Returns a message in the form that the template takes; a message that needs no change stays as it is."""
+        prepared = dict(message)
+        thought = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
+        if thought is not None:  # templates read it under different names
+            prepared |= {"reasoning_content": thought, "thinking": message.get("thinking", thought)}
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and not _READS_PARTS.search(source):
+            prepared["content"] = "\n".join(map(_part_text, content))
+        if isinstance(calls, list) and calls:
+            if source not in self._takes_objects:
+                self._takes_objects[source] = self._writes_objects(source)
+            prepared["tool_calls"] = [_with_arguments(call, self._takes_objects[source]) for call in calls]
+        return prepared
+
+    def _writes_objects(self, source: str) -> bool:
+        """Whether the template can write arguments that are an object: it fails, or writes Python's quotes, if not.
+
+        A template that can write neither, perhaps because it refuses the example for another reason, gets objects.
+        """
+        written: list[str | None] = []
+        for arguments in ({"needle": "value"}, '{"needle": "value"}'):
+            call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": arguments}}
+            messages = [
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            names = {**self._tokens, "messages": messages, "tools": None, "documents": None}
+            try:
+                written.append(self._run(source, names, add_generation_prompt=False))
+            except _TEMPLATE_FAULTS:
+                written.append(None)
+        as_object, as_text = written
+        if as_object is not None and "needle" in as_object and "'needle'" not in as_object:
+            return True
+        return as_text is None or "needle" not in as_text
 
     def _environment(self) -> Any:
         """Returns jinja2's sandbox as transformers prepares it for templates."""
@@ -310,6 +409,64 @@ class ChatTemplate:
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: (self._now or datetime.now()).strftime(form)
         return environment
+
+
+def _part_text(part: object) -> str:
+    """Returns the text of a part of a message's content, in the forms of OpenAI's and Anthropic's API."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise RunError(f"a message has a part of type {kind!r}, and the model's chat template takes text; remove it")
+    return text
+
+
+def _with_arguments(call: object, as_object: bool) -> object:
+    """Returns a tool call with its arguments as an object or as JSON text; text that is no object stays as it is."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if as_object and isinstance(arguments, str):
+        try:
+            found = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            return call
+        arguments = found if isinstance(found, dict) else arguments
+    elif not as_object and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _mark_end(messages: list[dict[str, object]]) -> None:
+    """Puts a mark behind the content of the last message, so that the rendered text can be cut there.
+
+    Raises:  RunError if that message has no text.
+    """
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END_MARK
+        return
+    parts = [dict(part) if isinstance(part, dict) else part for part in content] if isinstance(content, list) else []
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            part["text"] += _END_MARK
+            messages[-1]["content"] = parts
+            return
+    raise RunError("the last message has no text to continue; give it content, or begin a new answer")
+
+
+def _cut_at_mark(text: str) -> str:
+    """Returns the text before the mark; if the template strips contents, also without the spaces before it."""
+    at = text.rfind(_END_MARK.strip())
+    if at < 0:
+        raise RunError("the model's chat template does not write the last message, so it cannot be continued")
+    return text[:at] if text.startswith(_END_MARK, at) else text[:at].rstrip()
+
+
+def _file_text(files: TextFiles, name: str) -> str:
+    return files.read_file(name).tobytes().decode("utf-8", "replace")
 
 
 def chat_prompt(files: TextFiles, message: str) -> str:
