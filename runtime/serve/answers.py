@@ -20,19 +20,15 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.sampling import SamplingOptions, TokenLogprob
+from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import EndEvent, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (
-    AnswerParser,
-    ContentDelta,
     ContextLengthError,
-    Delta,
     Generation,
     GrammarSource,
     ModelNotFoundError,
     NotReadyError,
-    ReasoningDelta,
     Service,
-    ToolCallDelta,
 )
 
 PING_SECONDS = 15
@@ -224,23 +220,23 @@ class ForcedCallParser:
         self._call_id = new_id("call_")
         self._text = ""
 
-    def push(self, text: str) -> Sequence[Delta]:
+    def push(self, text: str) -> list[Delta]:
         """Returns what a piece of text adds."""
         is_first, self._text = not self._text, self._text + text
         if len(self._names) > 1 or not text:
-            return ()
-        return (ToolCallDelta(0, self._call_id, self._names[0], text) if is_first else ToolCallDelta(0, "", "", text),)
+            return []
+        return [ToolCallDelta(0, self._call_id, self._names[0], text) if is_first else ToolCallDelta(0, None, None, text)]
 
-    def finish(self) -> Sequence[Delta]:
+    def finish(self) -> list[Delta]:
         """Returns the rest after the last piece."""
         if len(self._names) == 1:
-            return ()
+            return []
         try:
             call = json.loads(self._text)
             arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            return (ToolCallDelta(0, self._call_id, call["name"], arguments),)
+            return [ToolCallDelta(0, self._call_id, call["name"], arguments)]
         except (ValueError, LookupError, TypeError, RecursionError):
-            return (ContentDelta(self._text),) if self._text else ()
+            return [ContentDelta(self._text)] if self._text else []
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +314,7 @@ class Answer:
             yield from self._close()
             block = Block(kind, len(self.blocks))
             if isinstance(delta, ToolCallDelta):
-                block.call_id, block.name = delta.call_id or new_id("call_"), delta.name
+                block.call_id, block.name = delta.call_id or new_id("call_"), delta.name or ""
             self.blocks.append(block)
             self._call_index = call_index
             yield BlockEvent("open", block)

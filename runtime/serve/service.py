@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.sampling import Grammar, SamplingOptions
+from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
 
 PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
@@ -31,49 +32,6 @@ class ModelNotFoundError(RequestError):
 
 class NotReadyError(RunError):
     """The model is being loaded, or the engine has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
-    """More text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
-    """More text of what the model thinks before it answers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """More of a tool call, or its beginning.
-
-    `index`: counts the calls of an answer.   `call_id`, `name`: in the first delta of a call; empty afterwards.
-    `arguments`: a piece of the JSON text of the arguments.
-    """
-
-    index: int
-    call_id: str
-    name: str
-    arguments: str
-
-
-Delta = ContentDelta | ReasoningDelta | ToolCallDelta
-
-
-class AnswerParser(Protocol):
-    """Divides the text of one answer into content, reasoning and tool calls."""
-
-    def push(self, text: str) -> Sequence[Delta]:
-        """Returns what a piece of text adds."""
-        ...
-
-    def finish(self) -> Sequence[Delta]:
-        """Returns the rest after the last piece."""
-        ...
 
 
 class Tokenizer(Protocol):
