@@ -53,7 +53,8 @@ from moe_pack.runtime.serve.fields import (
     stop_texts,
 )
 from moe_pack.runtime.serve.requests import Request, RequestError
-from moe_pack.runtime.serve.service import ContentDelta, Delta, GrammarSource, Service
+from moe_pack.runtime.serve.parsers import ContentDelta, Delta
+from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_ANSWERS = 8
 MAX_PROMPTS = 32
@@ -434,9 +435,9 @@ def _grammar_source(body: ChatRequest) -> GrammarSource | None:
 class PlainParser:
     """Takes an answer as content, as it is."""
 
-    def push(self, text: str) -> Sequence[Delta]:
+    def push(self, text: str) -> list[Delta]:
         """Returns what a piece of text adds."""
-        return (ContentDelta(text),) if text else ()
+        return [ContentDelta(text)] if text else []
 
     def finish(self) -> Sequence[Delta]:
         """Returns nothing: there is no rest."""

@@ -17,6 +17,7 @@ from moe_pack.runtime.serve.styles import AnswerStyle, Call, Calls, JsonCalls, T
 
 _ID_DIGITS = 24
 _SHORT_ID_DIGITS = 9
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +114,22 @@ def json_value(text: str, schema: object) -> str:
     """
     types = _types(schema)
     if types == {"string"} or (isinstance(schema, Mapping) and text in _enum(schema)):
-        return json.dumps(text, ensure_ascii=False)
+        return _json_text(text)
     words = {"True": "true", "False": "false", "None": "null"}
     stripped = text.strip()
     try:
-        value = json.loads(words.get(stripped, stripped), parse_constant=_refuse)
+        value = json.loads(words.get(stripped, stripped))
+        found = _json_text(value)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if "string" in types and _type_of(value) not in types:
-        return json.dumps(text, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
+        return _json_text(text)
+    return _json_text(text) if "string" in types and _type_of(value) not in types else found
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(word)
+def _json_text(value: object) -> str:
+    """Returns a value as JSON text that has a UTF-8 form; raises ValueError for numbers that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # A model may escape half of a character, which only the escape can say.
+    return text if text.isascii() or not _HALF.search(text) else json.dumps(value, allow_nan=False)
 
 
 def _enum(schema: Mapping[str, object]) -> list[object]:
@@ -299,20 +302,21 @@ class _JsonReader:
         call = _parsed(text[start : self._scanned])
         if call is None:
             return _Read(0, "wrong")
+        name, arguments = call
         num = self._scanned
         self._is_list = self._is_list or "[" in text[:start]
         self._phase, self._has_begun, self._is_object = "end", True, True
-        return _Read(num, "again", (_Began(call.name), json.dumps(call.arguments, ensure_ascii=False)))
+        return _Read(num, "again", (_Began(name), arguments))
 
     def _end(self, text: str, is_last: bool) -> _Read:
         """Skips what stands after a call, and finds whether another one follows."""
         between = _BETWEEN.match(text.replace("`", " "))
         assert between is not None  # it matches nothing, too
         skipped, rest = between[0], text[between.end() :]
-        if not self._close and "]" in skipped:
-            return _Read(skipped.index("]") + 1, "done")
-        if not self._close and not self._is_list and not self._is_object:
+        if not self._close and not self._is_object:
             return _Read(0, "done")
+        if not self._close and self._is_list and "]" in skipped:
+            return _Read(skipped.index("]") + 1, "done")
         if self._is_at_close(rest):
             return _Read(between.end() + len(self._close), "done")
         if rest.startswith("{") and (self._close or "," in skipped or ";" in skipped):
@@ -330,14 +334,17 @@ def _ends(found: _Read, is_last: bool) -> bool:
 
 def _unquoted(text: str) -> str | None:
     try:
-        return str(json.loads(text))
+        name = str(json.loads(text))
     except ValueError:
         return None
+    return name if name.isprintable() else None
 
 
-def _parsed(text: str) -> Call | None:
+def _parsed(text: str) -> tuple[str, str] | None:
+    """Returns the name and the arguments, as JSON text, of a call that is a JSON object; None if it is no call."""
     try:
-        return call_of(json.loads(text))
+        call = call_of(json.loads(text))
+        return None if call is None else (call.name, _json_text(call.arguments))
     except (ValueError, RecursionError):
         return None
 
@@ -386,12 +393,13 @@ class _TagReader:
         if stripped.startswith(self._calls.marks.close):
             return self._ended(num_spaces + len(self._calls.marks.close), is_closed=True)
         if stripped.startswith(self._calls.parameter_begin):
-            if stripped.find(self._calls.value_end, self._searched) < 0:
+            at = stripped.find(self._calls.value_end, self._searched)
+            if at < 0:
                 # What was searched is not searched again: a value may be long.
                 self._searched = max(0, len(stripped) - len(self._calls.value_end))
                 return _Read(num_spaces, "done" if is_last else "wait")
             self._searched = 0
-            if found := self._calls.parameter.match(stripped):
+            if found := self._calls.parameter.match(stripped[: at + len(self._calls.value_end)]):
                 return _Read(num_spaces + found.end(), "again", (self._pair(found),))
         elif any(tag.startswith(stripped) for tag in self._tags):
             return _Read(num_spaces, "done" if is_last else "wait")
@@ -401,15 +409,15 @@ class _TagReader:
 
     def _pair(self, found: re.Match[str]) -> str:
         """Returns a parameter as text of a JSON object: with what stands before it in the object."""
-        key, value, is_string = found["key"], found["value"], found.groupdict().get("string")
+        key, value, is_string = found["key"].strip(), found["value"], found.groupdict().get("string")
         if self._calls.trims_lines:
             value = value.removeprefix("\n").removesuffix("\n")
         schema = self._schemas.get(self._name or "", {}).get(key)
         if is_string is not None:
             schema = {"type": "string"} if is_string == "true" else None
-        before = ", " if self._num_parameters else "{"
         self._num_parameters += 1
-        return f"{before}{json.dumps(key, ensure_ascii=False)}: {json_value(value, schema)}"
+        pair = f"{_json_text(key)}: {json_value(value, schema)}"
+        return f", {pair}" if self._num_parameters > 1 else f"{{{pair}"
 
     def _ended(self, num_chars: int, is_closed: bool) -> _Read:
         self._name = None
@@ -430,16 +438,21 @@ class _WholeReader:
             self._searched = max(0, len(text) - len(close))
             return _Read(0, "wrong" if is_last else "wait")
         calls = self._calls.read(text[:at])
-        if not calls:
-            return _Read(0, "wrong")
         events: list[_Began | str] = []
-        for call in calls:
-            arguments = call.arguments if self._calls.read_value is None else self._typed(call, self._calls.read_value)
-            events += [_Began(call.name), json.dumps(arguments, ensure_ascii=False)]
+        try:
+            for call in calls or ():
+                events += [_Began(call.name), _json_text(self._typed(call))]
+        except (ValueError, RecursionError):
+            events = []
+        if not events:
+            return _Read(0, "wrong")
         return _Read(at + len(close), "done", tuple(events))
 
-    def _typed(self, call: Call, read_value: Callable[[str], object]) -> dict[str, object]:
-        """Returns arguments that were text with the types that their schemas say."""
+    def _typed(self, call: Call) -> dict[str, object]:
+        """Returns the arguments; those that are still text get the types that their schemas say."""
+        read_value = self._calls.read_value
+        if read_value is None:
+            return call.arguments
         schemas = self._schemas.get(call.name, {})
         return {
             key: _typed(text if _types(schemas.get(key)) == {"string"} else read_value(text), schemas.get(key))
@@ -641,7 +654,6 @@ class _ChannelParser:
             self._begin_body(self._prompt_header)
         elif "<|channel|>" in self._prompt_header:
             self._state = "header"
-        self._deltas.take()
 
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -688,12 +700,12 @@ class _ChannelParser:
 
     def _begin_body(self, header: str) -> None:
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
-        recipient = re.search(r"\bto=([^\s<]+)", header)
+        recipient = re.search(r"\bto=(functions\.)?([^\s<]+)", header)
         self._state, self._kind, self._is_empty = "body", "content", True
-        if recipient and recipient[1].startswith("functions.") and self._has_tools:
+        if recipient and recipient[1] and self._has_tools:
             self._kind = "call"
-            self._deltas.event(_Began(recipient[1].removeprefix("functions.")))
-        elif (channel and channel[1] == "analysis") or (recipient and recipient[1] != "user" and self._has_tools):
+            self._deltas.event(_Began(recipient[2]))
+        elif (channel and channel[1] == "analysis") or (recipient and recipient[2] != "user" and self._has_tools):
             self._kind = "reasoning"
 
     def _body(self, text: str) -> None:

@@ -5,9 +5,9 @@ A style is what many families have in common, so it is found by the marks in the
     style             calls                                                        families
     json              <tool_call>{"name": …, "arguments": {…}}</tool_call>         Hermes, Qwen 2.5 and 3, Granite 4,
                                                                                    ERNIE 4.5, LongCat, Ling, EXAONE
-    json list         <tool_calls>[{…}]</tool_calls>, <TOOLCALL>[{…}]</TOOLCALL>,  Hunyuan, Jamba, Nemotron Nano 2,
+    json-list         <tool_calls>[{…}]</tool_calls>, <TOOLCALL>[{…}]</TOOLCALL>,  Hunyuan, Jamba, Nemotron Nano 2,
                       <|tool_call|>[{…}], <|START_ACTION|>[{…}]<|END_ACTION|>      Granite 3, Phi 4, Command A
-    json bare         {"name": …, "parameters": {…}} as the whole answer           Llama 3 and 4
+    json-bare         {"name": …, "parameters": {…}} as the whole answer           Llama 3 and 4
     brackets          [TOOL_CALLS][{…}], [TOOL_CALLS]name[ARGS]{…}                 Mistral
     sections          <tool▁call▁begin>name<tool▁sep>{…}, with bars, …              DeepSeek V3, R1 and V3.1, Kimi K2,
                                                                                    Solar Open
@@ -32,6 +32,7 @@ their marks, the documentation of vLLM's parsers.
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -201,11 +202,11 @@ def _known_calls(source: str) -> Iterator[tuple[str, Calls]]:
     elif tag and "<function=" in source:
         yield "functions", _function_calls(name)
     elif "<tool_calls>" in source:
-        yield "json list", JsonCalls(CallMarks(("<tool_calls>",), "</tool_calls>"), has_objects=True)
+        yield "json-list", JsonCalls(CallMarks(("<tool_calls>",), "</tool_calls>"), has_objects=True)
     elif tag:
         yield "json", JsonCalls(CallMarks((f"<{name}>",), f"</{name}>"), has_objects=True)
     if "parameters" in source and re.search(r"<\|python_(?:tag|start)\|>|ipython", source):
-        yield "json bare", JsonCalls(CallMarks((), ""), has_objects=True, is_bare=True)
+        yield "json-bare", JsonCalls(CallMarks((), ""), has_objects=True, is_bare=True)
 
 
 def _special_calls(source: str) -> Iterator[tuple[str, Calls]]:
@@ -240,7 +241,7 @@ def _special_calls(source: str) -> Iterator[tuple[str, Calls]]:
         ("<|tool_call|>", ""),
     ):
         if opened in source:
-            yield "json list", JsonCalls(CallMarks((opened,), closed), has_objects=True)
+            yield "json-list", JsonCalls(CallMarks((opened,), closed), has_objects=True)
 
 
 def _section(call: str, begin: str, end: str, section: str, head: str) -> JsonCalls:
@@ -260,7 +261,7 @@ def _key_calls(name: str, prefix: str, suffix: str) -> TagCalls:
         lead="",
         head=re.compile(rf"\s*(?P<name>{_NAME})[ \t]*(?:<{separator}>|{following})"),
         unfinished=re.compile(rf"(?:{_NAME})?\s*(?:<[^<>]*)?"),
-        parameter=re.compile(rf"<{key}>\s*(?P<key>.*?)\s*</{key}>\s*<{value}>(?P<value>.*?)</{value}>", re.DOTALL),
+        parameter=re.compile(rf"<{key}>(?P<key>[^<]*)</{key}>\s*<{value}>(?P<value>.*?)</{value}>", re.DOTALL),
         parameter_begin=f"<{key}>",
         value_end=f"</{value}>",
         ends=(f"</{name}>",),
@@ -285,7 +286,7 @@ def _function_calls(name: str) -> TagCalls:
 def _invoke_calls(prefix: str, sections: tuple[tuple[str, str], ...]) -> TagCalls:
     """Returns calls `<invoke name="f"><parameter name="key">…</parameter></invoke>` with a prefix in each tag."""
     parameter = (
-        rf'<{prefix}parameter\s+name="(?P<key>[^"]*)"(?:\s+string="(?P<string>true|false)")?[^<>]*>'
+        rf'<{prefix}parameter\s+name="(?P<key>[^"<>]*)"(?:\s+string="(?P<string>true|false)")?[^<>]*>'
         rf"(?P<value>.*?)</{prefix}parameter>"
     )
     return TagCalls(
@@ -303,7 +304,9 @@ def _invoke_calls(prefix: str, sections: tuple[tuple[str, str], ...]) -> TagCall
 def _read_python(body: str) -> list[Call] | None:
     """Reads `[name(key=value, …), …]`, where values are literals of Python or JSON; or a JSON list of calls."""
     try:
-        tree = _Words().visit(ast.parse(body.strip(), mode="eval")).body
+        with warnings.catch_warnings():  # about backslashes in texts that a model wrote
+            warnings.simplefilter("ignore")
+            tree = _Words().visit(ast.parse(body.strip(), mode="eval")).body
         return [_python_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None
@@ -327,7 +330,7 @@ def _python_call(node: ast.expr) -> Call:
         call = Call(ast.unparse(node.func), arguments) if len(arguments) == len(node.keywords) else None
     if call is None:
         raise ValueError("no call")
-    json.dumps(call.arguments, allow_nan=False)  # refuses sets, bytes, and numbers that JSON does not have
+    json.dumps(call.arguments)  # refuses sets and bytes
     return call
 
 
@@ -386,4 +389,6 @@ def call_of(value: object) -> Call | None:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return None
-    return Call(name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+    if not isinstance(name, str) or not name or not name.isprintable() or not isinstance(arguments, dict):
+        return None
+    return Call(name, arguments)

@@ -173,6 +173,7 @@ EXAMPLES = [
         f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{{}}",
         calls=(WEATHER, TIME),
     ),
+    Example("brackets, more behind", "[TOOL_CALLS]", "[TOOL_CALLS]get_time{}] x", content="] x", calls=(TIME,)),
     Example("brackets, text", "[TOOL_CALLS]", "[TOOL_CALLS] is a mark.", "[TOOL_CALLS] is a mark."),
     Example(
         "deepseek 3.1",
@@ -285,6 +286,13 @@ EXAMPLES = [
         prompt_end="]~b]ai\n<think>\n",
     ),
     Example(
+        "invoke, a damaged parameter",
+        M2,
+        '<minimax:tool_call><invoke name="get_weather"><parameter name="cityX</parameter><parameter name="days">3'
+        "</parameter></invoke></minimax:tool_call>",
+        calls=(("get_weather", {"days": 3}),),
+    ),
+    Example(
         "elements",
         M3,
         '<mm:think>A</mm:think>B]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>'
@@ -301,6 +309,18 @@ EXAMPLES = [
         'A <|tool_call_start|>[get_weather(city="Zürich <b>", days=3), get_time()]<|tool_call_end|>',
         content="A",
         calls=(WEATHER, TIME),
+    ),
+    Example(
+        "python, backslashes and words of JSON",
+        "<|tool_call_start|>",
+        r"<|tool_call_start|>[find(regex='\d', deep=true, last=None)]<|tool_call_end|>",
+        calls=(("find", {"regex": r"\d", "deep": True, "last": None}),),
+    ),
+    Example(
+        "numbers that JSON does not have",
+        JSON,
+        '<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
+        content='<tool_call>{"arguments": {"a": 1e999}, "name": "f"}</tool_call>',
     ),
     Example(
         "python, no call",
@@ -375,6 +395,13 @@ EXAMPLES = [
         content="C",
         reasoning=" B",
         prompt_end="<|start|>assistant<|channel|>analysis<|message|>A",
+    ),
+    Example(
+        "channels, a tool of the model's own",
+        HARMONY,
+        "<|channel|>commentary to=python code<|message|>1 + 1<|call|>",
+        reasoning="1 + 1",
+        prompt_end=HARMONY_PROMPT,
     ),
     Example("channels, no marks", HARMONY, "to be\n", "to be\n", prompt_end=HARMONY_PROMPT),
     Example("channels, unfinished", HARMONY, "<|channel|>fin", "<|channel|>fin", prompt_end=HARMONY_PROMPT),
@@ -463,21 +490,24 @@ def test_an_answer_that_ends_anywhere_is_no_error() -> None:
 FRAGMENTS = sorted({mark for example in EXAMPLES for mark in re.split(r"(?<=[>\]])|(?=[<\[{])", example.answer)})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.sampled_from(EXAMPLES),
     st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12),
+    st.integers(min_value=0, max_value=300),
+    st.integers(min_value=0, max_value=9),
     st.integers(min_value=1, max_value=9),
 )
 def test_any_mixture_of_marks_is_parsed_the_same_in_any_pieces(
-    example: Example, fragments: list[str], size: int
+    example: Example, fragments: list[str], at: int, num_lost: int, size: int
 ) -> None:
-    answer = "".join(fragments)
+    """Fragments stand in an answer, some of which is lost."""
+    answer = example.answer[:at] + "".join(fragments) + example.answer[at + num_lost :]
     pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
     assert parsed(example, pieces) == parsed(example, [answer]) == parsed(example, answer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.sampled_from(EXAMPLES), st.text(st.characters(exclude_characters="<[{]"), max_size=40))
 def test_text_without_marks_passes_unchanged(example: Example, answer: str) -> None:
     found = parsed(example, answer)
@@ -554,7 +584,11 @@ def test_parameters_become_json_by_their_schema() -> None:
         ("[1, {}]", {"type": "array"}, [1, {}]),
         (" False", {"type": "boolean"}, False),
         ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "number"}, "1e999"),
+        ('"\\ud800"', {}, "\ud800"),
         ("[" * 100_000, {}, "[" * 100_000),
     ):
         with case(text, schema):
-            assert json.loads(json_value(text, schema)) == expected
+            found = json_value(text, schema)
+            assert json.loads(found) == expected
+            assert found.encode()
