@@ -323,8 +323,15 @@ class Answer:
             yield BlockEvent("add", self.blocks[-1], text)
 
     def _close(self) -> list[BlockEvent]:
-        """Closes the block that is open: the last one."""
-        return [BlockEvent("close", self.blocks[-1])] if self.blocks else []
+        """Closes the block that is open: the last one. A call without arguments gets an empty object of them."""
+        if not self.blocks:
+            return []
+        last = self.blocks[-1]
+        closed = [BlockEvent("close", last)]
+        if last.kind == "call" and not last.text:
+            last.text = "{}"
+            closed.insert(0, BlockEvent("add", last, last.text))
+        return closed
 
 
 @dataclass(frozen=True, slots=True)

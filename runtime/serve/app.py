@@ -7,6 +7,7 @@ Everything but `/health` and the page needs a key if there are keys, also paths 
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -49,12 +50,15 @@ _HEADERS = {
 class ServeOptions:
     """What a server allows.
 
-    `api_keys`: a request needs one of them; none: every request may.   `cors_origins`: pages of these origins may use
+    `api_keys`: a request needs one of them; none: every request may.   `host_names`: names by which requests may call
+    the server; none: any name. A server for this machine alone, without a key, needs them: else a page whose name is
+    made to point to this machine can use it from a browser.   `cors_origins`: pages of these origins may use
     the server from a browser; `*`: all.   `max_body_bytes`, `body_timeout_s`: how large a request's body may be, and
     how long it may take to arrive.   `drain_s`: how long answers may take to end when the server stops.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    host_names: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     body_timeout_s: float = 60.0
@@ -75,8 +79,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     for kind in (RequestValidationError, HTTPException, RunError):
         app.add_exception_handler(kind, _refuse)
     app.add_middleware(_BodyLimit, options=options)
-    if options.api_keys:
-        app.add_middleware(_KeyGuard, keys=options.api_keys)
+    app.add_middleware(_Gate, options=options)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -245,23 +248,32 @@ class _Frame:
                 self._requests.labels(route, str(status)).inc()
 
 
-class _KeyGuard:
-    """Refuses what comes without a key, before its body is read."""
+class _Gate:
+    """Refuses what comes without a key, or to another name, before its body is read."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._digests = tuple(_digest(key) for key in keys)
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._names = app, frozenset(options.host_names)
+        self._digests = tuple(_digest(key) for key in options.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or self._has_key(Headers(scope=scope))):
-            problem = Problem(
-                401,
-                "this server needs a key; send it as Authorization: Bearer KEY, or as x-api-key",
-                code="invalid_api_key",
-            )
+        problem = self._problem(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+        else:
             await refusal(scope, problem)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+
+    def _problem(self, path: str, headers: Headers) -> Problem | None:
+        """Returns why a request may not pass; None if it may."""
+        if self._names and _host_name(headers.get("host", "")) not in self._names:
+            allowed = ", ".join(sorted(self._names))
+            return Problem(403, f"this server is not called so; its names are {allowed}", code="wrong_host")
+        if not self._digests or path in OPEN_PATHS or self._has_key(headers):
+            return None
+        return Problem(
+            401,
+            "this server needs a key; send it as Authorization: Bearer KEY, or as x-api-key",
+            code="invalid_api_key",
+        )
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
@@ -273,6 +285,11 @@ class _KeyGuard:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _host_name(host: str) -> str:
+    """Returns a Host header without its port; an IPv6 address keeps its brackets."""
+    return re.sub(r":\d*$", "", host).lower()
 
 
 class _BodyLimit:

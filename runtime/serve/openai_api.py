@@ -57,7 +57,7 @@ from moe_pack.runtime.serve.parsers import ContentDelta, Delta
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_ANSWERS = 8
-MAX_PROMPTS = 32
+MAX_PROMPTS = 32  # and answers to all of them
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 FINGERPRINT = f"moe-pack-{VERSION}"
@@ -250,7 +250,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     **OPENAI_ERRORS,
 }
 
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def openai_error(problem: Problem) -> dict[str, Any]:
@@ -457,9 +457,12 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
         raise RequestError("best_of is not supported; remove it", "best_of")
     if body.echo and body.logprobs is not None:
         raise RequestError("logprobs of the prompt are not supported; remove echo or logprobs", "logprobs")
+    prompts = _prompts(service, body.prompt)
+    if len(prompts) * num_answers > MAX_PROMPTS:
+        raise RequestError(f"n: {len(prompts)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
     requests: list[Request] = []
     echoes: list[str] = []
-    for text, ids in _prompts(service, body.prompt):
+    for text, ids in prompts:
         request = Request(
             prompt_ids=ids,
             sampling=body.over(service.default_sampling, service.vocab_size),

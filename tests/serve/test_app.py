@@ -44,8 +44,8 @@ def test_everything_is_refused_without_a_key() -> None:
     with served(options=ServeOptions(api_keys=KEYS, drain_s=1)) as server:
         found = endpoints(server)
         assert {path for _, path in found} >= {*BODIES, "/v1/models", "/metrics", "/openapi.json", "/health", "/"}
-        strange = [("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//"), ("POST", "/v1"), ("TRACE", "/v1/models")]
-        strange += [("OPTIONS", "/v1/models"), ("HEAD", "/metrics"), ("GET", "/docs"), ("GET", "/%68ealth/../metrics")]
+        strange = [("GET", "/nowhere"), ("GET", "/health/"), ("POST", "/v1"), ("TRACE", "/v1/models")]
+        strange += [("OPTIONS", "/v1/models"), ("HEAD", "/metrics"), ("GET", "/docs")]
         wrong = [
             {},
             {"Authorization": "Bearer wrong"},
@@ -71,6 +71,10 @@ def test_everything_is_refused_without_a_key() -> None:
                 for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
                     with case(method, path, headers):
                         assert server.http.request(method, path, headers=headers).status_code != 401
+        # As they are: a client's library would tidy them up.
+        for target in ("//", "/health/../metrics", "/health/..%2fmetrics", "//health", "/health;/metrics", "/.", "*"):
+            with case(target), raw(server, f"GET {target} HTTP/1.1\nHost: a\n\n") as connection:
+                assert status_of(connection) == 401
         assert server.scheduler.requests == []
 
 
@@ -148,6 +152,28 @@ def leave(server: Served, path: str, body: dict[str, Any], is_streamed: bool) ->
     wait_until(server.scheduler.tickets[before].cancelled.is_set)
 
 
+def test_the_clients_cancel_by_leaving() -> None:
+    ask: dict[str, Any] = {"model": "demo-moe", "messages": HELLO}
+    with (
+        served(LONG, delay_s=0.02) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as theirs,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other,
+    ):
+        with theirs.chat.completions.create(**ask, stream=True) as stream:
+            assert next(iter(stream)).choices
+        with theirs.responses.create(model="demo-moe", input="Hi", stream=True) as events:
+            assert next(iter(events)).type == "response.created"
+        with other.messages.stream(**ask, max_tokens=1000) as messages:
+            assert next(iter(messages.text_stream)) == "w"
+        with pytest.raises(openai.APITimeoutError):
+            theirs.chat.completions.create(**ask, timeout=0.2)
+        with pytest.raises(anthropic.APITimeoutError):
+            other.messages.create(**ask, max_tokens=1000, timeout=0.2)
+        assert len(server.scheduler.tickets) == 5
+        for ticket in server.scheduler.tickets:
+            wait_until(ticket.cancelled.is_set)
+
+
 def test_a_server_that_stops_ends_its_requests() -> None:
     with served(LONG, delay_s=0.3) as server:
         answer = server.http.send(
@@ -172,6 +198,21 @@ def test_pages_of_other_origins_need_leave() -> None:
             refused = server.http.post("/v1/chat/completions", json={"messages": HELLO}, headers=headers)
             assert refused.status_code == 401
             assert refused.headers.get("access-control-allow-origin") == allowed_origin
+
+
+def test_a_server_for_this_machine_answers_to_its_own_names_alone() -> None:
+    with served(options=ServeOptions(host_names=("127.0.0.1", "localhost", "[::1]"), drain_s=1)) as server:
+        for host, status in (
+            ("127.0.0.1", 200),
+            (f"LOCALHOST:{server.port}", 200),
+            ("[::1]:80", 200),
+            ("evil.example", 403),
+            ("127.0.0.1.evil.example:80", 403),
+            ("", 403),
+        ):
+            for path in ("/health", "/v1/models"):
+                with case(host, path), raw(server, f"GET {path} HTTP/1.1\nHost: {host}\n\n") as connection:
+                    assert status_of(connection) == status
 
 
 def test_health_of_a_model_that_comes_and_goes() -> None:

@@ -110,6 +110,25 @@ def test_reasoning_and_tool_calls_whole_and_streamed() -> None:
         assert found == called
 
 
+def test_answers_that_run_at_once_stay_apart() -> None:
+    texts = ["aaaa", "bbbbbbbb", "[call clock][/call]", "c"]
+    with served(*map(Script, texts), delay_s=0.002) as server, client_of(server) as client:
+        for is_streamed in (False, True):
+            with case(is_streamed):
+                server.scheduler.requests.clear()
+                ask: dict[str, Any] = {"model": "demo-moe", "messages": HELLO, "n": 4}
+                if is_streamed:
+                    with client.chat.completions.stream(**ask) as stream:
+                        choices: Any = stream.get_final_completion().choices
+                else:
+                    choices = client.chat.completions.create(**ask).choices
+                assert [choice.index for choice in choices] == [0, 1, 2, 3]
+                assert [choice.message.content or "" for choice in choices] == ["aaaa", "bbbbbbbb", "", "c"]
+                (call,) = choices[2].message.tool_calls
+                assert (call.function.name, call.function.arguments) == ("clock", "{}"), "arguments are always JSON"
+                assert [choice.finish_reason for choice in choices] == ["stop", "stop", "tool_calls", "stop"]
+
+
 def test_one_call_alone_where_parallel_calls_are_refused() -> None:
     with served(Script(THOUGHT_AND_CALLS + "x" * 500), delay_s=0.001) as server, client_of(server) as client:
         answer = client.chat.completions.create(
@@ -333,6 +352,7 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt": ["a"] * 5, "n": 8}, "n"),
         ({"prompt": [999]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
