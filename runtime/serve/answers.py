@@ -143,19 +143,21 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
     called = _called_tools(question) if is_forced else []
-    text, ids = service.chat_prompt(question.messages, tools, question.template_kwargs, question.continues)
+    prompt = service.chat_prompt(question.messages, tools, question.template_kwargs, question.continues)
     request = Request(
-        prompt_ids=ids,
+        prompt_ids=prompt.ids,
         sampling=question.sampling,
-        max_tokens=service.max_tokens(len(ids), question.max_tokens),
+        max_tokens=service.max_tokens(len(prompt.ids), question.max_tokens),
         end_ids=frozenset() if question.ignore_eos else service.end_ids(chat=True),
         stop=question.stop,
         top_logprobs=question.top_logprobs,
+        keeps_special=service.keeps_special and not is_forced,
+        stable_tokens=prompt.stable_tokens,
     )
     source = GrammarSource("json_schema", _call_schema(called)) if is_forced else question.grammar
     requests = several(request, question.num_answers, service, source)
     parsers = tuple(
-        ForcedCallParser([tool["function"]["name"] for tool in called]) if is_forced else service.parser(text, tools)
+        ForcedCallParser([tool["function"]["name"] for tool in called]) if is_forced else service.parser(prompt.text, tools)
         for _ in requests
     )
     return Prepared(requests, parsers, question.several_calls)

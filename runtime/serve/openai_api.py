@@ -439,9 +439,9 @@ class PlainParser:
         """Returns what a piece of text adds."""
         return [ContentDelta(text)] if text else []
 
-    def finish(self) -> Sequence[Delta]:
+    def finish(self) -> list[Delta]:
         """Returns nothing: there is no rest."""
-        return ()
+        return []
 
 
 def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:

@@ -118,6 +118,18 @@ class NumberedEvent:
     event: Event
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as text and as tokens, ready for the model's answer.
+
+    `stable_tokens`: with so many of its tokens the conversation's next turn probably begins; None: with all.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    stable_tokens: int | None = None
+
+
 class Generation:
     """Requests that run at once: an asynchronous iterator of their events, in the order in which they come.
 
@@ -177,7 +189,8 @@ class Service:
 
     Args:    template: None if the model has none; then it takes no conversations.   parsers: returns the parser of an
              answer, from the end of the prompt and the tools.   token_bytes: returns the bytes of a token in a text.
-             failure: returns why the engine runs no more; None while it does.
+             failure: returns why the engine runs no more; None while it does.   keeps_special: whether special tokens
+             are marks that parsers read.
     """
 
     def __init__(
@@ -190,10 +203,11 @@ class Service:
         grammars: Grammars,
         token_bytes: Callable[[int], bytes],
         failure: Callable[[], str | None] = lambda: None,
+        keeps_special: bool = False,
     ) -> None:
         self.model_id, self.created, self.default_sampling = facts.model_id, facts.created, facts.sampling
         self.scheduler, self.context_tokens = scheduler, scheduler.context_tokens
-        self.token_bytes, self.failure = token_bytes, failure
+        self.token_bytes, self.failure, self.keeps_special = token_bytes, failure, keeps_special
         self._names = facts.other_names | {facts.model_id}
         self._tokenizer, self._template = tokenizer, template
         self._parsers, self._grammars = parsers, grammars
@@ -219,29 +233,42 @@ class Service:
         tools: Sequence[Mapping[str, object]],
         template_kwargs: Mapping[str, object],
         continues: bool,
-    ) -> tuple[str, tuple[int, ...]]:
-        """Returns a conversation as text and as tokens, ready for the model's answer.
+    ) -> ChatPrompt:
+        """Returns the prompt of a conversation.
 
         Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
                  whether the answer continues the last message.
         Raises:  RequestError if there is no template, or it fails.
         """
-        if self._template is None:
+        template = self._template
+        if template is None:
             raise RequestError(f"{self.model_id} has no chat template; use /v1/completions")
         own = sorted(_TEMPLATE_OWN & template_kwargs.keys())
         if own:
             raise RequestError(f"chat_template_kwargs cannot set {own[0]}; remove it", "chat_template_kwargs")
-        try:
-            text = self._template.render(
+
+        def render(adds: bool) -> str:
+            return template.render(
                 messages,
-                add_generation_prompt=not continues,
+                add_generation_prompt=adds,
                 tools=tools or None,
                 extra=template_kwargs,
                 continue_final_message=continues,
             )
+
+        try:
+            text = render(not continues)
         except RunError as fault:
             raise RequestError(str(fault), "messages") from fault
-        return text, tuple(self._tokenizer.encode(text, special_tokens=False))
+        ids = tuple(self._tokenizer.encode(text, special_tokens=False))
+        if continues:
+            return ChatPrompt(text, ids)
+        with suppress(RunError):  # the next turn will not have what begins this answer
+            before = render(False)
+            kept = tuple(self._tokenizer.encode(before, special_tokens=False)) if text.startswith(before) else ()
+            if kept and ids[: len(kept)] == kept:
+                return ChatPrompt(text, ids, len(kept))
+        return ChatPrompt(text, ids)
 
     def completion_prompt(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a text that the model continues."""

@@ -24,15 +24,8 @@ from moe_pack.runtime.serve.requests import (
     Timings,
     TokenEvent,
 )
-from moe_pack.runtime.serve.service import (
-    AnswerParser,
-    ContentDelta,
-    Delta,
-    ModelFacts,
-    ReasoningDelta,
-    Service,
-    ToolCallDelta,
-)
+from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from moe_pack.runtime.serve.service import ModelFacts, Service
 
 VOCABULARY = 256
 CONTEXT_TOKENS = 2048
@@ -202,7 +195,7 @@ class BracketParser:
 
     def _plain(self, text: str) -> Delta:
         if self._state == "call":
-            return ToolCallDelta(self._calls - 1, "", "", text)
+            return ToolCallDelta(self._calls - 1, None, None, text)
         return ReasoningDelta(text) if self._state == "think" else ContentDelta(text)
 
     def _marked(self, mark: str) -> list[Delta]:
