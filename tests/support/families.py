@@ -736,8 +736,7 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
     if is_with_encoder(source):
         return compare_answers(original(source), ids, folder / "packed")
     reference = oracle(source)
-    whole = reference(ids)
-    steps = whole
+    steps = whole = reference(ids)
     is_by_length = '"longrope"' in (source / "config.json").read_text()
     if is_by_length:
         steps = torch.stack([reference(ids[: n + 1])[-1] for n in range(NUM_TOKENS)])
