@@ -72,8 +72,8 @@ class ServeCommand:
             least=1,
             most=_MOST_PARALLEL,
             metavar="N",
-            help="Run up to N requests at once.  [default: 4, or fewer if their key-value caches would take more than a "
-            "quarter of the memory; with --device cuda 1]",
+            help="Run up to N requests at once.  [default: 4, or fewer if their key-value caches would take more than "
+            "a quarter of the memory; with --device cuda 1]",
         ),
     )
     context: int | None = field(
@@ -214,8 +214,6 @@ class _Server:
 
     def _make_service(self) -> Any:
         """Opens pack, engine and scheduler, which `_opened` closes, and returns the service."""
-        from moe_pack.runtime.serve.making import make_service
-
         options, opened = self._options, self._opened
         pack = opened.enter_context(Pack(self._folder))
         if pack.spec.encoder is not None:
@@ -231,9 +229,14 @@ class _Server:
         )
         for fallback in engine.fallbacks:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
-        return opened.enter_context(
-            make_service(pack, text, engine, options.model_name, options.queue, options.sessions, options.sessions_bytes)
-        )
+        sessions = None
+        if options.sessions is not None:
+            sessions = SessionStore(options.sessions, pack.manifest.root_digest, options.sessions_bytes)
+        scheduler = opened.enter_context(closing(BatchScheduler(engine.decoder, text, options.queue, sessions)))
+        service = _service_of(pack, text, scheduler, options.model_name)
+        live = live_counts(engine)
+        self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
+        return service
 
     def _sizes(self, pack: Pack) -> tuple[int, Sequences]:
         """Returns the context of a request, and the sequences that run at once."""
@@ -264,6 +267,47 @@ class _Server:
                 return measure_disk(pack.folder, progress)
 
             return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
+
+
+def _service_of(pack: Pack, text: Text, scheduler: "BatchScheduler", name: str | None) -> "Service":
+    from moe_pack.runtime.serve.grammars import GrammarCompiler
+    from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
+    from moe_pack.runtime.serve.service import ModelFacts, Service
+    from moe_pack.runtime.serve.styles import style_of
+
+    folder, template = pack.folder.resolve().name, text.chat_template
+    style = style_of("" if template is None else template.source(has_tools=True))
+
+    def parser(prompt_end: str, tools: list[dict[str, Any]]) -> AnswerParser:
+        return parser_for(style, prompt_end, bool(tools), tool_list=tools)
+
+    grammars = GrammarCompiler(text, text.answer_end_ids)
+    created = int((pack.folder / "manifest.json").stat().st_mtime)
+    facts = ModelFacts(name or folder, frozenset([folder]), created, usual_sampling(pack))
+    return Service(
+        facts,
+        scheduler,
+        text,
+        template,
+        parser,
+        grammars,
+        grammars.token_bytes,
+        lambda: scheduler.failure,
+        style.keeps_special,
+    )
+
+
+def usual_sampling(pack: Pack) -> SamplingOptions:
+    """Returns how the model's publisher samples, by generation_config.json; else as OpenAI does, from all tokens."""
+    raw = pack.read_file("generation_config.json").tobytes() if pack.has("generation_config.json") else b"{}"
+    values: Any = parse(raw, "generation_config.json", PackError)
+    found = values if isinstance(values, dict) else {}
+    chosen = SamplingOptions(temperature=1.0, top_p=1.0)
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = found.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            chosen = replace(chosen, **{name: int(value) if name == "top_k" else float(value)})
+    return chosen if found.get("do_sample", True) is not False else replace(chosen, temperature=0.0)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -138,12 +138,17 @@ class Prepared:
 def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     """Returns the requests that answer a question. It computes, so it belongs in a thread.
 
+    An answer of JSON, or a call that the request demands, begins with the first token: the model is asked not to think,
+    if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
     Raises:  RequestError if the question cannot be answered.
     """
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
     called = _called_tools(question) if is_forced else []
-    prompt = service.chat_prompt(question.messages, tools, question.template_kwargs, question.continues)
+    source = GrammarSource("json_schema", _call_schema(called)) if is_forced else question.grammar
+    is_json = source is not None and source.kind != "gbnf"
+    kwargs = {"enable_thinking": False, **question.template_kwargs} if is_json else question.template_kwargs
+    prompt = service.chat_prompt(question.messages, tools, kwargs, question.continues)
     request = Request(
         prompt_ids=prompt.ids,
         sampling=question.sampling,
@@ -151,16 +156,17 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
         end_ids=frozenset() if question.ignore_eos else service.end_ids(chat=True),
         stop=question.stop,
         top_logprobs=question.top_logprobs,
-        keeps_special=service.keeps_special and not is_forced,
+        keeps_special=service.keeps_special and not is_json,
         stable_tokens=prompt.stable_tokens,
     )
-    source = GrammarSource("json_schema", _call_schema(called)) if is_forced else question.grammar
+
+    def parser() -> AnswerParser:
+        if is_forced:
+            return ForcedCallParser([tool["function"]["name"] for tool in called])
+        return PlainParser() if is_json else service.parser(prompt.text, tools)
+
     requests = several(request, question.num_answers, service, source)
-    parsers = tuple(
-        ForcedCallParser([tool["function"]["name"] for tool in called]) if is_forced else service.parser(prompt.text, tools)
-        for _ in requests
-    )
-    return Prepared(requests, parsers, question.several_calls)
+    return Prepared(requests, tuple(parser() for _ in requests), question.several_calls)
 
 
 def several(request: Request, count: int, service: Service, source: GrammarSource | None) -> tuple[Request, ...]:
@@ -241,6 +247,18 @@ class ForcedCallParser:
             return [ContentDelta(self._text)] if self._text else []
 
 
+class PlainParser:
+    """Takes an answer as content, as it is."""
+
+    def push(self, text: str) -> Sequence[Delta]:
+        """Returns what a piece of text adds."""
+        return (ContentDelta(text),) if text else ()
+
+    def finish(self) -> Sequence[Delta]:
+        """Returns nothing: there is no rest."""
+        return ()
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """A part of an answer: reasoning, content, or one tool call. `index` counts the blocks of the answer."""
@@ -250,7 +268,12 @@ class Block:
     call_id: str = ""
     name: str = ""
     item_id: str = ""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +344,7 @@ class Answer:
             self._call_index = call_index
             yield BlockEvent("open", block)
         if text:
-            self.blocks[-1].text += text
+            self.blocks[-1].pieces.append(text)
             yield BlockEvent("add", self.blocks[-1], text)
 
     def _close(self) -> list[BlockEvent]:
@@ -330,9 +353,9 @@ class Answer:
             return []
         last = self.blocks[-1]
         closed = [BlockEvent("close", last)]
-        if last.kind == "call" and not last.text:
-            last.text = "{}"
-            closed.insert(0, BlockEvent("add", last, last.text))
+        if last.kind == "call" and not last.pieces:
+            last.pieces.append("{}")
+            closed.insert(0, BlockEvent("add", last, "{}"))
         return closed
 
 

@@ -192,8 +192,7 @@ async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
 def _count(service: Service, body: CountRequest) -> int:
     service.check_model(body.model)
     tools = [] if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
-    _, ids = service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
-    return len(ids)
+    return len(service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body)).ids)
 
 
 def _question(service: Service, body: MessagesRequest) -> ChatQuestion:

@@ -10,7 +10,6 @@ import hmac
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Any
 
 import uvicorn
@@ -31,14 +30,11 @@ from moe_pack.formats import RunError
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.serve import anthropic_api, openai_api, responses_api
 from moe_pack.runtime.serve.answers import Problem, problem_of
+from moe_pack.runtime.serve.live import page_router
 from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
 
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -75,6 +71,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     app.state.service = service
     for router in (openai_api.router, responses_api.router, anthropic_api.router):
         app.include_router(router)
+    app.include_router(page_router())
     requests = _add_own_routes(app)
     for kind in (RequestValidationError, HTTPException, RunError):
         app.add_exception_handler(kind, _refuse)
@@ -108,7 +105,7 @@ def server_of(app: FastAPI, host: str, port: int, options: ServeOptions) -> uvic
 
 
 def _add_own_routes(app: FastAPI) -> Counter:
-    """Adds the page, the state of health and the metrics; returns the counter of requests."""
+    """Adds the state of health and the metrics; returns the counter of requests."""
     registry = CollectorRegistry()
     requests = Counter(
         "moe_serve_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=registry
@@ -128,15 +125,6 @@ def _add_own_routes(app: FastAPI) -> Counter:
     async def metrics() -> Response:
         """Returns counts in the format of Prometheus."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        """Returns the page."""
-        found = files("moe_pack.runtime.serve") / "page.html"
-        if not found.is_file():
-            raise HTTPException(404)
-        headers = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
-        return Response(found.read_bytes(), media_type="text/html; charset=utf-8", headers=headers)
 
     return requests
 

@@ -160,6 +160,10 @@ class GrammarCompiler:
         _refuse_size(text, "grammar", _MAX_TEXT_BYTES, param, _MAX_LINES)
         return self._compiled(lambda: self._matcher.grammar_from_lark(_lark(text)), "grammar", param)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes of a token in a text; none where llguidance cannot read the tokenizer."""
+        return b"" if self._tokenizer is None else bytes(self._tokenizer.decode_bytes([token]))
+
     def _compiled(self, grammar: Callable[[], str], kind: str, param: str) -> TokenGrammar:
         """Compiles what `grammar` returns; a ValueError that it raises is the client's."""
         tokenizer = self._tokenizer

@@ -28,6 +28,7 @@ from moe_pack.runtime.serve.answers import (
     Block,
     BlockEvent,
     ChatQuestion,
+    PlainParser,
     Prepared,
     Problem,
     ToolChoice,
@@ -53,7 +54,6 @@ from moe_pack.runtime.serve.fields import (
     stop_texts,
 )
 from moe_pack.runtime.serve.requests import Request, RequestError
-from moe_pack.runtime.serve.parsers import ContentDelta, Delta
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_ANSWERS = 8
@@ -430,18 +430,6 @@ def _grammar_source(body: ChatRequest) -> GrammarSource | None:
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         raise RequestError("response_format has type json_schema and no json_schema.schema; add it", "response_format")
     return GrammarSource("json_schema", wanted.json_schema.schema_)
-
-
-class PlainParser:
-    """Takes an answer as content, as it is."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Returns what a piece of text adds."""
-        return [ContentDelta(text)] if text else []
-
-    def finish(self) -> list[Delta]:
-        """Returns nothing: there is no rest."""
-        return []
 
 
 def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:

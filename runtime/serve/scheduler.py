@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.formats.errors import MoePackError
 from moe_pack.runtime.model import CachedSequence, Decoder
-from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.sampling import Sampler, check_sampling
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
@@ -66,7 +67,7 @@ class Job:
         self.left = list(request.prompt_ids[kept:])
         self.cached_tokens = kept
         self._sampler = Sampler(request.sampling, request.prompt_ids, request.grammar)
-        stream = text.stream(list(request.prompt_ids))
+        stream = text.stream(list(request.prompt_ids), request.keeps_special)
         self._text = AnswerText(stream, request.stop)
 
     def take(self, logits: Tensor, is_full: bool) -> EndReason | None:
@@ -155,25 +156,36 @@ class Slot:
         self.used = 0  # a number that rises with each use
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether its prompt has run."""
-        return self.job is not None and not self.job.left
+    def state(self) -> Literal["idle", "prefill", "decode"]:
+        """What the slot does; the tokens of an idle one may be taken up by a later request."""
+        job = self.job
+        return "idle" if job is None else "prefill" if job.left else "decode"
+
+    @property
+    def tokens(self) -> int:
+        """The tokens in its caches."""
+        return self.sequence.num_tokens
+
+    @property
+    def context(self) -> int:
+        """The most tokens that it can have."""
+        return self.sequence.cache.context_tokens
 
 
 class BatchScheduler:
     """Runs requests on a decoder, in a thread of its own; `close` it.
 
-    `failure`: what ended the thread, in words; None while it runs.   `slots`: one for each sequence.
+    `failure`: what ended the thread, in words; None while it runs.
 
     Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: where sequences go that
-             leave a slot, and from where they come back; None: nowhere.   stop_waiting_s: how long `close` waits.
+             leave a slot, and from where they come back; None: nowhere.
     """
 
     def __init__(
         self, decoder: Decoder, text: Text, most_waiting: int = 64, sessions: SessionStore | None = None
     ) -> None:
         self.context_tokens = decoder.sequences[0].cache.context_tokens
-        self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
+        self._slots = tuple(Slot(sequence) for sequence in decoder.sequences)
         self.failure: str | None = None
         self._decoder, self._text, self._most_waiting, self._sessions = decoder, text, most_waiting, sessions
         self._waiting: deque[Job] = deque()
@@ -198,11 +210,15 @@ class BatchScheduler:
                 f"the prompt has {number} tokens, and the context of this server is {self.context_tokens}; shorten it "
                 "to leave room for an answer, or start the server with a longer --context"
             )
+        try:
+            check_sampling(request.sampling)
+        except RunError as fault:
+            raise RequestError(str(fault), str(fault).partition(":")[0]) from fault
         job = Job(request, on_event, self._wake)
         with self._changed:
             if self._is_closing or self.failure is not None:
                 raise RunError(self.failure or "the server is shutting down")
-            if len(self._waiting) >= self._most_waiting + sum(slot.job is None for slot in self.slots):
+            if len(self._waiting) >= self._most_waiting + sum(slot.job is None for slot in self._slots):
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
             self._changed.notify_all()
@@ -212,9 +228,9 @@ class BatchScheduler:
         """Returns the counts so far."""
         with self._changed:
             return SchedulerCounts(
-                running=sum(slot.job is not None for slot in self.slots),
+                running=sum(slot.job is not None for slot in self._slots),
                 waiting=len(self._waiting),
-                num_slots=len(self.slots),
+                num_slots=len(self._slots),
                 num_requests=self._num_requests,
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
@@ -223,6 +239,10 @@ class BatchScheduler:
                 decode_s=self._decode_s,
                 decode_steps=self._steps,
             )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Returns the slots, one for each sequence."""
+        return self._slots
 
     def close(self) -> None:
         """Ends all requests and the thread; what the slots computed goes to the sessions."""
@@ -248,9 +268,9 @@ class BatchScheduler:
                 raise
         finally:
             with self._changed:
-                jobs = [slot.job for slot in self.slots if slot.job is not None] + list(self._waiting)
+                jobs = [slot.job for slot in self._slots if slot.job is not None] + list(self._waiting)
                 self._waiting.clear()
-                for slot in self.slots:
+                for slot in self._slots:
                     slot.job = None
             for job in jobs:
                 job.end("error" if self.failure else "cancelled", self.failure or "the server is shutting down")
@@ -263,8 +283,8 @@ class BatchScheduler:
                 return False
         self._drop_cancelled()
         self._admit()
-        filling = [slot for slot in self.slots if slot.job is not None and slot.job.left]
-        decoding = [slot for slot in self.slots if slot.is_decoding]
+        filling = [slot for slot in self._slots if slot.job is not None and slot.job.left]
+        decoding = [slot for slot in self._slots if slot.state == "decode"]
         if filling and (not decoding or self._owed_s <= 0):
             self._fill(min(filling, key=lambda slot: slot.used), bool(decoding))
         elif decoding:
@@ -272,7 +292,7 @@ class BatchScheduler:
         return True
 
     def _has_work(self) -> bool:
-        return any(slot.job is not None for slot in self.slots)
+        return any(slot.job is not None for slot in self._slots)
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -281,7 +301,7 @@ class BatchScheduler:
                 self._waiting.remove(job)
         for job in dropped:
             job.end("cancelled")
-        for slot in self.slots:
+        for slot in self._slots:
             if slot.job is not None and slot.job.is_cancelled:
                 self._end(slot, "cancelled")
 
@@ -298,12 +318,12 @@ class BatchScheduler:
         """Gives waiting requests the idle slots."""
         while True:
             with self._changed:
-                idle = [slot for slot in self.slots if slot.job is None]
+                idle = [slot for slot in self._slots if slot.job is None]
                 if not idle or not self._waiting:
                     return
                 job = self._waiting.popleft()
             prompt = list(job.request.prompt_ids)
-            shared = max(slot.sequence.num_common(prompt) for slot in self.slots)
+            shared = max(slot.sequence.num_common(prompt) for slot in self._slots)
             slot, kept = self._place(prompt, idle)
             try:
                 job.start(self._text, kept)
@@ -327,7 +347,7 @@ class BatchScheduler:
         A slot whose sequence goes on with the prompt is used in place. Else another slot, the one used least recently,
         gets a copy of the beginning, so that the longer sequence is not lost.
         """
-        kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self.slots), key=lambda each: each[0])
+        kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self._slots), key=lambda each: each[0])
         goes_on = best in idle and kept >= _KEPT_SHARE * best.sequence.num_tokens
         others = [slot for slot in idle if slot is not best or not kept]
         if kept and (goes_on or (not others and best in idle)):
@@ -423,5 +443,5 @@ class BatchScheduler:
         return 0
 
     def _save_all(self) -> None:
-        for slot in self.slots:
+        for slot in self._slots:
             self._save(slot, 0)

@@ -264,6 +264,26 @@ def test_formats_become_grammars(plain: Served, client: openai.OpenAI) -> None:
             assert (grammar.source if isinstance(grammar, NamedGrammar) else None) == source
 
 
+def test_an_answer_of_json_is_content_whatever_it_looks_like() -> None:
+    with served(Script('["[think]", 1]')) as server, client_of(server) as client:
+        for fields, prompt in (
+            ({}, "user: Hi\nenable_thinking=False\nassistant: "),
+            (
+                {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+                "user: Hi\nenable_thinking=True\nassistant: ",
+            ),
+        ):
+            with case(fields):
+                answer = client.chat.completions.create(
+                    model="demo-moe",
+                    messages=HELLO,
+                    response_format={"type": "json_object"},
+                    **fields,  # type: ignore[arg-type]  # fields by name
+                )
+                assert answer.choices[0].message.content == '["[think]", 1]'
+                assert prompt_of(server) == prompt
+
+
 def test_text_completions(plain: Served, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="demo-moe", prompt="Once", max_tokens=5)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hello", "length")

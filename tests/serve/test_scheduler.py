@@ -102,7 +102,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(demo_pack: PackMaker) -> No
                 one.engine.decoder.reset()
                 alone.append(one.run(each))
         with served(demo_pack("none", 4), number=3, budget=budget) as several:
-            for slot in several.scheduler.slots:
+            for slot in several.scheduler.slots():
                 slot.sequence.num_kept = lambda prompt: 0  # type: ignore[method-assign]  # what is kept changes rounding
             answers = []
             for each in wanted:
