@@ -32,7 +32,7 @@ from fastapi.responses import HTMLResponse
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
 
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime import Engine
 from moe_pack.runtime.serve.requests import Scheduler, SchedulerCounts
 
 Counts = NDArray[np.uint32]

@@ -5,7 +5,7 @@ import base64
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models import TinyMixtral, pack
 from numpy.typing import NDArray
-from scripted_server import served
+from scripted_server import COUNTS, FixedScheduler, served
 from streaming import budget_for
 
 from moe_pack.formats import Pack
@@ -35,38 +35,11 @@ from moe_pack.runtime.serve.live import (
     page_router,
     saturated,
 )
-from moe_pack.runtime.serve.requests import Event, Request, SchedulerCounts, Ticket
 
 Routes = NDArray[np.int64]
 
 L, E, CONTEXT = 3, 8, 48
 IDS = torch.randint(0, 90, (30,), generator=torch.Generator().manual_seed(3)).tolist()
-COUNTS = SchedulerCounts(
-    running=1,
-    waiting=0,
-    num_slots=2,
-    num_requests=1,
-    prompt_tokens=0,
-    cached_tokens=0,
-    generated_tokens=0,
-    prefill_s=0,
-    decode_s=0,
-    decode_steps=0,
-)
-
-
-@dataclass
-class FixedScheduler:
-    """A scheduler that runs nothing, and whose counts a test sets."""
-
-    now: SchedulerCounts = COUNTS
-    context_tokens: int = CONTEXT
-
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
-        raise NotImplementedError
-
-    def counts(self) -> SchedulerCounts:
-        return self.now
 
 
 @dataclass

@@ -3,13 +3,20 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from browser import Browser, Page, needs_browser
 from cases import case
-from scripted_server import Script, app_of, engine_of, random_states, served, state_of
+from models import TinyMixtral, pack
+from scripted_server import FixedScheduler, Script, app_of, engine_of, random_states, served, state_of
+from streaming import budget_for
+
+from moe_pack.formats import Pack
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.serve.live import engine_router, live_counts
 
 pytestmark = needs_browser
 
@@ -286,6 +293,29 @@ def test_the_picture_names_a_cell_by_pointer_and_keys(browser: Browser) -> None:
         assert page.text("#spot") == says
 
 
+def test_the_picture_counts_what_a_real_engine_does(browser: Browser, tmp_path: Path) -> None:
+    pack(TinyMixtral(num_layers=3, num_experts=8).write(tmp_path / "source"), tmp_path / "packed")
+    with Pack(tmp_path / "packed") as files:
+        options = EngineOptions(budget_bytes=budget_for(files, 7, 48))
+        with Engine(files, options, 48) as engine:
+            live = live_counts(engine)
+            router = engine_router(live, engine, FixedScheduler(), "tiny")
+            with served(app_of(Script(), router)) as url:
+                page = browser.open(url)
+                page.wait("live.total && live.resident")
+                for token in range(40):
+                    engine.decoder.next_logits([token])
+                chosen, read = live.totals()
+                assert chosen.sum() == 40 * 3 * 2 and read.sum() > 0
+                for name, counts in (("chosen", chosen), ("read", read)):
+                    page.wait(f"live.total.{name}.reduce((a, b) => a + b, 0) === {counts.sum()}")
+                    assert page.run(f"[...live.total.{name}]") == counts.ravel().tolist()
+                weights = engine.offloaded
+                assert weights is not None
+                assert page.run("[...live.resident]") == weights.resident_experts().ravel().astype(int).tolist()
+                page.close()
+
+
 def test_figures_and_slots(browser: Browser) -> None:
     states = random_states(3, 8, 2, 4, 0.5)
     slots = [{"state": "prefill", "tokens": 2048, "context": 8192}, {"state": "idle", "tokens": 0, "context": 8192}]
@@ -326,7 +356,7 @@ def test_every_control_has_a_name_and_nothing_overflows(browser: Browser) -> Non
     states = random_states(27, 64, 6, 2, 0.5)
     pieces = [("content", "A very" + "long" * 100 + "word\n\n```\n" + "x = 1; " * 60 + "\n```")]
     script = Script(pieces, engine=engine_of(27, 64), states=states)
-    for width in (320, 390, 768, 1000, 1920):
+    for width in (320, 768, 1000):
         with case(width), opened(browser, script, width=width, height=800) as page:
             page.click("#open-settings")
             ask(page, "Hi " + "there" * 80)

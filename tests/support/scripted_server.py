@@ -6,19 +6,21 @@ import math
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
 
 from moe_pack.runtime.serve.live import bitmap, page_router, saturated
+from moe_pack.runtime.serve.requests import Event, SchedulerCounts, Ticket
+from moe_pack.runtime.serve.requests import Request as EngineRequest
 
 Values = dict[str, Any]
 
@@ -50,9 +52,11 @@ class Script:
     num_watched: int = 0
 
 
-def app_of(script: Script) -> FastAPI:
+def app_of(script: Script, *routers: APIRouter) -> FastAPI:
+    """The app of a script; routes of the given routers take the place of its own."""
     app = FastAPI()
-    app.include_router(page_router())
+    for router in (page_router(), *routers):
+        app.include_router(router)
 
     @app.middleware("http")
     async def ask_for_key(request: Request, call_next: Any) -> Response:
@@ -175,6 +179,34 @@ def random_states(num_layers: int, num_experts: int, k: int, number: int, share:
         speed = 18.3 + 2 * math.sin(place / 5)
         states.append(state_of(chosen, read, resident, tokens_per_s=speed))
     return states
+
+
+COUNTS = SchedulerCounts(
+    running=1,
+    waiting=0,
+    num_slots=2,
+    num_requests=1,
+    prompt_tokens=0,
+    cached_tokens=0,
+    generated_tokens=0,
+    prefill_s=0,
+    decode_s=0,
+    decode_steps=0,
+)
+
+
+@dataclass
+class FixedScheduler:
+    """A scheduler that runs nothing, and whose counts a test sets."""
+
+    now: SchedulerCounts = COUNTS
+    context_tokens: int = 48
+
+    def submit(self, request: EngineRequest, on_event: Callable[[Event], None]) -> Ticket:
+        raise NotImplementedError
+
+    def counts(self) -> SchedulerCounts:
+        return self.now
 
 
 @contextmanager
