@@ -31,6 +31,7 @@ FLOORS = (
     "runtime.gpu.kernels",
     "runtime.gpu",
     "runtime",
+    "runtime.serve",
     "runtime.cli",
     "calib.quantize",
     "calib.forward",

@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_pack.formats import Pack, RunError, option, size_text
+from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from moe_pack.runtime.serve.app import ServeOptions
+    from moe_pack.runtime.serve.scheduler import BatchScheduler
+    from moe_pack.runtime.serve.service import Service
 
 _USUAL_CONTEXT = 4096  # tokens of a request, where the model has as many positions
 _USUAL_PARALLEL = 4
@@ -212,8 +215,12 @@ class _Server:
             self._fault = fault
             self._server.should_exit = True
 
-    def _make_service(self) -> Any:
+    def _make_service(self) -> "Service":
         """Opens pack, engine and scheduler, which `_opened` closes, and returns the service."""
+        from moe_pack.runtime.serve.live import engine_router, live_counts
+        from moe_pack.runtime.serve.scheduler import BatchScheduler
+        from moe_pack.runtime.serve.sessions import SessionStore
+
         options, opened = self._options, self._opened
         pack = opened.enter_context(Pack(self._folder))
         if pack.spec.encoder is not None:
@@ -231,7 +238,7 @@ class _Server:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
         sessions = None
         if options.sessions is not None:
-            sessions = SessionStore(options.sessions, pack.manifest.root_digest, options.sessions_bytes)
+            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
         scheduler = opened.enter_context(closing(BatchScheduler(engine.decoder, text, options.queue, sessions)))
         service = _service_of(pack, text, scheduler, options.model_name)
         live = live_counts(engine)
@@ -302,12 +309,18 @@ def usual_sampling(pack: Pack) -> SamplingOptions:
     raw = pack.read_file("generation_config.json").tobytes() if pack.has("generation_config.json") else b"{}"
     values: Any = parse(raw, "generation_config.json", PackError)
     found = values if isinstance(values, dict) else {}
-    chosen = SamplingOptions(temperature=1.0, top_p=1.0)
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+
+    def number(name: str, usual: float) -> float:
         value = found.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            chosen = replace(chosen, **{name: int(value) if name == "top_k" else float(value)})
-    return chosen if found.get("do_sample", True) is not False else replace(chosen, temperature=0.0)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else usual
+
+    return SamplingOptions(
+        temperature=0.0 if found.get("do_sample") is False else number("temperature", 1.0),
+        top_p=number("top_p", 1.0),
+        top_k=int(number("top_k", 0)),
+        min_p=number("min_p", 0.0),
+        repetition_penalty=number("repetition_penalty", 1.0),
+    )
 
 
 def _listening(host: str, port: int) -> socket.socket:

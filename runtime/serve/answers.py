@@ -233,7 +233,9 @@ class ForcedCallParser:
         is_first, self._text = not self._text, self._text + text
         if len(self._names) > 1 or not text:
             return []
-        return [ToolCallDelta(0, self._call_id, self._names[0], text) if is_first else ToolCallDelta(0, None, None, text)]
+        return [
+            ToolCallDelta(0, self._call_id, self._names[0], text) if is_first else ToolCallDelta(0, None, None, text)
+        ]
 
     def finish(self) -> list[Delta]:
         """Returns the rest after the last piece."""
@@ -250,13 +252,13 @@ class ForcedCallParser:
 class PlainParser:
     """Takes an answer as content, as it is."""
 
-    def push(self, text: str) -> Sequence[Delta]:
+    def push(self, text: str) -> list[Delta]:
         """Returns what a piece of text adds."""
-        return (ContentDelta(text),) if text else ()
+        return [ContentDelta(text)] if text else []
 
-    def finish(self) -> Sequence[Delta]:
+    def finish(self) -> list[Delta]:
         """Returns nothing: there is no rest."""
-        return ()
+        return []
 
 
 @dataclass(slots=True, eq=False)

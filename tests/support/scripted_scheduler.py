@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.sampling import SamplingOptions, TokenLogprob
+from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
@@ -24,7 +25,6 @@ from moe_pack.runtime.serve.requests import (
     Timings,
     TokenEvent,
 )
-from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.service import ModelFacts, Service
 
 VOCABULARY = 256
