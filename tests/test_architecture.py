@@ -26,6 +26,7 @@ FLOORS = (
     "formats.families",
     "runtime.cpu",
     "runtime.model.mixers",
+    "runtime.model.caches",
     "runtime.model",
     "runtime.offload",
     "runtime.gpu.kernels",

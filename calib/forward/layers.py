@@ -53,8 +53,8 @@ from moe_pack.runtime.model import (
     mlp_input,
     route_tokens,
 )
+from moe_pack.runtime.model.caches import Chosen
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
-from moe_pack.runtime.model.kv_cache import Chosen
 from moe_pack.runtime.model.layer import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
 from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable
 from moe_pack.runtime.model.rotation import Rotation

@@ -45,7 +45,7 @@ from moe_pack.runtime.model import (
     linear,
     neuron_of,
 )
-from moe_pack.runtime.model.kv_cache import Chosen
+from moe_pack.runtime.model.caches import Chosen
 from moe_pack.runtime.model.layer import router_logits, weights_of_experts
 from moe_pack.runtime.model.matrix import DivisibleMatrix, rows_of
 from moe_pack.runtime.model.mixers import RowTable

@@ -34,7 +34,8 @@ from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, Reco
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.model import CachedSequence, Decoder
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.caches import CachedSequence
 from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take

@@ -1,5 +1,6 @@
 """What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
 
+from moe_pack.runtime.model.caches import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
 from moe_pack.runtime.model.decoder import Decoder
 from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
@@ -12,7 +13,6 @@ from moe_pack.runtime.model.expert import (
     run_expert,
     running,
 )
-from moe_pack.runtime.model.kv_cache import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     ExpertRunner,
@@ -34,7 +34,6 @@ from moe_pack.runtime.model.pack_weights import (
     open_weights,
     tokens_by_expert,
 )
-from moe_pack.runtime.model.sequence import CachedSequence
 from moe_pack.runtime.model.weights import Weights
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "TORCH",
     "Activations",
     "Angles",
-    "CachedSequence",
     "CheckpointWeights",
     "Decoder",
     "EncoderDecoder",

@@ -39,7 +39,7 @@ from moe_pack.formats.parts import (
     RelativeSpec,
     TemperatureSpec,
 )
-from moe_pack.runtime.model.kv_cache import (
+from moe_pack.runtime.model.caches import (
     Angles,
     Batch,
     EntryCache,

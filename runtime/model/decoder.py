@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model.kv_cache import Batch, KVCache, LayerCache, LayerRopes, SequenceRows
+from moe_pack.runtime.model.caches import (
+    Batch,
+    CachedSequence,
+    KVCache,
+    LayerCache,
+    LayerRopes,
+    SequenceRows,
+    joined_angles,
+)
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     ExpertRunner,
@@ -39,7 +47,6 @@ from moe_pack.runtime.model.layer import (
     with_returned,
 )
 from moe_pack.runtime.model.mixers import NgramRows
-from moe_pack.runtime.model.sequence import CachedSequence, joined_angles
 from moe_pack.runtime.model.weights import Weights
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_pack.formats import RunError
 from moe_pack.formats.parts import RelativeSpec
 from moe_pack.runtime.model.attention import PositionBias, attend_keys, enter_keys
-from moe_pack.runtime.model.kv_cache import KVCache, LayerCache
+from moe_pack.runtime.model.caches import KVCache, LayerCache
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     PartialState,

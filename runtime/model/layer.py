@@ -30,8 +30,8 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.model.attention import attend
+from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.expert import neuron_of, run_expert
-from moe_pack.runtime.model.kv_cache import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrix import gather_rows, linear
 from moe_pack.runtime.model.mixer import mix, ngram_output
 from moe_pack.runtime.model.mixers import LayerState, NgramRows

@@ -18,7 +18,7 @@ from moe_pack.formats.parts import (
     MixerSpec,
     ShortConvSpec,
 )
-from moe_pack.runtime.model.kv_cache import Batch, each_sequence
+from moe_pack.runtime.model.caches import Batch, each_sequence
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.mixers import LayerState, convolve
 from moe_pack.runtime.model.operations import Operations

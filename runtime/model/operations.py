@@ -20,7 +20,7 @@ from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
-from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.caches import Angles, LayerCache, rotate
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity

@@ -208,13 +208,17 @@ class ErrorAnswer(BaseModel):
 
 
 class ModelObject(BaseModel):
-    """The served model: OpenAI's fields, then Anthropic's; `max_model_len` is the context, by vLLM's name."""
+    """The served model: OpenAI's fields, then Anthropic's; `max_model_len` is the context, by vLLM's name.
+
+    `chat`: whether the model has a chat template.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    chat: bool
     type: Literal["model"]
     display_name: str
     created_at: str
@@ -289,6 +293,7 @@ def model_object(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "moe-pack",
         "max_model_len": service.context_tokens,
+        "chat": service.takes_chats,
         "type": "model",
         "display_name": service.model_id,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.formats.errors import MoePackError
-from moe_pack.runtime.model import CachedSequence, Decoder
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.caches import CachedSequence
 from moe_pack.runtime.sampling import Sampler, check_sampling
 from moe_pack.runtime.serve.requests import (
     EndEvent,

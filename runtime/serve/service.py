@@ -213,6 +213,11 @@ class Service:
         self._parsers, self._grammars = parsers, grammars
 
     @property
+    def takes_chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens that the model knows."""
         return self._tokenizer.vocab_size

@@ -24,8 +24,7 @@ from torch import Tensor
 from moe_pack.formats import RunError
 from moe_pack.formats.json_files import canonical, parse
 from moe_pack.formats.safetensors import RangeReader, TensorEntry, lay_out, read_header
-from moe_pack.runtime.model import CachedSequence
-from moe_pack.runtime.model.kv_cache import Checkpoint
+from moe_pack.runtime.model.caches import CachedSequence, Checkpoint
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast
 _SUFFIX, _VERSION = ".session", 1

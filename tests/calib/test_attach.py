@@ -27,7 +27,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.kv_cache import Rope
+from moe_pack.runtime.model.caches import Rope
 from moe_pack.runtime.offload import ROUTING_FILE, Routing
 from moe_pack.runtime.offload.prefetch import PredictionInput, make_prediction
 from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes

@@ -25,7 +25,7 @@ from moe_pack.runtime.model import (
     mlp_input,
     route_tokens,
 )
-from moe_pack.runtime.model.kv_cache import Rope
+from moe_pack.runtime.model.caches import Rope
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.model import TORCH, NativeOperations, Operations
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 from moe_pack.runtime.model.operations import MAX_SCORE_BYTES, HeadNorms, fused_attention
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.

@@ -23,7 +23,7 @@ from moe_pack.formats.spec import cache_values, cached_values, layer_cache_value
 from moe_pack.runtime import Engine, EngineOptions, Sampler, generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, KVCache, open_weights, route_tokens
 from moe_pack.runtime.model.attention import largest
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 from moe_pack.runtime.options import cpu_only
 from moe_pack.runtime.sampling import SamplingOptions

@@ -30,7 +30,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.kv_cache import Rope
+from moe_pack.runtime.model.caches import Rope
 from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
 from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (

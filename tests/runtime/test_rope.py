@@ -13,7 +13,7 @@ from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
-from moe_pack.runtime.model.kv_cache import Rope, rotate
+from moe_pack.runtime.model.caches import Rope, rotate
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 17, 4095, 100_000])

@@ -17,7 +17,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, Expert, Operations, open_weights
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 24, 4, 2  # a head that is no multiple of the kernels' registers
 SPEC = GroupedQuerySpec("grouped_query", NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 7, HEAD_DIM**-0.5, (), "none", sinks=True)

@@ -22,7 +22,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.kv_cache import LayerRopes
+from moe_pack.runtime.model.caches import LayerRopes
 from moe_pack.runtime.model.layer import enter_second, run_unrouted, with_returned
 
 CPU = torch.device("cpu")

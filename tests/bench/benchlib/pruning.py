@@ -30,7 +30,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     running,
 )
-from moe_pack.runtime.model.kv_cache import Angles, Rope
+from moe_pack.runtime.model.caches import Angles, Rope
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.weights import from_experts, norm, to_experts
 

@@ -89,7 +89,7 @@ from moe_pack.runtime.model import (
     run_expert,
 )
 from moe_pack.runtime.model.attention import attend_latent
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
 

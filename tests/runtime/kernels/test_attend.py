@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering, QkNorms, attend
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 from moe_pack.runtime.model.operations import HeadNorms
 
 CPU = torch.device("cpu")

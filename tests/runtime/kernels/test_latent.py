@@ -17,7 +17,7 @@ from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import TORCH, Matrix, RowMatrix, StoredMatrix, Weights, linear
 from moe_pack.runtime.model.attention import attend_latent
-from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.caches import LayerCache
 
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
 GPU_TOLERANCE = 3e-5  # and on a GPU, whose tensor cores cut sums off; see test_attend

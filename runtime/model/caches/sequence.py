@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.runtime.model.kv_cache import Angles, Checkpoint, KVCache, LayerRopes
+from moe_pack.runtime.model.caches.kv_cache import Angles, Checkpoint, KVCache, LayerRopes
 
 LEAST_KEPT = 16  # tokens of a beginning; fewer are not worth the other rounding
 _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute

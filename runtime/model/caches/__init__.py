@@ -1,0 +1,34 @@
+"""What is kept of earlier tokens: keys, values and states of a sequence, its rotary positions, and its checkpoints."""
+
+from moe_pack.runtime.model.caches.kv_cache import (
+    Angles,
+    Batch,
+    Checkpoint,
+    Chosen,
+    EntryCache,
+    KVCache,
+    LayerCache,
+    LayerRopes,
+    Rope,
+    SequenceRows,
+    each_sequence,
+    rotate,
+)
+from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
+
+__all__ = [
+    "Angles",
+    "Batch",
+    "CachedSequence",
+    "Checkpoint",
+    "Chosen",
+    "EntryCache",
+    "KVCache",
+    "LayerCache",
+    "LayerRopes",
+    "Rope",
+    "SequenceRows",
+    "each_sequence",
+    "joined_angles",
+    "rotate",
+]
