@@ -187,7 +187,7 @@ def _called_tools(question: ChatQuestion) -> list[dict[str, Any]]:
     name = question.choice.name
     called = [tool for tool in question.tools if name is None or tool["function"]["name"] == name]
     if not called:
-        missing = "there are no tools" if name is None else f"there is no tool {name!r} in tools"
+        missing = "there are no tools" if name is None else f"there is no tool {name[:200]!r} in tools"
         raise RequestError(f"tool_choice asks for a call, but {missing}", "tool_choice")
     if question.grammar is not None:
         raise RequestError("tool_choice asks for a call, so the answer can have no other format; remove one of the two")

@@ -35,7 +35,7 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import Body, JsonObject, RequestBody, SamplingFields, stop_texts
+from moe_pack.runtime.serve.fields import Body, JsonObject, Many, RequestBody, SamplingFields, stop_texts
 from moe_pack.runtime.serve.openai_api import FunctionTool, function_tool, template_call
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import Service
@@ -53,14 +53,14 @@ class InputBlock(Body):
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
-    content: "str | list[InputBlock] | None" = None
+    content: "str | Many[InputBlock] | None" = None
 
 
 class InputMessage(Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[InputBlock]
+    content: str | Many[InputBlock]
 
 
 class InputTool(Body):
@@ -91,9 +91,9 @@ class CountRequest(RequestBody):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = None
-    messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[InputBlock] | None = None
-    tools: list[InputTool] | None = None
+    messages: Many[InputMessage] = Field(min_length=1)
+    system: str | Many[InputBlock] | None = None
+    tools: Many[InputTool] | None = None
     tool_choice: InputChoice | None = None
     thinking: Thinking | None = None
 
@@ -102,7 +102,7 @@ class MessagesRequest(SamplingFields, CountRequest):
     """A request for an answer in a conversation."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     stream: bool | None = None
 
 

@@ -241,7 +241,7 @@ class _Gate:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._names = app, frozenset(options.host_names)
-        self._digests = tuple(_digest(key) for key in options.api_keys)
+        self._digests = tuple(_digest(key.encode()) for key in options.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._problem(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
@@ -267,12 +267,13 @@ class _Gate:
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), credentials.strip() if scheme.lower() == "bearer" else ""]
         # Digests have one length, and all are compared: the time says nothing about the keys.
-        found = [hmac.compare_digest(_digest(one), digest) for one in given if one for digest in self._digests]
+        digests = [_digest(one.encode("latin-1")) for one in given if one]  # as Starlette decodes the header's bytes
+        found = [hmac.compare_digest(one, digest) for one in digests for digest in self._digests]
         return any(found)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _host_name(host: str) -> str:

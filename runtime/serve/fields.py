@@ -6,9 +6,9 @@ Anthropic's API references; llama.cpp's server for `top_k`, `min_p`, `repeat_pen
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.requests import RequestError
@@ -16,6 +16,7 @@ from moe_pack.runtime.serve.requests import RequestError
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_JSON_DEPTH = 64
+MAX_BIASES = 1024
 MAX_SEED = 2**63
 LEAST_TOP_P = 1e-9  # for 0, which OpenAI allows: the likeliest token alone
 
@@ -52,7 +53,21 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def few_biases(value: Any) -> Any:
+    """Returns a value, whatever it is, unless it is an object with very many keys.
+
+    Raises:  ValueError.
+    """
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"found {len(value)} tokens, at most {MAX_BIASES}")
+    return value
+
+
+T = TypeVar("T")
+# A list ends at its first wrong item: a list of 4 million of them took 46 s to refuse, in which nobody was served.
+Many = Annotated[list[T], Field(fail_fast=True)]
 JsonObject = dict[str, Any]
+Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few_biases)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=-1, lt=2**31)]
 
@@ -84,7 +99,7 @@ class SamplingFields(RequestBody):
     repeat_penalty: float | None = Field(None, gt=0, le=100, description="llama.cpp's name of repetition_penalty")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-MAX_SEED, lt=MAX_SEED, description="-1: every request differs")
 
     def over(self, default: SamplingOptions, vocab_size: int) -> SamplingOptions:

@@ -46,6 +46,7 @@ from moe_pack.runtime.serve.answers import (
 from moe_pack.runtime.serve.fields import (
     Body,
     JsonObject,
+    Many,
     SamplingFields,
     Token,
     TokenCount,
@@ -93,10 +94,10 @@ class ChatMessage(Body):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -154,13 +155,13 @@ class ChatRequest(SamplingFields):
     """A request for answers in a conversation."""
 
     model: str | None = None
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Many[ChatMessage] = Field(min_length=1)
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
@@ -178,12 +179,12 @@ class CompletionRequest(SamplingFields):
     """A request to continue texts."""
 
     model: str | None = None
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Many[str] | Many[Token] | Many[Many[Token]]
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
     grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

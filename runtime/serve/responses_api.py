@@ -36,7 +36,7 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import Body, JsonObject, SamplingFields, TokenCount, asked_tokens
+from moe_pack.runtime.serve.fields import Body, JsonObject, Many, SamplingFields, TokenCount, asked_tokens
 from moe_pack.runtime.serve.openai_api import (
     OPENAI_ERRORS,
     FunctionTool,
@@ -65,12 +65,12 @@ class InputItem(Body):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputPart] | None = None
-    summary: list[InputPart] | None = None
+    content: str | Many[InputPart] | None = None
+    summary: Many[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    output: str | Many[InputPart] | None = None
 
 
 class ResponseTool(Body):
@@ -115,9 +115,9 @@ class ResponsesRequest(SamplingFields):
     """A request for a response."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | Many[InputItem]
     instructions: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Many[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

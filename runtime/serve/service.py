@@ -229,7 +229,7 @@ class Service:
         """
         if name is not None and name not in self._names:
             raise ModelNotFoundError(
-                f"this server has no model {name!r}; use {self.model_id!r}, or leave the model out", "model"
+                f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"
             )
 
     def chat_prompt(

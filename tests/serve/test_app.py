@@ -97,6 +97,14 @@ def test_clients_send_their_keys() -> None:
                     other.messages.create(model="demo-moe", messages=HELLO, max_tokens=5)
 
 
+def test_a_key_may_have_any_characters() -> None:
+    with served(options=ServeOptions(api_keys=("schlüssel",), drain_s=1)) as server:
+        for key, status in (("schlüssel", 200), ("schlussel", 401)):
+            with case(key):
+                headers = {"x-api-key": key.encode()}
+                assert server.http.get("/v1/models", headers=headers).status_code == status
+
+
 @contextmanager
 def raw(server: Served, head: str, body: bytes = b"") -> Iterator[socket.socket]:
     """Sends bytes, and leaves the connection open for the block."""

@@ -1,6 +1,7 @@
 """Chat completions, text completions and models, with OpenAI's own client as the judge."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -403,6 +404,21 @@ def test_strange_bodies_are_refused(plain: Served) -> None:
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     form = plain.http.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": "text/plain"})
     assert form.status_code == 400, "a page of another origin may send text without being asked"
+
+
+def test_a_large_wrong_body_is_refused_at_once(plain: Served) -> None:
+    for fields in (
+        {"stop": [1] * 1_000_000},
+        {"logit_bias": dict.fromkeys(map(str, range(300_000)), "x")},
+        {"messages": [{"role": "user", "content": 1}] * 200_000},
+        {"messages": [{"role": "user", "content": [1] * 1_000_000}]},
+    ):
+        with case(*fields):
+            body = json.dumps({"messages": HELLO, **fields})
+            begun = time.monotonic()
+            answer = plain.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400
+            assert time.monotonic() - begun < 5, "all others wait meanwhile"
 
 
 def test_a_prompt_that_fills_the_context(client: openai.OpenAI) -> None:
