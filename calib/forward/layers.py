@@ -43,8 +43,6 @@ from torch import Tensor
 from moe_pack.formats import CheckpointError, ModelSpec, RunError, Selector
 from moe_pack.runtime.model import (
     Expert,
-    KVCache,
-    LayerRopes,
     Matrix,
     Operations,
     StoredMatrix,
@@ -53,7 +51,7 @@ from moe_pack.runtime.model import (
     mlp_input,
     route_tokens,
 )
-from moe_pack.runtime.model.caches import Chosen
+from moe_pack.runtime.model.caches import Chosen, KVCache, LayerRopes
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
 from moe_pack.runtime.model.layer import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
 from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable

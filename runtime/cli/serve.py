@@ -127,9 +127,12 @@ class ServeCommand:
         """Returns what the server allows."""
         from moe_pack.runtime.serve.app import ServeOptions
 
-        keys = self.api_key if self.api_key is not None else os.environ.get(_KEY_VARIABLE, "")
+        keys = tuple(_listed(self.api_key if self.api_key is not None else os.environ.get(_KEY_VARIABLE, "")))
+        is_open = not keys and _is_loopback(self.host)
         return ServeOptions(
-            api_keys=tuple(_listed(keys)),
+            api_keys=keys,
+            # A page of another site whose name leads here is refused.
+            host_names=("127.0.0.1", "localhost", "[::1]", self.host) if is_open else (),
             cors_origins=tuple(_listed(self.cors_origins or "")),
             max_body_bytes=self.max_body_bytes,
         )
@@ -329,8 +332,17 @@ def _listening(host: str, port: int) -> socket.socket:
     Raises:  RunError if the address cannot be used.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=256)
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio turns Nagle's delay off where the protocol is named.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(256)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
     except OSError as fault:
         raise RunError(
             f"cannot listen on {host} port {port} ({fault.strerror or fault}); give another --host or --port"

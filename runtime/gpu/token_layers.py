@@ -25,7 +25,8 @@ from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
-from moe_pack.runtime.model import Angles, KVCache, PackWeights
+from moe_pack.runtime.model import PackWeights
+from moe_pack.runtime.model.caches import Angles, KVCache
 
 
 def stored(weights: PackWeights, role: str) -> StoredRows:

@@ -1,6 +1,5 @@
 """What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
 
-from moe_pack.runtime.model.caches import Angles, KVCache, LayerRopes
 from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
 from moe_pack.runtime.model.decoder import Decoder
 from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
@@ -40,14 +39,11 @@ __all__ = [
     "PREFILL_TOKENS",
     "TORCH",
     "Activations",
-    "Angles",
     "CheckpointWeights",
     "Decoder",
     "EncoderDecoder",
     "Expert",
     "ExpertRunner",
-    "KVCache",
-    "LayerRopes",
     "Matrix",
     "NativeOperations",
     "NeuronBlock",

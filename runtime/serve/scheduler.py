@@ -20,9 +20,10 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.formats.errors import MoePackError
+from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence
-from moe_pack.runtime.sampling import Sampler, check_sampling
+from moe_pack.runtime.sampling import check_sampling
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
@@ -35,7 +36,7 @@ from moe_pack.runtime.serve.requests import (
     TokenEvent,
 )
 from moe_pack.runtime.serve.sessions import SessionStore
-from moe_pack.runtime.text import Text, TextStream
+from moe_pack.runtime.text import TextStream
 
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
 

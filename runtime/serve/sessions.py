@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import RunError
-from moe_pack.formats.json_files import canonical, parse
-from moe_pack.formats.safetensors import RangeReader, TensorEntry, lay_out, read_header
+from moe_pack.formats import RangeReader, RunError, canonical, parse
+from moe_pack.formats.safetensors import TensorEntry, lay_out, read_header
 from moe_pack.runtime.model.caches import CachedSequence, Checkpoint
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast

@@ -16,16 +16,8 @@ from moe_pack.calib.evaluate import MeasuredThresholds, ThresholdRule, measure_t
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.calib.forward import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, Selector
-from moe_pack.runtime.model import (
-    KVCache,
-    PackWeights,
-    activations,
-    add_attention,
-    embed,
-    mlp_input,
-    route_tokens,
-)
-from moe_pack.runtime.model.caches import Rope
+from moe_pack.runtime.model import PackWeights, activations, add_attention, embed, mlp_input, route_tokens
+from moe_pack.runtime.model.caches import KVCache, Rope
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)

@@ -14,9 +14,10 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec, NormSpec
 from moe_pack.formats.parts import BlockIndexerSpec, GroupedQuerySpec, RopeSpec
 from moe_pack.formats.spec import cache_values, cached_values, spec_fault
-from moe_pack.runtime.model import TORCH, KVCache, LayerRopes, Matrix, Operations, StoredMatrix, operations
+from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix, operations
 from moe_pack.runtime.model import attention as block_attention
 from moe_pack.runtime.model.attention import attend, choose_blocks, largest
+from moe_pack.runtime.model.caches import KVCache, LayerRopes
 
 D, HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 64, 4, 2, 32, 50
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from moe_pack.formats import MATRICES, CheckpointError, ModelSpec, Pack, RunErro
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.spec import cache_values, cached_values, layer_cache_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, generate
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, KVCache, open_weights, route_tokens
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens
 from moe_pack.runtime.model.attention import largest
-from moe_pack.runtime.model.caches import LayerCache
+from moe_pack.runtime.model.caches import KVCache, LayerCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 from moe_pack.runtime.options import cpu_only
 from moe_pack.runtime.sampling import SamplingOptions

@@ -33,7 +33,6 @@ from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
     Decoder,
-    KVCache,
     NativeOperations,
     Operations,
     PackWeights,
@@ -43,6 +42,7 @@ from moe_pack.runtime.model import (
     open_weights,
     operations_for,
 )
+from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.mixer import ngram_output
 from moe_pack.runtime.model.mixers import LaterRows, LayerState, NgramRows
 from moe_pack.runtime.model.mixers.ngrams import row_numbers

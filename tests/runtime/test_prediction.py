@@ -21,7 +21,6 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
-    KVCache,
     PackWeights,
     StoredMatrix,
     add_attention,
@@ -30,7 +29,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.caches import Rope
+from moe_pack.runtime.model.caches import KVCache, Rope
 from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
 from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (

@@ -19,8 +19,9 @@ from transformers.models.laguna.modeling_laguna import LagunaAttention
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, OutputGateSpec, ProportionalSpec, RopeSpec
-from moe_pack.runtime.model import TORCH, KVCache, LayerRopes, Operations, StoredMatrix, head
+from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, head
 from moe_pack.runtime.model.attention import attend
+from moe_pack.runtime.model.caches import KVCache, LayerRopes
 
 D, T, CPU = 64, 12, torch.device("cpu")
 # Names of modules, of all kinds of attention here.

@@ -12,7 +12,6 @@ from moe_pack.formats import ModelSpec, Pack, Plan, Selector, part_format, unifo
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.parts import GatedDeltaSpec, GroupedQuerySpec, Mamba2Spec, MambaSpec, MixerSpec, ShortConvSpec
 from moe_pack.runtime.model import (
-    KVCache,
     add_attention,
     embed,
     head,
@@ -22,7 +21,7 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.caches import LayerRopes
+from moe_pack.runtime.model.caches import KVCache, LayerRopes
 from moe_pack.runtime.model.layer import enter_second, run_unrouted, with_returned
 
 CPU = torch.device("cpu")

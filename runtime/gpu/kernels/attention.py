@@ -30,7 +30,7 @@ from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rows import lookup_for
-from moe_pack.runtime.model import Angles
+from moe_pack.runtime.model.caches import Angles
 
 
 class QkNorms(NamedTuple):
