@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
@@ -197,6 +198,7 @@ class BatchScheduler:
         self._owed_s = 0.0  # to decode, since the last piece of a prompt
         self._num_requests = self._prompt_tokens = self._cached_tokens = self._generated = self._steps = 0
         self._prefill_s = self._decode_s = 0.0
+        self._torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="moe-serve engine", daemon=True)
         self._thread.start()
 
@@ -260,6 +262,9 @@ class BatchScheduler:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # OpenMP has a number of threads for each thread. The engine set that of the thread that built it; torch's own
+        # would spin next to the kernels' threads, which halves their speed.
+        torch.set_num_threads(self._torch_threads)
         try:
             while self._take_turn():
                 pass

@@ -154,7 +154,12 @@ def _add_facts(writer: gguf.GGUFWriter, model: Dimensions) -> None:
     if model.arch == "qwen3moe":
         writer.add_expert_feed_forward_length(model.intermediate_size)
     writer.add_vocab_size(model.vocab_size)
-    writer.add_tokenizer_model("none")  # ids in, logits out
+    # A token's text is its number: llama-server writes text, whatever it is asked.
+    words = [f"{number} " for number in range(model.vocab_size)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
 
 
 def _stored_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,119 @@
+"""The server of a synthetic pack, which has no tokenizer: a token's text is its number.
+
+    python tests/bench/benchlib/serve_side.py PACK --port 8080 --parallel 4 --context 256 [--budget SIZE]
+
+All else is what moe-serve runs: the application, the scheduler, the engine.
+"""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import click
+
+from moe_pack.formats import Pack
+from moe_pack.formats.commands import read_size
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.offload import Approximations, Sequences
+from moe_pack.runtime.sampling import Grammar, SamplingOptions
+from moe_pack.runtime.serve.app import ServeOptions, create_app, server_of
+from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
+from moe_pack.runtime.serve.scheduler import BatchScheduler
+from moe_pack.runtime.serve.service import ModelFacts, Service
+from moe_pack.runtime.serve.styles import style_of
+
+
+class Numbers:
+    """A tokenizer, and its stream: a token is its number and a space."""
+
+    end_ids = answer_end_ids = frozenset[int]()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Returns the numbers in a text."""
+        return [int(word) for word in text.split()]
+
+    def stream(self, prompt_ids: list[int], keeps_special: bool = False) -> "Numbers":
+        """Returns a stream after a prompt."""
+        return self
+
+    def push(self, token: int) -> str:
+        """Returns a token's text."""
+        return f"{token} "
+
+    def finish(self) -> str:
+        """Returns nothing: no text waits."""
+        return ""
+
+
+class NoGrammars:
+    """Refuses every grammar."""
+
+    def json_object(self) -> Grammar:
+        """Refuses it."""
+        raise NotImplementedError
+
+    def json_schema(self, schema: object) -> Grammar:
+        """Refuses it."""
+        raise NotImplementedError
+
+    def gbnf(self, text: str) -> Grammar:
+        """Refuses it."""
+        raise NotImplementedError
+
+
+def _parser(prompt_end: str, tools: list[dict[str, object]]) -> AnswerParser:
+    return parser_for(style_of(""), prompt_end, bool(tools))
+
+
+@click.command()
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--port", type=int, required=True)
+@click.option("--parallel", type=int, required=True)
+@click.option("--context", type=int, required=True)
+@click.option("--threads", type=int, default=None)
+@click.option("--budget", default=None)
+@click.option("--substitute", type=float, default=None)
+def main(
+    pack: Path,
+    port: int,
+    parallel: int,
+    context: int,
+    threads: int | None,
+    budget: str | None,
+    substitute: float | None,
+) -> None:
+    """Serves until a signal comes."""
+    options = EngineOptions(
+        budget_bytes=None if budget is None else read_size(budget),
+        read="map" if budget is None else "auto",
+        threads=threads,
+        approximations=Approximations(substitute=substitute),
+    )
+    with ExitStack() as stack:
+        opened = stack.enter_context(Pack(pack))
+        engine = stack.enter_context(Engine(opened, options, context, sequences=Sequences(parallel)))
+        assert isinstance(engine.decoder, Decoder)
+        text = Numbers(opened.spec.vocab_size)
+        scheduler = BatchScheduler(engine.decoder, text)  # type: ignore[arg-type]  # all that it asks of a text
+        stack.enter_context(closing(scheduler))
+        service = Service(
+            ModelFacts("synthetic", frozenset(), 0, SamplingOptions(temperature=0)),
+            scheduler,
+            text,
+            None,
+            _parser,
+            NoGrammars(),
+            lambda token: str(token).encode(),
+        )
+        allowed = ServeOptions()
+        server_of(create_app(service, allowed), "127.0.0.1", port, allowed).run()
+        if engine.offloaded is not None:
+            decode = engine.offloaded.decode
+            click.echo(f"decode: {decode.asked_bytes / max(decode.tokens, 1):.0f} bytes a token", err=True)
+
+
+if __name__ == "__main__":
+    main()
