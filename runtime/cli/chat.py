@@ -10,6 +10,7 @@ computed already. Reasoning goes to the template as a field of its own, so that 
 
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -32,6 +33,8 @@ from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS, ChatPrompt
 from moe_pack.runtime.serve.styles import style_of
 
 _PROMPT, _NEXT_LINE = "> ", ". "
+# A model may write them, and on a terminal they could move the cursor, change colours or answer in the user's place.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NUM_SEEDS = 2**63  # as --seed takes
 _PRESSES_TO_LEAVE = 3  # of Ctrl-C during one answer: a pass over a prompt from a slow disk may take minutes
 _COMMANDS = {
@@ -398,8 +401,10 @@ class _Terminal:
     def show(self, words: str, is_reasoning: bool) -> None:
         if self._is_reasoning is not is_reasoning:
             self._begin(is_reasoning)
-        self._last = words
-        styled = click.style(words, dim=True) if is_reasoning and self._is_dimmed else words
+        if sys.stderr.isatty() if is_reasoning else self._is_shared:
+            words = _CONTROL.sub("", words)
+        self._last = words or self._last
+        styled = click.style(words, dim=True) if words and is_reasoning and self._is_dimmed else words
         click.echo(styled, nl=False, err=is_reasoning)
 
     def _begin(self, is_reasoning: bool) -> None:
