@@ -230,6 +230,9 @@ class _Server:
             raise RunError("moe-serve does not support models with an encoder; use moe-run")
         text = Text(pack)
         context, sequences = self._sizes(pack)
+        sessions = None  # a wrong folder is refused before the engine takes its time
+        if options.sessions is not None:
+            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
         engine = opened.enter_context(self._open_engine(pack, context, sequences))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
@@ -239,9 +242,6 @@ class _Server:
         )
         for fallback in engine.fallbacks:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
-        sessions = None
-        if options.sessions is not None:
-            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
         scheduler = opened.enter_context(closing(BatchScheduler(engine.decoder, text, options.queue, sessions)))
         service = _service_of(pack, text, scheduler, options.model_name)
         live = live_counts(engine)
