@@ -22,7 +22,7 @@ from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
-from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
 from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _USUAL_PARALLEL = 4
 _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
+_OPTION_NAMES = BudgetOptionNames("--budget", "--context")
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
@@ -276,7 +277,9 @@ class _Server:
                 progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
                 return measure_disk(pack.folder, progress)
 
-            return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
+            return Engine(
+                pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=_OPTION_NAMES
+            )
 
 
 def _service_of(pack: Pack, text: Text, scheduler: "BatchScheduler", name: str | None) -> "Service":

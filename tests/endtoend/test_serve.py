@@ -260,7 +260,7 @@ def test_what_cannot_start_says_why_in_one_line(packed: Path, tmp_path: Path) ->
             ([packed, "--port", 0, "--context", 4096], 1, "--context 4096: this model has 2048 positions"),
             ([packed, "--port", 0, "--sessions", tmp_path / "file"], 2, "--sessions"),
             ([packed, "--port", 0, "--sessions", tmp_path / "file" / "in-it"], 1, "--sessions"),
-            ([packed, "--port", 0, "--budget", "1M"], 1, "--budget"),
+            ([packed, "--port", 0, "--budget", "1M"], 1, "raise it or shorten the context with --context"),
             ([packed, "--port", "many"], 2, "--port"),
             ([packed, "--port", 0, "--parallel", 0], 2, "--parallel"),
         ]
