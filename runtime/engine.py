@@ -53,7 +53,7 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
+from moe_pack.runtime.offload.budget import AS_BUDGET, BudgetOptionNames, resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.offload.presets import eviction_of
@@ -88,7 +88,7 @@ class Engine:
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
              `options.machine` is None; None: the usual disk is assumed.   sequences: that run at once, each with a
-             context of its own; a GPU runs one.
+             context of its own; a GPU runs one.   option_names: of the command that set the budget, for messages.
     Raises:  RunError if the budget is too small, an option cannot be followed, or `is_strict` and there is a fallback;
              PackError if the pack is damaged.
     """
@@ -102,6 +102,7 @@ class Engine:
         host: HostArena | None = None,
         measure_disk: Callable[[], MachineFacts] | None = None,
         sequences: Sequences = ONE_SEQUENCE,
+        option_names: BudgetOptionNames = AS_BUDGET,
     ) -> None:
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
@@ -115,7 +116,7 @@ class Engine:
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
-        self._sequences = sequences
+        self._sequences, self._option_names = sequences, option_names
         self._measure_disk = measure_disk
         if options.verify == "full":
             audit(pack, progress)
@@ -232,8 +233,8 @@ class Engine:
         pack, options = self._pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
-        sequences = self._sequences
-        self.plan, heat, rows_below = divide_budget(*needs, sequences=sequences), None, 0.0
+        sequences, names = self._sequences, self._option_names
+        self.plan, heat, rows_below = divide_budget(*needs, names, sequences=sequences), None, 0.0
         # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
         # computed together.
         has_all = int(expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
@@ -241,7 +242,7 @@ class Engine:
             rows_below = choices.cutover()
         if rows_below > 0:
             heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
-            self.plan = divide_budget(*needs, heat=heat, sequences=sequences)
+            self.plan = divide_budget(*needs, names, heat=heat, sequences=sequences)
         has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)

@@ -22,7 +22,7 @@ from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
-from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
 from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _USUAL_PARALLEL = 4
 _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
+_OPTION_NAMES = BudgetOptionNames("--budget", "--context")
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
@@ -230,6 +231,9 @@ class _Server:
             raise RunError("moe-serve does not support models with an encoder; use moe-run")
         text = Text(pack)
         context, sequences = self._sizes(pack)
+        sessions = None  # a wrong folder is refused before the engine takes its time
+        if options.sessions is not None:
+            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
         engine = opened.enter_context(self._open_engine(pack, context, sequences))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
@@ -239,9 +243,6 @@ class _Server:
         )
         for fallback in engine.fallbacks:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
-        sessions = None
-        if options.sessions is not None:
-            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
         scheduler = opened.enter_context(closing(BatchScheduler(engine.decoder, text, options.queue, sessions)))
         service = _service_of(pack, text, scheduler, options.model_name)
         live = live_counts(engine)
@@ -276,7 +277,9 @@ class _Server:
                 progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
                 return measure_disk(pack.folder, progress)
 
-            return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
+            return Engine(
+                pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=_OPTION_NAMES
+            )
 
 
 def _service_of(pack: Pack, text: Text, scheduler: "BatchScheduler", name: str | None) -> "Service":
