@@ -1,10 +1,10 @@
-"""The command `moe-run`: it continues a text, or with `--bench` measures speed.
+"""The command `moe-run`: it continues a text, holds a conversation, or with `--bench` measures speed.
 
 The text goes to standard output; everything else goes to standard error.
 """
 
 import json
-import time
+import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +35,12 @@ from moe_pack.runtime import (
     report_lines,
     save_facts,
 )
+from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import SamplingOptions, check_sampling
+
+_USUAL_CONTEXT = 4096  # tokens of a conversation, where the model has as many positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,32 @@ class RunOptions:
         default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is standard input.")
     )
     chat: bool = field(
-        default=False, metadata=option("--chat", help="Send the prompt as a chat message, in the pack's own template.")
+        default=False,
+        metadata=option(
+            "--chat",
+            help="Send the prompt as a chat message, in the pack's own template; without a prompt, hold a conversation "
+            "on the terminal.",
+        ),
+    )
+    context: int | None = field(
+        default=None,
+        metadata=option(
+            "--context",
+            "-c",
+            least=16,
+            metavar="TOKENS",
+            help="In a conversation: tokens of all messages together.  [default: 4096, or all that the model has]",
+        ),
     )
     bench: BenchOptions = field(default_factory=BenchOptions)
     max_tokens: int | None = field(
         default=None,
-        metadata=option("--max-tokens", "-n", least=1, help="Stop after N tokens.  [default: 256; 64 with --bench]"),
+        metadata=option(
+            "--max-tokens",
+            "-n",
+            least=1,
+            help="Stop after N tokens.  [default: 256; 64 with --bench; in a conversation the rest of the context]",
+        ),
     )
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -127,14 +152,27 @@ class RunOptions:
 
         Raises:  UsageError.
         """
+        if self.context is not None and not self.is_conversation:
+            raise UsageError("--context needs a conversation; remove it, or give --chat without a prompt")
         if not self.bench.is_given:
-            if (self.prompt is None) == (self.prompt_file is None):
-                raise UsageError("give the text to continue, with either --prompt or --prompt-file")
+            if self.is_conversation and not sys.stdin.isatty():
+                raise UsageError(
+                    "--chat without a prompt is a conversation and needs a terminal; give --prompt or --prompt-file"
+                )
+            if (self.prompt is None) == (self.prompt_file is None) and not self.is_conversation:
+                raise UsageError(
+                    "give the text to continue, with either --prompt or --prompt-file, or --chat for a conversation"
+                )
             return
         if self.stats:
             raise UsageError("--bench reports everything that --stats does; remove --stats")
         if self.prompt is not None or self.prompt_file is not None or self.chat:
             raise UsageError("--bench has its own prompt; remove --prompt, --prompt-file and --chat")
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether the user talks to the model on the terminal."""
+        return self.chat and self.prompt is None and self.prompt_file is None and not self.bench.is_given
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +196,7 @@ class RunOptions:
 Examples:
   moe-run packed/ --prompt "It was a dark night"
   moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
+  moe-run packed/ --chat
   moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats
   moe-run packed/ --prompt "It was a dark night" --budget 2G --stats
   moe-run packed/ --bench""",
@@ -167,7 +206,7 @@ Examples:
 @common_options
 @command_errors(interrupted="interrupted")
 def main(pack: Path, options: RunOptions, debug: bool) -> None:
-    """Continue a text with the model in PACK, a folder that moe-pack convert wrote.
+    """Continue a text with the model in PACK, a folder that moe-pack convert wrote, or hold a conversation with it.
 
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
@@ -176,6 +215,8 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     sampler = Sampler(options.sampling)
     if options.bench.is_given:
         _bench(pack, options, sampler)
+    elif options.is_conversation:
+        _converse(pack, options)
     else:
         _continue(pack, options, options.text(), sampler)
 
@@ -187,8 +228,9 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         text = Text(pack)
         prompt_ids = _encoded(pack, text, words, options.chat)
         end_ids = text.answer_end_ids if options.chat else text.end_ids
-        engine = stack.enter_context(_open_engine(pack, options, len(prompt_ids)))
-        clock = _Clock()
+        context = _context_for(pack, options, len(prompt_ids))
+        engine = stack.enter_context(_open_engine(pack, options.engine, context, Sequences()))
+        clock = Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
         try:
@@ -213,18 +255,42 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
         pack = stack.enter_context(Pack(folder))
         spec, number = pack.spec, options.bench.prompt_tokens or 128
         prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
-        engine = stack.enter_context(_open_engine(pack, options, number))
+        context = _context_for(pack, options, number)
+        engine = stack.enter_context(_open_engine(pack, options.engine, context, Sequences()))
         times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens)
         show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
 
 
-def _open_engine(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
-    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels."""
+def _converse(folder: Path, options: RunOptions) -> None:
+    """Opens the pack, holds a conversation on the terminal, and reports."""
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        text = Text(pack)
+        _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
+        most = pack.spec.max_position_embeddings
+        context = min(_USUAL_CONTEXT, most) if options.context is None else options.context
+        if context > most:
+            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+        # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
+        sequences = Sequences(1, checkpoints=0 if options.engine.device == "cuda" else 1)
+        engine = stack.enter_context(_open_engine(pack, options.engine, context, sequences))
+        assert isinstance(engine.decoder, Decoder), "a model without an encoder"
+        chosen = ChatOptions(options.sampling, options.max_tokens, options.stats)
+        try:
+            converse(folder.resolve().name, text, engine.decoder, chosen)
+        finally:
+            if options.stats:
+                _show(report_lines(report(engine)))
+
+
+def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int:
     spec = pack.spec
-    context_tokens = context_for(
-        num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None
-    )
-    chosen = replace(options.engine, machine=load_facts(cache_folder(), pack.folder))
+    return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
+
+
+def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, sequences: Sequences) -> Engine:
+    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels."""
+    chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:
 
         def measured() -> MachineFacts:
@@ -234,49 +300,39 @@ def _open_engine(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Eng
                 save_facts(facts, cache_folder(), pack.folder)
             return facts
 
-        return Engine(pack, chosen, context_tokens, progress, measure_disk=measured)
+        return Engine(pack, chosen, context_tokens, progress, measure_disk=measured, sequences=sequences)
 
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
-    if chat and pack.spec.encoder is not None:
-        raise RunError("--chat does not support models with an encoder; remove it")
-    prompt_ids = text.encode(chat_prompt(pack, words) if chat else words, special_tokens=not chat)
+    prompt_ids = text.encode(_chat_prompt(pack, words) if chat else words, special_tokens=not chat)
     if not prompt_ids:
         raise RunError("--prompt: the tokenizer finds no token in it; give another text")
     return prompt_ids
 
 
-class _Clock:
-    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
+def _chat_prompt(pack: Pack, words: str) -> str:
+    """Returns the prompt that asks the model to answer.
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.num_tokens = 0
-        self.prefill_s = 0.0
-        self.decode_s = 0.0
-
-    def tick(self) -> None:
-        """Notes that there is a new token."""
-        elapsed = time.perf_counter() - self._start
-        if self.num_tokens == 0:
-            self.prefill_s = elapsed
-        self.decode_s = elapsed - self.prefill_s
-        self.num_tokens += 1
+    Raises:  RunError if the model is none to chat with.
+    """
+    if pack.spec.encoder is not None:
+        raise RunError("--chat does not support models with an encoder; remove it")
+    return chat_prompt(pack, words)
 
 
-def _report(sampler: Sampler, engine: Engine, clock: _Clock, num_prompt_tokens: int) -> None:
+def _report(sampler: Sampler, engine: Engine, clock: Clock, num_prompt_tokens: int) -> None:
     lines = [
-        ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
-        ("generated", f"{clock.num_tokens} tokens, {_rate(clock.num_tokens - 1, clock.decode_s)}"),
+        ("prompt", f"{num_prompt_tokens} tokens, {rate_text(num_prompt_tokens, clock.prefill_s)}"),
+        ("generated", f"{clock.num_tokens} tokens, {rate_text(clock.num_tokens - 1, clock.decode_s)}"),
         *report_lines(report(engine)),
         ("seed", str(sampler.seed) if sampler.temperature else "none: greedy"),
     ]
+    _show(lines)
+
+
+def _show(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
         click.echo(f"{name:16} {value}", err=True)
-
-
-def _rate(num_tokens: int, seconds: float) -> str:
-    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
 
 
 def _read(file: TextIO | None) -> str:

@@ -1,0 +1,482 @@
+"""A conversation on a terminal: `moe-run packed/ --chat`.
+
+`Conversation` has the messages, makes the answers and does the commands; it knows no terminal. `_Terminal` reads what
+the user enters and shows what comes back: the text of answers on standard output, everything else on standard error.
+`converse` joins both.
+
+Every turn renders the whole conversation by the model's chat template, and the decoder keeps the beginning that it has
+computed already. Reasoning goes to the template as a field of its own, so that the template decides whether it stays.
+"""
+
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import click
+
+from moe_pack.formats import RunError
+from moe_pack.runtime import ChatTemplate, Sampler, Text, generate
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.sampling import SamplingOptions
+from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
+from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS, ChatPrompt
+from moe_pack.runtime.serve.styles import style_of
+
+_PROMPT, _NEXT_LINE = "> ", ". "
+# A model may write them, and on a terminal they could move the cursor, change colours or answer in the user's place.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_NUM_SEEDS = 2**63  # as --seed takes
+_PRESSES_TO_LEAVE = 3  # of Ctrl-C during one answer: a pass over a prompt from a slow disk may take minutes
+_COMMANDS = {
+    "/clear": "begins a new conversation; the system message stays",
+    "/regenerate": "makes the last answer again, with another seed",
+    "/system TEXT": "sets the system message and begins a new conversation; without TEXT there is none",
+    "/save FILE": "writes the messages to a JSON file",
+    "/help": "shows this list",
+    "/exit": "ends the conversation, as Ctrl-D does",
+}
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How to answer.
+
+    `sampling`: its seed is that of the first answer, and each further answer has the next one; None draws a new seed
+    for each.   `max_tokens`: of an answer; None for the rest of the context.   `stats`: a line after each answer.
+    """
+
+    sampling: SamplingOptions
+    max_tokens: int | None = None
+    stats: bool = False
+
+
+class Screen(Protocol):
+    """Shows what a conversation brings."""
+
+    def show(self, words: str, is_reasoning: bool) -> None:
+        """Shows more of an answer, or of the reasoning before it."""
+        ...
+
+    def end_answer(self) -> None:
+        """Ends the last line of an answer."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Shows a line that is no part of an answer."""
+        ...
+
+
+class Clock:
+    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.num_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+
+    def tick(self) -> None:
+        """Notes that there is a new token."""
+        elapsed = time.perf_counter() - self._start
+        if self.num_tokens == 0:
+            self.prefill_s = elapsed
+        self.decode_s = elapsed - self.prefill_s
+        self.num_tokens += 1
+
+
+def rate_text(num_tokens: int, seconds: float) -> str:
+    """Returns tokens a second as text."""
+    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
+
+
+class Conversation:
+    """The messages of a conversation, and what the user's entries do to them.
+
+    Args:    text: of a pack that has a chat template.   decoder: with the context of the conversation.
+    """
+
+    def __init__(self, text: Text, decoder: Decoder, options: ChatOptions, screen: Screen) -> None:
+        assert text.chat_template is not None, "packs without a chat template are refused before"
+        self._template: ChatTemplate = text.chat_template
+        self._style = style_of(self._template.source())
+        self._text, self._decoder, self._options, self._screen = text, decoder, options, screen
+        self._system: str | None = None
+        self._turns: list[Message] = []
+        self._num_answers = 0
+        self._saved: set[Path] = set()
+        self._is_stopped = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages so far; an answer may have `reasoning_content`."""
+        return [*self._system_messages(self._system), *self._turns]
+
+    def stop(self) -> None:
+        """Ends the answer that is being made after its next token; what was said stays. A signal may call it."""
+        self._is_stopped = True
+
+    def enter(self, entry: str) -> bool:
+        """Answers a message, or does a command; returns whether the conversation goes on.
+
+        Raises:  RunError, PackError if the engine fails; a template that refuses the conversation is only reported.
+        """
+        try:
+            if entry.startswith("/"):
+                return self._command(entry)
+            if entry.strip():
+                self._ask(entry.lstrip() if entry.lstrip().startswith("/") else entry)
+            return True
+        finally:
+            self._is_stopped = False
+
+    # ---- commands ---------------------------------------------------------------------------------------------------
+
+    def _command(self, entry: str) -> bool:
+        name, *others = entry.split(maxsplit=1)
+        words = "".join(others).strip()
+        if words and name in _COMMANDS:
+            self._screen.say(f"{name} takes no text; to send this as a message, begin it with a space")
+            return True
+        match name:
+            case "/exit":
+                return False
+            case "/clear":
+                self._begin_again("the conversation is empty")
+            case "/regenerate":
+                self._regenerate()
+            case "/system":
+                self._set_system(words or None)
+            case "/save":
+                self._save(words)
+            case "/help":
+                for usage, meaning in _COMMANDS.items():
+                    self._screen.say(f"{usage:14} {meaning}")
+                self._screen.say("A message ends with its line; a \\ at the end of a line continues it.")
+            case _:
+                self._screen.say(f"there is no command {name}; /help lists them, and a message may begin with a space")
+        return True
+
+    def _begin_again(self, line: str) -> None:
+        self._turns = []
+        self._screen.say(line)
+
+    def _set_system(self, words: str | None) -> None:
+        """Sets the system message, unless the template refuses it."""
+        example = [*self._system_messages(words), {"role": "user", "content": "Hello"}]
+        try:
+            self._template.render(example, add_generation_prompt=True)
+        except RunError as fault:
+            self._screen.say(f"{fault}; the system message stays as it was")
+            return
+        self._system = words
+        what = "there is no system message" if words is None else "the system message is set"
+        self._begin_again(f"{what}, and the conversation is empty")
+
+    @staticmethod
+    def _system_messages(words: str | None) -> list[Message]:
+        return [] if words is None else [{"role": "system", "content": words}]
+
+    def _save(self, name: str) -> None:
+        """Writes the messages to a file; only a file of this conversation is written over."""
+        if not name:
+            self._screen.say("/save needs the name of a file; type /save chat.json")
+            return
+        try:
+            path = Path(name).expanduser()
+            if path.exists() and path.resolve() not in self._saved:
+                self._screen.say(f"{path} is there already; give another name")
+                return
+            _write(path, json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n")
+        except (OSError, ValueError, RuntimeError) as fault:  # also names that no file can have, as a home of nobody
+            reason = fault.strerror if isinstance(fault, OSError) else fault
+            self._screen.say(f"{name} cannot be written ({reason}); give another name")
+            return
+        self._saved.add(path.resolve())
+        self._screen.say(f"{len(self.messages)} messages are in {path}")
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, words: str) -> None:
+        self._answer([*self._turns, {"role": "user", "content": words}])
+
+    def _regenerate(self) -> None:
+        if not self._turns:
+            self._screen.say("there is no answer yet; type a message first")
+            return
+        self._answer(self._turns[:-1])
+
+    def _answer(self, turns: list[Message]) -> None:
+        """Makes an answer to turns; both become the conversation, unless nothing was said."""
+        try:
+            prompt = self._prompt([*self._system_messages(self._system), *turns])
+        except RunError as fault:
+            self._screen.say(f"{fault}; the conversation stays as it was")
+            return
+        context = self._decoder.cache.context_tokens
+        if len(prompt.ids) >= context:
+            self._screen.say(
+                f"the conversation would have {len(prompt.ids)} tokens, and its context is {context}; {self._remedy()}"
+            )
+            return
+        answer = self._made(prompt)
+        if answer is None:
+            self._screen.say("the answer was ended before it began; the conversation stays as it was")
+            return
+        self._turns = [*turns, answer]
+
+    def _prompt(self, messages: list[Message]) -> ChatPrompt:
+        """Returns a conversation as text and tokens, ready for an answer.
+
+        Raises:  RunError if the template has an error or refuses the conversation, or there is no token.
+        """
+        text = self._template.render(messages, add_generation_prompt=True)
+        ids = self._encoded(text)
+        if not ids:
+            raise RunError("the tokenizer finds no token in the conversation")
+        with suppress(RunError):  # the next turn will not have what begins this answer
+            before = self._template.render(messages, add_generation_prompt=False)
+            kept = self._encoded(before) if text.startswith(before) else ()
+            if kept and ids[: len(kept)] == kept:
+                return ChatPrompt(text, ids, len(kept))
+        return ChatPrompt(text, ids)
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self._text.encode(text, special_tokens=False))
+
+    def _made(self, prompt: ChatPrompt) -> Message | None:
+        """Makes and shows an answer, and says why it ended early; returns it, or None if it was stopped at once."""
+        clock, ids = Clock(), list(prompt.ids)
+        seed = self._next_seed()
+        sampler = Sampler(replace(self._options.sampling, seed=seed), ids)
+        parser = parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
+        stream = self._text.stream(ids, self._style.keeps_special)
+        answer: Message = {"role": "assistant", "content": ""}
+        left = list(self._decoder.keep_beginning(ids))  # a copy: `_read` takes tokens from it
+        cached = len(ids) - len(left)
+        most = self._most_tokens(len(ids))
+        is_ended = True
+        try:
+            if not self._read(left, prompt):
+                return None
+            for token in generate(self._decoder, left, sampler, most, self._text.answer_end_ids):
+                clock.tick()
+                self._take(answer, parser.push(stream.push(token)))
+                if self._is_stopped or clock.num_tokens == most:
+                    is_ended = False
+                    break
+            self._take(answer, [*parser.push(stream.finish()), *parser.finish()])
+        finally:
+            self._screen.end_answer()
+        if not is_ended and not self._is_stopped:
+            self._screen.say(self._limit(most))
+        if self._options.stats:
+            rate = rate_text(clock.num_tokens - 1, clock.decode_s)
+            self._screen.say(
+                f"answer {clock.num_tokens} tokens, {rate}; prompt {len(ids)} tokens, {cached} cached, "
+                f"{clock.prefill_s:.1f} s; seed {seed}"
+            )
+        if answer["content"] or "reasoning_content" in answer:
+            return answer
+        if self._is_stopped:
+            return None
+        self._screen.say("the model's answer is empty")
+        return answer
+
+    def _read(self, left: list[int], prompt: ChatPrompt) -> bool:
+        """Runs all passes over a prompt but the last, whose tokens stay in `left`; returns whether it came so far.
+
+        Ctrl-C has an effect between two passes. Where a cache cannot be cut back to any position, there is a checkpoint
+        at the position from which the next turn, or another answer to this one, goes on.
+        """
+        decoder, place = self._decoder, len(prompt.ids) - len(left)
+        checkpoint = 0 if decoder.cache.is_cut_anywhere else prompt.stable_tokens or 0
+        while not self._is_stopped:
+            number = decoder.chunk_tokens
+            if place < checkpoint < len(prompt.ids):
+                number = min(number, checkpoint - place)
+            if number >= len(left):
+                return True
+            decoder.next_logits(left[:number])
+            del left[:number]
+            place += number
+            if place == checkpoint:
+                decoder.sequences[0].save_checkpoint()
+        return False
+
+    def _next_seed(self) -> int:
+        first, number = self._options.sampling.seed, self._num_answers
+        self._num_answers += 1
+        return secrets.randbits(32) if first is None else (first + number) % _NUM_SEEDS
+
+    def _take(self, answer: Message, deltas: list[Delta]) -> None:
+        """Adds deltas to an answer and shows them."""
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                answer["content"] += delta.text
+                self._screen.show(delta.text, is_reasoning=False)
+            elif isinstance(delta, ReasoningDelta):
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + delta.text
+                self._screen.show(delta.text, is_reasoning=True)
+
+    def _most_tokens(self, num_prompt_tokens: int) -> int:
+        """Returns how long an answer may be. Its last token needs no place in the context."""
+        rest = self._decoder.cache.context_tokens - num_prompt_tokens + 1
+        return rest if self._options.max_tokens is None else min(self._options.max_tokens, rest)
+
+    def _limit(self, num_tokens: int) -> str:
+        """Returns the sentence that says why an answer ended after so many tokens."""
+        if num_tokens == self._options.max_tokens:
+            return f"the answer ends after {num_tokens} tokens, as --max-tokens says"
+        return f"the context of {self._decoder.cache.context_tokens} tokens is full; {self._remedy()}"
+
+    def _remedy(self) -> str:
+        """Returns what the user can do if the context is full."""
+        most = self._decoder.spec.max_position_embeddings
+        if most <= self._decoder.cache.context_tokens:
+            return "/clear begins a new conversation"
+        return f"/clear begins a new conversation, and moe-run takes a --context of up to {most} tokens"
+
+
+def _write(path: Path, words: str) -> None:
+    """Writes a file under another name, and gives it its own when it is on the disk."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(words)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+class _Terminal:
+    """The terminal: a line editor with a history where Python has one, and dimmed reasoning where colours are shown."""
+
+    def __init__(self) -> None:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # `input` has a line editor once it is there
+        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        self._is_dimmed = sys.stderr.isatty() and not is_plain
+        self._is_shared = sys.stdout.isatty()
+        self._is_reasoning: bool | None = None  # what the last line has; None if it is no part of an answer
+        self._last = ""
+
+    def read(self) -> str | None:
+        """Returns what the user enters, perhaps in several lines; None if it is the end of the conversation."""
+        lines: list[str] = []
+        is_last_warning = False
+        while True:
+            try:
+                line = self._line(_NEXT_LINE if lines else _PROMPT)
+            except EOFError:
+                click.echo(err=True)
+                return None
+            except KeyboardInterrupt as fault:
+                if type(fault) is not KeyboardInterrupt:  # SIGTERM ends the command
+                    raise
+                click.echo(err=True)
+                is_empty = not lines and not _typed()
+                if is_empty and is_last_warning:
+                    return None
+                if is_empty:
+                    self.say("Ctrl-C once more, or Ctrl-D, ends the conversation.")
+                lines, is_last_warning = [], is_empty
+                continue
+            except UnicodeDecodeError:
+                self.say("this line is not UTF-8 text; type it again")
+                continue
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+            is_last_warning = False
+
+    def _line(self, prompt: str) -> str:
+        if not self._is_shared:  # `input` would write the prompt among the answers
+            click.echo(prompt, nl=False, err=True)
+            prompt = ""
+        # Where the locale is no UTF-8, bytes of other characters come as halves of surrogates.
+        return input(prompt).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def show(self, words: str, is_reasoning: bool) -> None:
+        if self._is_reasoning is not is_reasoning:
+            self._begin(is_reasoning)
+        if sys.stderr.isatty() if is_reasoning else self._is_shared:
+            words = _CONTROL.sub("", words)
+        self._last = words or self._last
+        styled = click.style(words, dim=True) if words and is_reasoning and self._is_dimmed else words
+        click.echo(styled, nl=False, err=is_reasoning)
+
+    def _begin(self, is_reasoning: bool) -> None:
+        """Ends the text of the other kind with an empty line; a word begins reasoning that is not dimmed."""
+        if self._is_reasoning is not None:
+            self.end_answer()
+            click.echo(err=True)
+        if is_reasoning and not self._is_dimmed:
+            click.echo("[reasoning]", err=True)
+        self._is_reasoning = is_reasoning
+
+    def end_answer(self) -> None:
+        if self._is_reasoning is not None and not self._last.endswith("\n"):
+            click.echo(err=self._is_reasoning)
+        self._is_reasoning = None
+
+    def say(self, line: str) -> None:
+        click.echo(line, err=True)
+
+
+def _typed() -> str:
+    """Returns what stood in the line that Ctrl-C has ended; nothing without a line editor."""
+    with suppress(ImportError):
+        import readline
+
+        return readline.get_line_buffer()
+    return ""
+
+
+def converse(name: str, text: Text, decoder: Decoder, options: ChatOptions) -> None:
+    """Holds a conversation on the terminal until the user ends it.
+
+    Args:    name: of the model.   text: of a pack that has a chat template.
+    Raises:  RunError, PackError if the engine fails; KeyboardInterrupt for SIGTERM, or many Ctrl-C in one answer.
+    """
+    terminal = _Terminal()
+    conversation = Conversation(text, decoder, options, terminal)
+    terminal.say(f"{name}: a conversation of up to {decoder.cache.context_tokens:,} tokens. /help lists the commands.")
+    terminal.say("Ctrl-C ends an answer, Ctrl-D or /exit the conversation. A \\ at the end of a line continues it.")
+    goes_on = True
+    while goes_on and (entry := terminal.read()) is not None:
+        with _ctrl_c_stops(conversation):
+            goes_on = conversation.enter(entry)
+
+
+@contextmanager
+def _ctrl_c_stops(conversation: Conversation) -> Iterator[None]:
+    """Lets Ctrl-C stop an answer in order, between two tokens; only the third one interrupts whatever runs."""
+    num_presses = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal num_presses
+        num_presses += 1
+        conversation.stop()
+        if num_presses >= _PRESSES_TO_LEAVE:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
