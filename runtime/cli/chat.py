@@ -78,26 +78,27 @@ class Screen(Protocol):
         ...
 
 
-class _Clock:
-    """Counts the tokens of an answer, and the seconds to the first (`prefill_s`) and from there on (`decode_s`)."""
+class Clock:
+    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self.num_tokens, self.prefill_s, self.decode_s = 0, 0.0, 0.0
+        self.num_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
 
     def tick(self) -> None:
         """Notes that there is a new token."""
         elapsed = time.perf_counter() - self._start
-        if not self.num_tokens:
+        if self.num_tokens == 0:
             self.prefill_s = elapsed
         self.decode_s = elapsed - self.prefill_s
         self.num_tokens += 1
 
-    @property
-    def rate(self) -> str:
-        """The tokens after the first, a second, as text."""
-        number = self.num_tokens - 1
-        return f"{number / self.decode_s:.1f} tokens/s" if number > 0 and self.decode_s > 0 else "no rate"
+
+def rate_text(num_tokens: int, seconds: float) -> str:
+    """Returns tokens a second as text."""
+    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
 
 
 class Conversation:
@@ -192,15 +193,12 @@ class Conversation:
         if not name:
             self._screen.say("/save needs the name of a file; type /save chat.json")
             return
-        path = Path(name).expanduser()
-        raw = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
-        part = path.with_name(f"{path.name}.part")
         try:
+            path = Path(name).expanduser()
             if path.exists() and path.resolve() not in self._saved:
                 self._screen.say(f"{path} is there already; give another name")
                 return
-            part.write_text(raw, encoding="utf-8")
-            part.replace(path)
+            _write(path, json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n")
         except (OSError, ValueError, RuntimeError) as fault:  # also names that no file can have, as a home of nobody
             reason = fault.strerror if isinstance(fault, OSError) else fault
             self._screen.say(f"{name} cannot be written ({reason}); give another name")
@@ -259,13 +257,13 @@ class Conversation:
 
     def _made(self, prompt: ChatPrompt) -> Message | None:
         """Makes and shows an answer, and says why it ended early; returns it, or None if it was stopped at once."""
-        clock, ids = _Clock(), list(prompt.ids)
+        clock, ids = Clock(), list(prompt.ids)
         seed = self._next_seed()
         sampler = Sampler(replace(self._options.sampling, seed=seed), ids)
         parser = parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
         stream = self._text.stream(ids, self._style.keeps_special)
         answer: Message = {"role": "assistant", "content": ""}
-        left = self._decoder.keep_beginning(ids)
+        left = list(self._decoder.keep_beginning(ids))  # a copy: `_read` takes tokens from it
         cached = len(ids) - len(left)
         most = self._most_tokens(len(ids))
         is_ended = True
@@ -284,8 +282,9 @@ class Conversation:
         if not is_ended and not self._is_stopped:
             self._screen.say(self._limit(most))
         if self._options.stats:
+            rate = rate_text(clock.num_tokens - 1, clock.decode_s)
             self._screen.say(
-                f"answer {clock.num_tokens} tokens, {clock.rate}; prompt {len(ids)} tokens, {cached} cached, "
+                f"answer {clock.num_tokens} tokens, {rate}; prompt {len(ids)} tokens, {cached} cached, "
                 f"{clock.prefill_s:.1f} s; seed {seed}"
             )
         if answer["content"] or "reasoning_content" in answer:
@@ -348,6 +347,20 @@ class Conversation:
         if most <= self._decoder.cache.context_tokens:
             return "/clear begins a new conversation"
         return f"/clear begins a new conversation, and moe-run takes a --context of up to {most} tokens"
+
+
+def _write(path: Path, words: str) -> None:
+    """Writes a file under another name, and gives it its own when it is on the disk."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(words)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 class _Terminal:

@@ -5,7 +5,6 @@ The text goes to standard output; everything else goes to standard error.
 
 import json
 import sys
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from moe_pack.runtime import (
     report_lines,
     save_facts,
 )
-from moe_pack.runtime.cli.chat import ChatOptions, converse
+from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import SamplingOptions, check_sampling
@@ -231,7 +230,7 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         end_ids = text.answer_end_ids if options.chat else text.end_ids
         context = _context_for(pack, options, len(prompt_ids))
         engine = stack.enter_context(_open_engine(pack, options.engine, context, Sequences()))
-        clock = _Clock()
+        clock = Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
         try:
@@ -321,28 +320,10 @@ def _chat_prompt(pack: Pack, words: str) -> str:
     return chat_prompt(pack, words)
 
 
-class _Clock:
-    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.num_tokens = 0
-        self.prefill_s = 0.0
-        self.decode_s = 0.0
-
-    def tick(self) -> None:
-        """Notes that there is a new token."""
-        elapsed = time.perf_counter() - self._start
-        if self.num_tokens == 0:
-            self.prefill_s = elapsed
-        self.decode_s = elapsed - self.prefill_s
-        self.num_tokens += 1
-
-
-def _report(sampler: Sampler, engine: Engine, clock: _Clock, num_prompt_tokens: int) -> None:
+def _report(sampler: Sampler, engine: Engine, clock: Clock, num_prompt_tokens: int) -> None:
     lines = [
-        ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
-        ("generated", f"{clock.num_tokens} tokens, {_rate(clock.num_tokens - 1, clock.decode_s)}"),
+        ("prompt", f"{num_prompt_tokens} tokens, {rate_text(num_prompt_tokens, clock.prefill_s)}"),
+        ("generated", f"{clock.num_tokens} tokens, {rate_text(clock.num_tokens - 1, clock.decode_s)}"),
         *report_lines(report(engine)),
         ("seed", str(sampler.seed) if sampler.temperature else "none: greedy"),
     ]
@@ -352,10 +333,6 @@ def _report(sampler: Sampler, engine: Engine, clock: _Clock, num_prompt_tokens: 
 def _show(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
         click.echo(f"{name:16} {value}", err=True)
-
-
-def _rate(num_tokens: int, seconds: float) -> str:
-    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
 
 
 def _read(file: TextIO | None) -> str:

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from models import TinyMixtral, pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Text
+from moe_pack.runtime import Engine, EngineOptions, Sampler, Text, generate
 from moe_pack.runtime.cli.chat import ChatOptions, Conversation
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.model import Decoder
@@ -110,6 +110,17 @@ def cached_tokens(screen: Screen) -> list[int]:
     return [int(found[1]) for line in screen.lines if (found := re.search(r"(\d+) cached", line))]
 
 
+def from_the_beginning(folder: Path, messages: list[dict[str, str]]) -> str:
+    """The greedy answer of an engine that has computed nothing yet."""
+    with Pack(folder) as files, Engine(files, EngineOptions(), 512) as engine:
+        text = Text(files)
+        assert text.chat_template is not None
+        ids = text.encode(text.chat_template.render(messages, add_generation_prompt=True), special_tokens=False)
+        stream = text.stream(ids, keeps_special=True)  # as the marks of reasoning need it
+        tokens = generate(engine.decoder, ids, Sampler(GREEDY), 80, text.answer_end_ids)
+        return "".join(map(stream.push, tokens)) + stream.finish()
+
+
 def test_each_answer_has_the_seed_after_the_one_before(packed: Path) -> None:
     options = ChatOptions(SamplingOptions(seed=5), max_tokens=12)
     found = []
@@ -146,8 +157,11 @@ def test_a_turn_goes_on_from_the_one_before(tmp_path: Path) -> None:
                 for entry in entries:
                     conversation.enter(entry)
                 assert cached_tokens(screen)[0] == 0 < 16 <= cached_tokens(screen)[1]
+                messages = conversation.messages
                 conversation.enter("/regenerate")
                 assert cached_tokens(screen)[2] > cached_tokens(screen)[1]
+                assert conversation.messages == messages, "greedy, from other cached tokens"
+            assert messages[-1]["content"] == from_the_beginning(folder, messages[:-1])
 
 
 def test_an_answer_ends_at_max_tokens_or_with_the_context(packed: Path) -> None:
@@ -189,7 +203,7 @@ class ScriptedDecoder:
     def keep_beginning(self, ids: list[int]) -> list[int]:
         self.prompts.append(list(ids))
         self.cache.num_tokens = 0
-        return list(ids)
+        return ids
 
     def begin(self, ids: list[int]) -> torch.Tensor:
         (end,) = self._text.answer_end_ids
@@ -227,9 +241,9 @@ def text(packed: Path) -> Iterator[Text]:
         yield Text(files)
 
 
-def scripted(text: Text, *answers: str) -> Scripted:
+def scripted(text: Text, *answers: str, stats: bool = False) -> Scripted:
     decoder, screen = ScriptedDecoder(text, list(answers)), Screen()
-    conversation = Conversation(text, cast("Decoder", decoder), ChatOptions(GREEDY), screen)
+    conversation = Conversation(text, cast("Decoder", decoder), ChatOptions(GREEDY, stats=stats), screen)
     return Scripted(text, decoder, screen, conversation)
 
 
@@ -280,6 +294,16 @@ def test_an_answer_that_is_stopped_before_it_begins_changes_nothing(text: Text) 
     assert one.conversation.messages[-1]["content"] == "Yes."
 
 
+def test_statistics_count_the_tokens_of_a_prompt_of_several_passes(text: Text) -> None:
+    one = scripted(text, "Yes.", stats=True)
+    one.conversation.enter("It was a dark night, and the wind blew around the house as it had for days. " * 2)
+    number = len(one.decoder.prompts[-1])
+    assert number > 2 * one.decoder.chunk_tokens
+    (line,) = one.screen.lines
+    made = len(text.encode("Yes.", special_tokens=False))
+    assert re.fullmatch(rf"answer {made} tokens, .*; prompt {number} tokens, 0 cached, \d+\.\d s; seed \d+", line)
+
+
 def test_an_empty_answer_is_said(text: Text) -> None:
     one = scripted(text, "", "Yes.")
     one.conversation.enter("Hello")
@@ -326,7 +350,7 @@ def test_a_saved_conversation_is_json_and_no_other_file_is_written_over(text: Te
         one.conversation.enter(entry)
     assert json.loads(path.read_text("utf-8")) == {"messages": one.conversation.messages}
     assert len(one.conversation.messages) == 5 and "Schön" in path.read_text("utf-8")
-    for name in (other, tmp_path / "none" / "chat.json", "\0"):
+    for name in (other, tmp_path, tmp_path / "none" / "chat.json", "/", "~nobody-at-all/chat.json", "\0"):
         with case(name):
             one.conversation.enter(f"/save {name}")
             assert one.screen.lines.pop().endswith("; give another name")
