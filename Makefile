@@ -1,6 +1,7 @@
 # make demo   converts the model in the repository and writes English from it
 # make test   linter, type checker, every test but the slow ones
-# make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets
+# make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets; THIRD=N runs one third
+#             of their files, N modulo 3: each commit runs the third of its number, so that three in a row run all
 # make messages  every message of the product into tests/data/messages.txt, to read what a change says
 # make families  every model family against transformers, and the count of all model types with experts
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
@@ -67,7 +68,7 @@ messages: $(INSTALLED)
 	$(BIN)/python tests/support/messages.py
 
 soak: $(INSTALLED)
-	$(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder $(if $(THIRD),--third $(THIRD))
 
 families: $(INSTALLED)
 	$(BIN)/python $(BENCH)/family_table.py
