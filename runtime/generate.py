@@ -17,6 +17,8 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.sampling import Sampler
 
+USUAL_CONTEXT = 4096  # tokens of prompt and answers, where the model has as many positions
+
 
 def context_for(num_prompt_tokens: int, max_tokens: int, max_positions: int, has_encoder: bool = False) -> int:
     """Returns the context to allocate: for prompt and continuation, at most the model's positions.

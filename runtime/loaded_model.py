@@ -14,14 +14,12 @@ from types import TracebackType
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.options import EngineOptions
 from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.sampling import Sampler, SamplingOptions
 from moe_pack.runtime.text import Text
-
-_USUAL_CONTEXT = 4096  # tokens, where the model has as many positions
 
 
 def load(
@@ -48,7 +46,7 @@ def load(
         pack = stack.enter_context(Pack(Path(folder)))
         text = Text(pack)
         most = pack.spec.max_position_embeddings
-        engine = stack.enter_context(Engine(pack, chosen, context_tokens or min(_USUAL_CONTEXT, most)))
+        engine = stack.enter_context(Engine(pack, chosen, context_tokens or min(USUAL_CONTEXT, most)))
         return Model(engine, text, stack.pop_all())
 
 

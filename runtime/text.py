@@ -7,7 +7,9 @@ how an unfinished last message is continued.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -467,6 +469,49 @@ def _cut_at_mark(text: str) -> str:
 
 def _file_text(files: TextFiles, name: str) -> str:
     return files.read_file(name).tobytes().decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as text and as tokens, ready for the model's answer.
+
+    `stable_tokens`: with so many of its tokens the conversation's next turn probably begins; None: with all.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    stable_tokens: int | None = None
+
+
+class Encoder(Protocol):
+    """Turns text into tokens, as `Text` does."""
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a text."""
+        ...
+
+
+def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool = False) -> ChatPrompt:
+    """Returns the prompt of a conversation.
+
+    Args:    render: returns its text, with what begins an answer or without.   continues: whether the answer continues
+             the last message.
+    Raises:  RunError as `render` does.
+    """
+
+    def encoded(words: str) -> tuple[int, ...]:
+        return tuple(encoder.encode(words, special_tokens=False))
+
+    text = render(not continues)
+    ids = encoded(text)
+    if continues:
+        return ChatPrompt(text, ids)
+    with suppress(RunError):  # the next turn will not have what begins this answer
+        before = render(False)
+        kept = encoded(before) if text.startswith(before) else ()
+        if kept and ids[: len(kept)] == kept:
+            return ChatPrompt(text, ids, len(kept))
+    return ChatPrompt(text, ids)
 
 
 def chat_prompt(files: TextFiles, message: str) -> str:

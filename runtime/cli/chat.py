@@ -29,8 +29,9 @@ from moe_pack.runtime import ChatTemplate, Sampler, Text, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
-from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS, ChatPrompt
+from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS
 from moe_pack.runtime.serve.styles import style_of
+from moe_pack.runtime.text import ChatPrompt, prompt_of
 
 _PROMPT, _NEXT_LINE = "> ", ". "
 # A model may write them, and on a terminal they could move the cursor, change colours or answer in the user's place.
@@ -241,19 +242,10 @@ class Conversation:
 
         Raises:  RunError if the template has an error or refuses the conversation, or there is no token.
         """
-        text = self._template.render(messages, add_generation_prompt=True)
-        ids = self._encoded(text)
-        if not ids:
+        prompt = prompt_of(self._text, lambda adds: self._template.render(messages, add_generation_prompt=adds))
+        if not prompt.ids:
             raise RunError("the tokenizer finds no token in the conversation")
-        with suppress(RunError):  # the next turn will not have what begins this answer
-            before = self._template.render(messages, add_generation_prompt=False)
-            kept = self._encoded(before) if text.startswith(before) else ()
-            if kept and ids[: len(kept)] == kept:
-                return ChatPrompt(text, ids, len(kept))
-        return ChatPrompt(text, ids)
-
-    def _encoded(self, text: str) -> tuple[int, ...]:
-        return tuple(self._text.encode(text, special_tokens=False))
+        return prompt
 
     def _made(self, prompt: ChatPrompt) -> Message | None:
         """Makes and shows an answer, and says why it ended early; returns it, or None if it was stopped at once."""

@@ -36,11 +36,10 @@ from moe_pack.runtime import (
     save_facts,
 )
 from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
+from moe_pack.runtime.generate import USUAL_CONTEXT
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import SamplingOptions, check_sampling
-
-_USUAL_CONTEXT = 4096  # tokens of a conversation, where the model has as many positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +267,7 @@ def _converse(folder: Path, options: RunOptions) -> None:
         text = Text(pack)
         _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
         most = pack.spec.max_position_embeddings
-        context = min(_USUAL_CONTEXT, most) if options.context is None else options.context
+        context = min(USUAL_CONTEXT, most) if options.context is None else options.context
         if context > most:
             raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.

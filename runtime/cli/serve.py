@@ -20,6 +20,7 @@ from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
+from moe_pack.runtime.generate import USUAL_CONTEXT
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from moe_pack.runtime.serve.scheduler import BatchScheduler
     from moe_pack.runtime.serve.service import Service
 
-_USUAL_CONTEXT = 4096  # tokens of a request, where the model has as many positions
 _USUAL_PARALLEL = 4
 _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
@@ -253,7 +253,7 @@ class _Server:
         """Returns the context of a request, and the sequences that run at once."""
         options, spec = self._options, pack.spec
         most = spec.max_position_embeddings
-        context = min(_USUAL_CONTEXT, most) if options.context is None else options.context
+        context = min(USUAL_CONTEXT, most) if options.context is None else options.context
         if context > most:
             raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         if options.engine.device == "cuda":

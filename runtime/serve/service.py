@@ -16,6 +16,7 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.sampling import Grammar, SamplingOptions
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
+from moe_pack.runtime.text import ChatPrompt, prompt_of
 
 PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
 
@@ -116,18 +117,6 @@ class NumberedEvent:
 
     index: int
     event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation as text and as tokens, ready for the model's answer.
-
-    `stable_tokens`: with so many of its tokens the conversation's next turn probably begins; None: with all.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    stable_tokens: int | None = None
 
 
 class Generation:
@@ -262,18 +251,9 @@ class Service:
             )
 
         try:
-            text = render(not continues)
+            return prompt_of(self._tokenizer, render, continues)
         except RunError as fault:
             raise RequestError(str(fault), "messages") from fault
-        ids = tuple(self._tokenizer.encode(text, special_tokens=False))
-        if continues:
-            return ChatPrompt(text, ids)
-        with suppress(RunError):  # the next turn will not have what begins this answer
-            before = render(False)
-            kept = tuple(self._tokenizer.encode(before, special_tokens=False)) if text.startswith(before) else ()
-            if kept and ids[: len(kept)] == kept:
-                return ChatPrompt(text, ids, len(kept))
-        return ChatPrompt(text, ids)
 
     def completion_prompt(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a text that the model continues."""
