@@ -20,6 +20,7 @@ from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
+from moe_pack.runtime.machine import use_one_heap
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
@@ -169,6 +170,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
     if not pack.is_dir():
         raise RunError(f"{pack}: no such folder")
+    use_one_heap()
     _Server(pack, options).run()
 
 
