@@ -39,6 +39,7 @@ _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
 _OPTION_NAMES = BudgetOptionNames("--budget", "--context")
+_LOADING_S = 3.0  # how long a load may go on when the server has ended
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
@@ -201,7 +202,9 @@ class _Server:
                 with _signals_end(self._server):
                     loader.start()
                     self._server.run([listener])
-                loader.join()
+                loader.join(_LOADING_S)
+                if loader.is_alive():
+                    os._exit(0)  # a load cannot be interrupted, and there is nothing to save before it is done
             finally:
                 self._opened.close()
         if self._fault is not None:
