@@ -16,7 +16,7 @@ from moe_pack.formats import DISK_BLOCK_BYTES, PackLayout, RunError, canonical, 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
 _LARGE_BYTES = 4 << 20
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
@@ -77,6 +77,17 @@ def give_back_large_at_once() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def use_one_heap() -> None:
+    """From now on, all threads allocate from one heap; only glibc has more. Call it before threads are started.
+
+    Left alone, the allocator has up to 8 heaps for each CPU. What a request frees in one of them is of no use to
+    another, so the memory of a server with many threads grows long after its first requests.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -21,6 +21,7 @@ from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors,
 from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.generate import USUAL_CONTEXT
+from moe_pack.runtime.machine import use_one_heap
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
@@ -38,6 +39,7 @@ _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
 _OPTION_NAMES = BudgetOptionNames("--budget", "--context")
+_LOADING_S = 3.0  # how long a load may go on when the server has ended
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
@@ -169,6 +171,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
     if not pack.is_dir():
         raise RunError(f"{pack}: no such folder")
+    use_one_heap()
     _Server(pack, options).run()
 
 
@@ -199,7 +202,9 @@ class _Server:
                 with _signals_end(self._server):
                     loader.start()
                     self._server.run([listener])
-                loader.join()
+                loader.join(_LOADING_S)
+                if loader.is_alive():
+                    os._exit(0)  # a load cannot be interrupted, and there is nothing to save before it is done
             finally:
                 self._opened.close()
         if self._fault is not None:

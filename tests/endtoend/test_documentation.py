@@ -11,6 +11,7 @@ from models import DEMO_MODEL, TESTS
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.cli.serve import main as moe_serve
 
 ROOT = TESTS.parent
 PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md")]
@@ -83,6 +84,13 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
 def test_the_page_names_every_option_of_moe_run() -> None:
     page = (ROOT / "docs" / "moe-run.md").read_text("utf-8")
     for parameter in moe_run.params:
+        if parameter.param_type_name == "option" and parameter.name not in ("version", "debug"):
+            assert max(parameter.opts, key=len) in page
+
+
+def test_the_page_names_every_option_of_moe_serve() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    for parameter in moe_serve.params:
         if parameter.param_type_name == "option" and parameter.name not in ("version", "debug"):
             assert max(parameter.opts, key=len) in page
 

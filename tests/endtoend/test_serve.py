@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import socket
 import subprocess
 import time
@@ -22,6 +23,7 @@ from server_process import SERVE, ServerProcess
 
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
+from moe_pack.runtime.machine import facts_file
 
 KEY = "the-test-key"
 CONTEXT = 1024
@@ -287,6 +289,36 @@ def test_the_first_signal_ends_a_busy_server_in_order(packed: Path, tmp_path: Pa
             assert code == 0, busy.said()
             assert time.monotonic() - began < 12
         assert "Traceback" not in busy.said()
+
+
+def test_a_signal_ends_a_server_that_still_loads(packed: Path, tmp_path: Path) -> None:
+    facts = facts_file(tmp_path / "moe-pack", packed)
+    facts.parent.mkdir(exist_ok=True)
+    os.mkfifo(facts)  # which nobody writes: the load waits for it without an end
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*SERVE, str(packed), "--port", str(port)]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    loading = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        wait_until(lambda: health_of(port) == (503, {"status": "loading"}), 30)
+        answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": HELLO})
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        loading.terminate()
+        assert loading.wait(20) == 0
+    finally:
+        loading.kill()
+        _, errors = loading.communicate()
+    assert errors == ""
+
+
+def health_of(port: int) -> tuple[int, dict[str, str]] | None:
+    try:
+        answer = httpx2.get(f"http://127.0.0.1:{port}/health")
+    except httpx2.ConnectError:
+        return None
+    return answer.status_code, answer.json()
 
 
 def test_sessions_outlive_the_server(packed: Path, tmp_path: Path) -> None:

@@ -62,6 +62,34 @@ def test_large_memory_is_given_back_at_once_if_asked_for(call: str, given_back: 
     assert abs(int(ended.stdout) - given_back) < 16 * MIB
 
 
+NUM_HEAPS = """
+import ctypes, threading
+from moe_pack.runtime.machine import use_one_heap
+{call}
+libc, together = ctypes.CDLL(None), threading.Barrier(12)
+def allocate():
+    together.wait()
+    libc.malloc(ctypes.c_size_t(1000))
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have one heap")
+def test_threads_share_a_heap_if_asked_for() -> None:
+    def heaps(call: str) -> int:
+        command = [sys.executable, "-c", NUM_HEAPS.format(call=call)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("<heap nr=")
+
+    assert heaps("use_one_heap()") <= 2 < heaps("")  # libraries may have made one before
+
+
 def available_in(group: Path) -> int:
     """What a child of this process is told in a control group."""
     reading, writing = os.pipe()

@@ -25,8 +25,8 @@ PATHS: dict[Protocol, str] = {
     "messages": "/v1/messages",
 }
 ALLOWED: dict[Conduct, frozenset[int]] = {
-    "waits": frozenset({200}),
-    "leaves": frozenset({200}),
+    "waits": frozenset({200, 429}),
+    "leaves": frozenset({200, 429}),
     "leaves half a body": frozenset(),
     "has no key": frozenset({401}),
     "is malformed": frozenset({400}),
@@ -34,7 +34,8 @@ ALLOWED: dict[Conduct, frozenset[int]] = {
     "is too large": frozenset({413}),
 }
 MAX_BODY_BYTES = 64 << 10  # what the server takes has to be less than a body that is too large
-_PAUSE_S = 0.1  # of a client, when the queue is full
+_PAUSE_S = 0.5  # of a client, when the queue is full
+_MOST_TRIES = 40  # of a client, which then gives up; a full queue rarely has two places, as an answer twice needs
 DEADLINE_S = 120.0  # of one request; a busy server answers in some seconds
 _CHANCES: tuple[tuple[Conduct, float], ...] = (
     ("waits", 0.77),
@@ -70,7 +71,7 @@ class Asked:
 class Outcome:
     """What became of a request.
 
-    `status`: of HTTP; None if the client left before.   `num_full`: how often the queue was full, and the client tried
+    `status`: of HTTP; None if the client left before.   `num_full`: how often the queue was full; the client tried
     again.   `text`: of an answer, all its parts together.   `fault`: what is wrong; empty if nothing is.
     """
 
@@ -228,9 +229,10 @@ class Clients:
             async with asyncio.timeout(asked.leaves_s if asked.conduct == "leaves" else None):
                 while True:
                     answer = await http.post(PATHS[asked.protocol], content=asked.content, headers=headers)
-                    if answer.status_code != 429:
+                    is_full = answer.status_code == 429
+                    num_full += is_full
+                    if not is_full or (num_full == _MOST_TRIES and asked.mark is None):
                         return answer.status_code, answer.content, num_full
-                    num_full += 1
                     await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             if asked.conduct != "leaves":
