@@ -39,7 +39,7 @@ _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
 _OPTION_NAMES = BudgetOptionNames("--budget", "--context")
-_LOADING_S = 3.0  # how long a load may go on when the server has ended
+_LOADING_S = 1.0  # how long a load may go on when the server has ended
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 

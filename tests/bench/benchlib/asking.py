@@ -216,8 +216,8 @@ class Clients:
         seconds = time.monotonic() - began
         if status is None:
             return Outcome(asked, None, seconds, num_full)
-        fault, text = self._judged(asked, status, raw)
-        return Outcome(asked, status, seconds, num_full, text, fault)
+        what, text = self._judged(asked, status, raw)
+        return Outcome(asked, status, seconds, num_full, text, what)
 
     async def _answer(self, http: httpx2.AsyncClient, asked: Asked) -> tuple[int | None, bytes, int]:
         """Returns status, body, and how often the queue was full; no status if the client left before the end."""
