@@ -128,9 +128,11 @@ class Scheduler(Protocol):
 
     context_tokens: int
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: Request, on_event: Callable[[Event], None], num_places: int = 1) -> Ticket:
         """Queues a request. `on_event` is called from the scheduler's thread and must not wait.
 
+        Args:    num_places: that the queue needs to have: those of all requests that are submitted together for the
+                 first of them, and 0 for the others.
         Raises:  RequestError if the prompt is empty, or too long for the context; QueueFullError.
         """
         ...

@@ -204,8 +204,8 @@ class BatchScheduler:
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> Job:
-        """Queues a request; see `Scheduler.submit`."""
+    def submit(self, request: Request, on_event: Callable[[Event], None], num_places: int = 1) -> Job:
+        """Queues a request; see `Scheduler.submit`. Where nothing waits, there are places for any number."""
         number = len(request.prompt_ids)
         if not number:
             raise RequestError("the prompt has no tokens; give at least one character")
@@ -222,7 +222,8 @@ class BatchScheduler:
         with self._changed:
             if self._is_closing or self.failure is not None:
                 raise RunError(self.failure or "the server is shutting down")
-            if len(self._waiting) >= self._most_waiting + sum(slot.job is None for slot in self._slots):
+            left = self._most_waiting + sum(slot.job is None for slot in self._slots) - len(self._waiting)
+            if num_places > max(left, 0) and (self._waiting or left <= 0):
                 raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
             self._changed.notify_all()

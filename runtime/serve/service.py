@@ -133,7 +133,8 @@ class Generation:
         self._running = set(range(len(requests)))
         try:
             for index, request in enumerate(requests):
-                self._tickets.append(scheduler.submit(request, partial(self._take, index)))
+                num_places = len(requests) if index == 0 else 0
+                self._tickets.append(scheduler.submit(request, partial(self._take, index), num_places))
         except BaseException:
             self.close()
             raise

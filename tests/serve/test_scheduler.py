@@ -236,6 +236,21 @@ def test_a_cancelled_request_frees_its_place_at_once(demo_pack: PackMaker) -> No
         server.scheduler.submit(request(ids), late.events.put)
 
 
+def test_requests_that_belong_together_are_all_taken_or_none(demo_pack: PackMaker) -> None:
+    with served(demo_pack("none", 4), number=1, most_waiting=2) as server:
+        ids, submit = server.text.encode(WORDS), server.scheduler.submit
+        running, first = server.submit(request(ids, 100))
+        first.events.get(timeout=60)
+        group = [Answer() for _ in range(4)]  # more than may wait, but nothing does
+        for number, answer in enumerate(group):
+            submit(request(ids, 2), answer.events.put, 4 if number == 0 else 0)
+        with pytest.raises(QueueFullError):
+            submit(request(ids, 2), Answer().events.put, 2)
+        running.cancel()
+        for answer in group:
+            assert (end := answer.wait().end) is not None and end.reason == "length"
+
+
 def test_closing_ends_what_runs_and_what_waits(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4), number=1) as server:
         ids = server.text.encode(WORDS)

@@ -68,7 +68,7 @@ class ScriptedScheduler:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> PlayedTicket:
+    def submit(self, request: Request, on_event: Callable[[Event], None], num_places: int = 1) -> PlayedTicket:
         with self._lock:
             if sum(not ticket.ended.is_set() for ticket in self.tickets) >= self.most:
                 raise QueueFullError("the queue is full; try again later")

@@ -202,7 +202,7 @@ class FixedScheduler:
     now: SchedulerCounts = COUNTS
     context_tokens: int = 48
 
-    def submit(self, request: EngineRequest, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(self, request: EngineRequest, on_event: Callable[[Event], None], num_places: int = 1) -> Ticket:
         raise NotImplementedError
 
     def counts(self) -> SchedulerCounts:
