@@ -121,6 +121,7 @@ def measured(
         assert llama is not None and gguf is not None, "it was asked for"
         command = [str(llama), "-m", str(gguf), "--port", str(port), "-c", str(context * number), "-np", str(number)]
         command += ["-t", str(task.threads), "-tb", str(task.threads), "--no-warmup", "--no-cache-prompt"]
+        command += [] if task.budget_bytes is None else ["--no-repack"]  # a copy in memory of its own
         url = f"http://127.0.0.1:{port}/completion"
     else:
         command = [sys.executable, str(_SIDE), str(pack), "--port", str(port), "--parallel", str(number)]
