@@ -18,7 +18,7 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights
-from moe_pack.runtime.offload import Sequences, least_budget
+from moe_pack.runtime.offload import Approximations, Sequences, least_budget
 from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
 
 CPU = torch.device("cpu")
@@ -114,6 +114,22 @@ def test_an_offloaded_batch_reads_an_expert_once_for_all(demo_pack: PackMaker, t
                 single = Decoder(weights, CONTEXT, chunk_tokens=chunk)
                 for text, own in zip(all_texts, found, strict=True):
                     assert torch.equal(alone(single, *text), own), folder.name
+
+
+def test_a_batch_runs_what_ranks_high_for_one_of_its_sequences_in_place_of_what_is_missing(
+    demo_pack: PackMaker,
+) -> None:
+    with Pack(demo_pack("none", 4)) as pack:
+        all_texts = texts(pack.spec.vocab_size)
+        budget = least_budget(pack.layout, CONTEXT, 0, Sequences(len(all_texts))) + (1 << 20)
+        options = EngineOptions(budget_bytes=budget, approximations=Approximations(substitute=0.5))
+        with Engine(pack, options, CONTEXT, sequences=Sequences(len(all_texts))) as engine:
+            assert isinstance(engine.decoder, Decoder) and engine.offloaded is not None
+            for sequence, (prompt, _) in zip(engine.decoder.sequences, all_texts, strict=True):
+                engine.decoder.extend(sequence, prompt)
+            before = engine.offloaded.decode.substituted
+            engine.decoder.extend_each(engine.decoder.sequences, [steps[0] for _, steps in all_texts])
+            assert engine.offloaded.decode.substituted > before
 
 
 def test_a_beginning_is_taken_over_from_another_sequence(demo_pack: PackMaker) -> None:
