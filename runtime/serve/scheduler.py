@@ -9,6 +9,7 @@ What a slot computed stays after its request. The next request takes up the long
 session on the disk, has in common with its prompt.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -39,6 +40,7 @@ from moe_pack.runtime.serve.requests import (
 from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
 
+_LOG = logging.getLogger("moe_pack.serve")
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
 
 
@@ -100,7 +102,9 @@ class Job:
         started = self._started or now
         first = self._first_token or now
         timings = Timings(started - self._submitted, first - started, now - first if self.completion_tokens else 0.0)
-        rest = "" if self._text is None else self._text.finish()
+        rest = ""
+        if self._text is not None and reason != "error":
+            rest = self._text.finish()
         stop = None if self._text is None else self._text.stop
         number = len(self.request.prompt_ids)
         self._on_event(
@@ -426,6 +430,12 @@ class BatchScheduler:
             reason = job.take(logits, slot.sequence.num_tokens >= self.context_tokens)
         except RunError as fault:
             self._end(slot, "error", str(fault))
+            return
+        except (
+            BaseException
+        ) as fault:  # a tokenizer's or a grammar's panic too ends one request
+            _LOG.error("a request failed", exc_info=fault)
+            self._end(slot, "error", "the answer could not be written; the server's log says why")
             return
         with self._changed:
             self._generated += 1

@@ -12,6 +12,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ class SessionStore:
             best.path.unlink(missing_ok=True)
             raise SessionError(f"{best.path.name}: {fault}") from fault
         self._sessions.append(best)
-        os.utime(best.path)
+        with suppress(OSError):  # its time says only which session was used last
+            os.utime(best.path)
         self.num_loaded += 1
         return True
 

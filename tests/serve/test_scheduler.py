@@ -251,6 +251,29 @@ def test_requests_that_belong_together_are_all_taken_or_none(demo_pack: PackMake
             assert (end := answer.wait().end) is not None and end.reason == "length"
 
 
+class FailingText(NoText):
+    """A tokenizer that fails at the third token, as a panic of a library does."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def push(self, token: int) -> str:
+        self.left -= 1
+        if not self.left:
+            raise BaseException("Invalid prefix")
+        return ""
+
+
+def test_a_tokenizer_that_fails_ends_one_request(demo_pack: PackMaker) -> None:
+    with Pack(demo_pack("none", 4)) as opened, Engine(opened, EngineOptions(read="map"), CONTEXT) as engine:
+        assert isinstance(engine.decoder, Decoder)
+        with closing(BatchScheduler(engine.decoder, FailingText())) as scheduler:  # type: ignore[arg-type]  # all it asks
+            server = Served(scheduler, FailingText(), engine)  # type: ignore[arg-type]  # the same
+            first, second = server.run(request(range(20), 9)), server.run(request(range(20), 9))
+            assert first.end is not None and first.end.reason == "error" and len(first.tokens) == 2
+            assert second.end is not None and second.end.reason == "length" and scheduler.failure is None
+
+
 def test_closing_ends_what_runs_and_what_waits(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4), number=1) as server:
         ids = server.text.encode(WORDS)
