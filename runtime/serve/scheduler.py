@@ -268,7 +268,7 @@ class BatchScheduler:
 
     def _run(self) -> None:
         # OpenMP has a number of threads for each thread. The engine set that of the thread that built it; torch's own
-        # would spin next to the kernels' threads, which halves their speed.
+        # would spin next to the kernels' threads.
         torch.set_num_threads(self._torch_threads)
         try:
             while self._take_turn():
