@@ -60,7 +60,6 @@ class Served:
     requests: int
     tokens_per_s: float
     anonymous_bytes: int
-    token_bytes: float | None
 
 
 def free_port() -> int:
@@ -80,8 +79,8 @@ def asked(url: str, body: dict[str, Any] | None, limit_s: float) -> dict[str, An
 
 
 @contextmanager
-def running(command: list[str], port: int, limit_bytes: int | None) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Yields a server's process when it answers, and the file with its standard error."""
+def running(command: list[str], port: int, limit_bytes: int | None) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields a server's process when it answers."""
     with ExitStack() as stack:
         if limit_bytes is not None:
             command = stack.enter_context(MemoryCgroup(limit_bytes)).inside(command)
@@ -99,7 +98,7 @@ def running(command: list[str], port: int, limit_bytes: int | None) -> Iterator[
                         end = log.read_text(errors="replace")[-1500:]
                         raise click.ClickException(f"{command}: does not answer: {end}") from fault
                     time.sleep(0.2)
-            yield process, log
+            yield process
         finally:
             process.terminate()
             try:
@@ -140,7 +139,7 @@ def measured(
     limit = None if task.budget_bytes is None else task.budget_bytes + SPARE_BYTES
     if limit is not None:
         drop_page_cache(pack)
-    with running(command, port, limit) as (process, log):
+    with running(command, port, limit) as process:
         ask(draw.integers(3, vocab_size, _WARMING_TOKENS).tolist(), 4)
         prompts = [draw.integers(3, vocab_size, task.prompt_tokens).tolist() for _ in range(number)]
         began = time.perf_counter()
@@ -148,11 +147,7 @@ def measured(
             made = sum(pool.map(lambda prompt: ask(prompt, task.decode_tokens), prompts))
         seconds = time.perf_counter() - began
         anonymous = tree_anonymous_bytes(process.pid)
-        process.terminate()
-        process.wait(60)
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("decode: ")]
-    token_bytes = float(said[-1].split()[1]) if said else None
-    return Served(server, name, number, made / seconds, anonymous, token_bytes)
+    return Served(server, name, number, made / seconds, anonymous)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -190,7 +185,7 @@ def main(
                     run = measured(server, name, pack, gguf, llama_server, number, task)
                     found.append(run)
                     click.echo(f"{name}, {number} requests, {server}: {run.tokens_per_s:.2f} tokens/s", err=True)
-    header = ("pack", "requests", "server", "tokens/s", "least", "most", "times one", "times llama.cpp", "MB a token",
+    header = ("pack", "requests", "server", "tokens/s", "least", "most", "times one", "times llama.cpp",
               "anonymous MB")  # fmt: skip
     text = table(header, list(rows(found)))
     finish({"runs": [asdict(run) for run in found]}, text, as_json)
@@ -209,11 +204,9 @@ def rows(found: list[Served]) -> Iterator[tuple[object, ...]]:
     for (pack, requests, server), runs in rates.items():
         own, one, theirs = rate(pack, requests, server), rate(pack, 1, server), rate(pack, requests, LLAMA)
         each = [run.tokens_per_s for run in runs]
-        read = [run.token_bytes for run in runs if run.token_bytes is not None]
         yield (
             pack, requests, server, figure(own), figure(min(each)), figure(max(each)),
             figure(own / one if own and one else None), figure(own / theirs if own and theirs else None),
-            figure(median(read) / 1e6 if read else None, ".1f"),
             f"{max(run.anonymous_bytes for run in runs) / 1e6:,.0f}",
         )  # fmt: skip
 

@@ -110,9 +110,6 @@ def main(
         )
         allowed = ServeOptions()
         server_of(create_app(service, allowed), "127.0.0.1", port, allowed).run()
-        if engine.offloaded is not None:
-            decode = engine.offloaded.decode
-            click.echo(f"decode: {decode.asked_bytes / max(decode.tokens, 1):.0f} bytes a token", err=True)
 
 
 if __name__ == "__main__":
