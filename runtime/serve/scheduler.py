@@ -431,9 +431,7 @@ class BatchScheduler:
         except RunError as fault:
             self._end(slot, "error", str(fault))
             return
-        except (
-            BaseException
-        ) as fault:  # a tokenizer's or a grammar's panic too ends one request
+        except BaseException as fault:  # a tokenizer's or a grammar's panic too ends one request
             _LOG.error("a request failed", exc_info=fault)
             self._end(slot, "error", "the answer could not be written; the server's log says why")
             return
