@@ -111,6 +111,7 @@ bench: families bench-cpu bench-streaming ablate
 	        --folder $(BENCH_PACKS) || exit 1; \
 	done
 	$(BIN)/python $(BENCH)/memory.py profile --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/neighbours.py --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS) --budget 15M
 	$(BIN)/python $(BENCH)/profiling.py

@@ -184,7 +184,7 @@ def check_bytes(decoder: Decoder, opened: Pack) -> None:
 
 
 def check_cut_back(decoder: Decoder, single: Decoder, ids: list[int]) -> None:
-    """A text goes on from a checkpoint in its middle, and from a copy, with the bits of one that began anew."""
+    """A text goes on from a checkpoint in its middle, and from a copy, with the bits of one that began again."""
     first, second, _ = decoder.sequences
     first.reset()
     for start, stop in ((0, 20), (20, 30)):

@@ -439,7 +439,7 @@ class KVCache:
 
     @property
     def is_cut_anywhere(self) -> bool:
-        """Whether a cut back to any earlier position needs no checkpoint."""
+        """Whether the cache can be cut back to any earlier position without a checkpoint."""
         return not self.states and not self._rings
 
     def new_checkpoint(self) -> Checkpoint:
@@ -448,7 +448,7 @@ class KVCache:
         return Checkpoint([*parts, *(ring.empty() for ring in self._rings)], len(parts))
 
     def write_checkpoint(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """Copies what a sequence cut back to `num_tokens`, a position that is `reachable` without a copy, needs."""
+        """Copies what the token after `num_tokens` needs; that position has to be `reachable` without a copy."""
         states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
         assert num_tokens == self._num_tokens or not self.states, "states cannot be cut back"
         for room, part in zip(states, self.states.parts, strict=True):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
-from torch import Tensor
 
 from moe_pack.formats import ModelSpec
 from moe_pack.runtime.model.caches.kv_cache import Angles, Checkpoint, KVCache, LayerRopes
@@ -113,7 +112,7 @@ class CachedSequence:
         self.ids = other.ids[:num_tokens]
 
     def copy_checkpoint(self, num_tokens: int, room: Checkpoint) -> None:
-        """Writes to a checkpoint of another sequence what one of this sequence has, or would have, at a position."""
+        """Fills a checkpoint of another sequence with what this sequence keeps at a position that is `reachable`."""
         for checkpoint in self._checkpoints:
             if checkpoint.num_tokens == num_tokens:
                 for own, part in zip(room.parts, checkpoint.parts, strict=True):
@@ -171,10 +170,7 @@ def joined_angles(each: Sequence[tuple[Angles, ...]]) -> tuple[Angles, ...]:
     if len(each) == 1:
         return each[0]
 
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts))
-
     return tuple(
-        (joined([cosines for cosines, _ in kinds]), joined([sines for _, sines in kinds]))
+        (torch.cat([cosines for cosines, _ in kinds]), torch.cat([sines for _, sines in kinds]))
         for kinds in zip(*each, strict=True)
     )
