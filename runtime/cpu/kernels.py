@@ -179,6 +179,13 @@ class Kernels:
         finally:
             _native.take_tokens_alone(self._pool, False)
 
+    def take_rounding(self, rounds: bool) -> bool:
+        """Says whether operations on many tokens round inputs to 8 bits; returns whether these kernels do what was said.
+
+        Weights are multiplied as they are stored. Weights that are floats are multiplied with inputs as they are.
+        """
+        return bool(_native.take_rounding(self._pool, rounds))
+
     def experts(self, x: Tensor, works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]) -> Tensor:
         """Computes experts for tokens and adds up their weighted outputs.
 

@@ -1,4 +1,5 @@
 #include "job.h"
+#include "rounded.h"
 
 namespace moe_pack {
 namespace {
@@ -142,7 +143,28 @@ class FewCalls {
     size_t num_bytes_ = 0;
 };
 
+// Tokens at once: as equal numbers as `most` allows, in whole fours.
+int32_t equal_share(int32_t num_tokens, int32_t most) {
+    const int32_t shares = (num_tokens + most - 1) / most, each = (num_tokens + shares - 1) / shares;
+    return (each + 3) / 4 * 4;
+}
+
+Outcome run_rounded_calls(Pool& pool, const ExpertWork& work, const float* x, float* y) {
+    const int32_t step = equal_share(work.num_tokens, kRoundedTokens);
+    for (int32_t first = 0; first < work.num_tokens; first += step) {
+        pool.arena().reset();
+        Job job(pool, x, y, true);
+        Call call = call_of(work, first, std::min(step, work.num_tokens - first));
+        if (call.is_selected) list_given(job, call);
+        if (job.no_memory) return Outcome::no_memory;
+        const bool whole = run_rounded(job, call);
+        if (!whole || job.no_memory) return outcome(job, whole);
+    }
+    return Outcome::done;
+}
+
 Outcome run_many_calls(Pool& pool, const ExpertWork& work, const float* x, float* y) {
+    if (pool.rounds() && can_round(*work.layout)) return run_rounded_calls(pool, work, x, y);
     for (int32_t first = 0; first < work.num_tokens; first += kManyTokens) {
         pool.arena().reset();
         Job job(pool, x, y, true);
@@ -203,11 +225,18 @@ Outcome select_few_calls(Pool& pool, const SelectorTokens* some, int32_t count, 
 }
 
 Outcome select_many_calls(Pool& pool, SelectorWork& wanted, const float* x) {
-    for (int32_t first = 0; first < wanted.num_tokens; first += kManyTokens) {
+    const bool rounds = pool.rounds() && can_round(*wanted.layout);
+    const int32_t step = rounds ? equal_share(wanted.num_tokens, kRoundedTokens) : kManyTokens;
+    for (int32_t first = 0; first < wanted.num_tokens; first += step) {
         pool.arena().reset();
         Job job(pool, x, nullptr, true);
         ExpertWork work = {};
-        Call call = selection_of(wanted, work, first, std::min(kManyTokens, wanted.num_tokens - first));
+        Call call = selection_of(wanted, work, first, std::min(step, wanted.num_tokens - first));
+        if (rounds) {
+            Outcome found = outcome(job, select_rounded(job, call));
+            if (found != Outcome::done) return found;
+            continue;
+        }
         job.calls = &call;
         job.num_calls = 1;
         take_scratch(job, &wanted.layout, 1);

@@ -116,6 +116,11 @@ float* sums_of(const Call& call, const Item& item, size_t floats);
 // y += every call's shares, weighted. False if a map was cut.
 bool finish(Job& job);
 
+// The same of one call whose parts `can_round`, with inputs rounded to 8 bits (rounded.cpp); and its selection alone.
+bool run_rounded(Job& job, Call& call);
+bool select_rounded(Job& job, Call& call);
+bool can_round(const ExpertLayout& layout);
+
 inline Outcome outcome(const Job& job, bool whole) {
     return job.no_memory ? Outcome::no_memory : whole ? Outcome::done : Outcome::cut;
 }

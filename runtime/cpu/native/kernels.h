@@ -62,6 +62,8 @@ struct Channels {
     float *state, *out;
 };
 
+struct RoundedKernels;
+
 struct Kernels {
     const char* name;
 
@@ -119,6 +121,9 @@ struct Kernels {
 
     // out[t] = bias + sum over taps of kernel[tap] * input[t + tap], where the state's inputs come before x.
     void (*convolve)(const Channels& channels);
+
+    // Products with inputs rounded to 8 bits (rounded.h); null: this instruction set has none.
+    const RoundedKernels* rounded;
 };
 
 extern const Kernels portable_kernels;

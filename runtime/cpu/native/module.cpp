@@ -57,6 +57,16 @@ PyObject* take_tokens_alone(PyObject*, PyObject* arguments) {
     Py_RETURN_NONE;
 }
 
+PyObject* take_rounding(PyObject*, PyObject* arguments) {
+    PyObject* capsule;
+    int rounds;
+    if (!PyArg_ParseTuple(arguments, "Op:take_rounding", &capsule, &rounds)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    if (pool == nullptr) return nullptr;
+    pool->take_rounding(rounds);
+    return PyBool_FromLong(!rounds || pool->rounds());
+}
+
 // ---- rows in one piece or in pages --------------------------------------------------------------------------------
 
 // Rows that Python gives: a buffer of them, or `(arena, slots, slot_bytes, head_bytes, page_bytes, begin)` where they
@@ -411,6 +421,7 @@ PyMethodDef methods[] = {
     {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
     {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
     {"take_tokens_alone", caught<take_tokens_alone>, METH_VARARGS, "take_tokens_alone(pool, alone)"},
+    {"take_rounding", caught<take_rounding>, METH_VARARGS, "take_rounding(pool, rounds)"},
     {"experts", caught<experts>, METH_VARARGS,
      "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs[, a, runs, neurons]])], "
      "x, y, d, apart=False)"},

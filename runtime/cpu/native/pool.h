@@ -43,6 +43,10 @@ class Pool {
     bool are_tokens_alone() const { return are_tokens_alone_; }
     void take_tokens_alone(bool alone) { are_tokens_alone_ = alone; }
 
+    // Whether operations on many tokens round inputs to 8 bits, where kernels can (rounded.h).
+    bool rounds() const { return rounds_ && kernels_.rounded != nullptr; }
+    void take_rounding(bool rounds) { rounds_ = rounds; }
+
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const { return kernels_; }
 
@@ -68,7 +72,7 @@ class Pool {
     Threads& threads_;
     std::mutex one_job_;
     Arena arena_;
-    std::atomic<bool> are_tokens_alone_{false};
+    std::atomic<bool> are_tokens_alone_{false}, rounds_{false};
     std::atomic<uint32_t> job_{0};
     std::atomic<int> asleep_{0}, next_item_{0}, at_work_{0};
     std::atomic<int64_t> spin_us_{kSpin.count()};

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "crc.h"
+#include "rounded.h"
 #include "tiles.h"
 
 namespace moe_pack {
@@ -86,6 +87,9 @@ Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int3
     std::lock_guard<std::mutex> lock(pool.one_job());
     const Part& part = layout.part.part;
     bool many = num_tokens > kFewTokens && !pool.are_tokens_alone();
+    if (many && pool.rounds() && can_round(part)) {
+        return multiply_rounded(pool, layout, rows, num_rows, x, num_tokens, out);
+    }
     Multiply m = {pool.kernels(), layout, rows, num_rows, x, num_tokens, out, kManyRows, 0, 0, nullptr, nullptr, nullptr};
     Arena& arena = pool.arena();
     arena.reset();

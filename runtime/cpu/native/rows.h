@@ -11,6 +11,10 @@ namespace moe_pack {
 Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
                  int32_t num_tokens, float* out);
 
+// The same with inputs rounded to 8 bits, for a part that `can_round`; for `multiply`, which holds the pool.
+Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
+                         int32_t num_tokens, float* out);
+
 // out [rows, d]: the rows in float32.
 Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, float* out);
 

@@ -1,0 +1,57 @@
+// Products with inputs rounded to 8 bits, for many tokens: what one instruction set provides (docs/kernels.md,
+// "Numerics").
+//
+// A token's inputs are rounded by blocks of 64 columns, and neurons' outputs by rows of a tile: code times scale, with a
+// scale for each. Codes of weights are multiplied as they are, so nothing else is rounded. As kernels.h: no checking, no
+// threads, no allocation.
+#pragma once
+
+#include "kernels.h"
+
+namespace moe_pack {
+
+constexpr int32_t kRoundedTokens = 128;  // at once
+constexpr int32_t kDotRows = 64;         // that are multiplied with tokens at once
+constexpr int32_t kAddRows = 128;        // that are added up at once
+
+// Inputs of tokens: `codes` [blocks, tokens, 64], from -127 to 127; `scales` [blocks, tokens]; `sums` of codes [units,
+// tokens], where a unit is a group or a block, the shorter of the two. Aligned to 64 bytes.
+struct RoundedTokens {
+    int32_t num_tokens, unit;
+    int8_t* codes;
+    float *scales, *sums;
+};
+
+struct RoundedKernels {
+    // Columns `first` to `stop`, multiples of 64, of tokens x[t]. What is not finite makes every product NaN; where no
+    // input of a block reaches 2^-100 all count as zero.
+    void (*round)(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens);
+
+    // totals [tokens, kDotRows]: rows times tokens, at most kDotRows rows.
+    void (*dot)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const RoundedTokens& tokens,
+                float* totals);
+
+    // out[t * stride + c - start] += sum over r of h[t * h_stride + r] * row r's column c, for columns `start` to `stop`,
+    // multiples of 64, and at most kAddRows rows and kRoundedTokens tokens. `ahead`: the rows that come next, as many, or
+    // null. `work`: `add_bytes`, aligned to 64.
+    void (*add)(const Part& part, const uint8_t* const* rows, const uint8_t* const* ahead, int32_t num_rows,
+                const float* h, size_t h_stride, int32_t num_tokens, int32_t start, int32_t stop, void* work,
+                float* out, size_t stride);
+    size_t add_bytes;
+};
+
+// Whether rows of a part can be multiplied with rounded tokens: those whose codes are integers.
+bool can_round(const Part& part);
+
+// Columns that share a scale: a group, or a block where groups are longer.
+inline int32_t rounded_unit(const Part& part) {
+    if (part.codec == Codec::mxfp4) return 32;
+    return part.group < kBlock ? part.group : kBlock;
+}
+
+#if defined(__x86_64__)
+extern const RoundedKernels avx512_rounded_kernels;
+extern const RoundedKernels avx2_rounded_kernels;
+#endif
+
+}  // namespace moe_pack
