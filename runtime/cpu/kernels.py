@@ -179,12 +179,13 @@ class Kernels:
         finally:
             _native.take_tokens_alone(self._pool, False)
 
-    def take_rounding(self, rounds: bool) -> bool:
-        """Says whether operations on many tokens round inputs to 8 bits; returns whether these kernels do what was said.
+    def take_digits(self, digits: int) -> int:
+        """Says to how many digits of 8 bits, 1 or 2, operations on many tokens round inputs; 0: they do not.
 
         Weights are multiplied as they are stored. Weights that are floats are multiplied with inputs as they are.
+        Returns: what these kernels do: 0 for any number if their instruction set has no such products.
         """
-        return bool(_native.take_rounding(self._pool, rounds))
+        return int(_native.take_digits(self._pool, digits))
 
     def experts(self, x: Tensor, works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]) -> Tensor:
         """Computes experts for tokens and adds up their weighted outputs.

@@ -57,14 +57,14 @@ PyObject* take_tokens_alone(PyObject*, PyObject* arguments) {
     Py_RETURN_NONE;
 }
 
-PyObject* take_rounding(PyObject*, PyObject* arguments) {
+PyObject* take_digits(PyObject*, PyObject* arguments) {
     PyObject* capsule;
-    int rounds;
-    if (!PyArg_ParseTuple(arguments, "Op:take_rounding", &capsule, &rounds)) return nullptr;
+    int digits;
+    if (!PyArg_ParseTuple(arguments, "Oi:take_digits", &capsule, &digits)) return nullptr;
     Pool* pool = pool_of(capsule);
     if (pool == nullptr) return nullptr;
-    pool->take_rounding(rounds);
-    return PyBool_FromLong(!rounds || pool->rounds());
+    if (digits < 0 || digits > 2) return refuse("digits", "expected 0 to 2");
+    return PyLong_FromLong(pool->take_digits(digits));
 }
 
 // ---- rows in one piece or in pages --------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ PyMethodDef methods[] = {
     {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
     {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
     {"take_tokens_alone", caught<take_tokens_alone>, METH_VARARGS, "take_tokens_alone(pool, alone)"},
-    {"take_rounding", caught<take_rounding>, METH_VARARGS, "take_rounding(pool, rounds)"},
+    {"take_digits", caught<take_digits>, METH_VARARGS, "take_digits(pool, digits)"},
     {"experts", caught<experts>, METH_VARARGS,
      "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs[, a, runs, neurons]])], "
      "x, y, d, apart=False)"},

@@ -43,9 +43,11 @@ class Pool {
     bool are_tokens_alone() const { return are_tokens_alone_; }
     void take_tokens_alone(bool alone) { are_tokens_alone_ = alone; }
 
-    // Whether operations on many tokens round inputs to 8 bits, where kernels can (rounded.h).
-    bool rounds() const { return rounds_ && kernels_.rounded != nullptr; }
-    void take_rounding(bool rounds) { rounds_ = rounds; }
+    // The digits of 8 bits to which operations on many tokens round inputs (rounded.h); 0: they do not.
+    int digits() const { return digits_; }
+    bool rounds() const { return digits_ > 0; }
+    // Gives what kernels can.
+    int take_digits(int digits) { return digits_ = kernels_.rounded == nullptr ? 0 : digits; }
 
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const { return kernels_; }
@@ -72,7 +74,8 @@ class Pool {
     Threads& threads_;
     std::mutex one_job_;
     Arena arena_;
-    std::atomic<bool> are_tokens_alone_{false}, rounds_{false};
+    std::atomic<bool> are_tokens_alone_{false};
+    std::atomic<int> digits_{0};
     std::atomic<uint32_t> job_{0};
     std::atomic<int> asleep_{0}, next_item_{0}, at_work_{0};
     std::atomic<int64_t> spin_us_{kSpin.count()};

@@ -23,10 +23,10 @@ namespace {
 constexpr int32_t kRoundCols = 512;  // that a thread rounds at once
 constexpr int32_t kSumCols = 512;    // that a thread adds up at once
 
-RoundedTokens take_tokens(Arena& arena, int32_t num_cols, int32_t unit, int32_t num_tokens) {
+RoundedTokens take_tokens(Arena& arena, int32_t num_cols, int32_t unit, int32_t digits, int32_t num_tokens) {
     const size_t blocks = num_cols / kBlock, count = blocks * num_tokens;
-    RoundedTokens tokens = {num_tokens, unit, nullptr, nullptr, nullptr};
-    tokens.codes = arena.take<int8_t>(count * kBlock);
+    RoundedTokens tokens = {num_tokens, unit, digits, nullptr, nullptr, nullptr};
+    tokens.codes = arena.take<int8_t>(count * digits * kBlock);
     tokens.scales = arena.take<float>(count);
     tokens.sums = arena.take<float>(count * (kBlock / unit));
     return tokens;
@@ -141,8 +141,9 @@ void sum_cols(RoundedCall& c, int32_t start, int worker) {
     for (int32_t first = 0, turn = 0; first < n; first += kAddRows, turn ^= 1) {
         const int32_t count = std::min(kAddRows, n - first), left = n - first - count;
         if (left > 0) list(first + count, rows[turn ^ 1]);
-        c.kernels.add(layout.down.part, rows[turn], left >= count ? rows[turn ^ 1] : nullptr, count, c.h + first, n,
-                      call.num_tokens, start, stop, scratch.add, scratch.sums, kSumCols);
+        const RowsToAdd added = {layout.down.part, rows[turn], left >= count ? rows[turn ^ 1] : nullptr, count};
+        const Outputs h = {c.h + first, (size_t)n, c.job.pool.digits()};
+        c.kernels.add(added, h, call.num_tokens, start, stop, scratch.add, scratch.sums, kSumCols);
     }
     const size_t extra_bytes = layout.extra_row_bytes;
     const uint8_t* extra = extra_bytes ? call.work->extra.at(0, extra_bytes) + sizeof(float) * start : nullptr;
@@ -192,7 +193,7 @@ bool begin(RoundedCall& c) {
             c.tokens[1] = c.tokens[0];
             break;
         }
-        c.tokens[i] = take_tokens(job.arena, layout.num_cols, i ? up : gate, call.num_tokens);
+        c.tokens[i] = take_tokens(job.arena, layout.num_cols, i ? up : gate, job.pool.digits(), call.num_tokens);
         job.no_memory |= !has_all(c.tokens[i]);
         Rounding rounding = {c.kernels, x, layout.num_cols, &c.tokens[i]};
         if (!job.no_memory && !round_all(job.pool, rounding)) return false;
@@ -259,7 +260,7 @@ Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* ro
         const int32_t count = std::min(kRoundedTokens, num_tokens - first);
         m.out = out + (size_t)first * num_rows;
         const float** inputs = arena.take<const float*>(count);
-        m.tokens = take_tokens(arena, part.num_cols, rounded_unit(part), count);
+        m.tokens = take_tokens(arena, part.num_cols, rounded_unit(part), pool.digits(), count);
         m.totals = arena.take<float>((size_t)pool.threads() * count * kDotRows);
         if (inputs == nullptr || !has_all(m.tokens) || m.totals == nullptr) return Outcome::no_memory;
         for (int32_t t = 0; t < count; t++) inputs[t] = x + (size_t)(first + t) * part.num_cols;

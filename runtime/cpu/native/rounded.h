@@ -14,12 +14,27 @@ constexpr int32_t kRoundedTokens = 128;  // at once
 constexpr int32_t kDotRows = 64;         // that are multiplied with tokens at once
 constexpr int32_t kAddRows = 128;        // that are added up at once
 
-// Inputs of tokens: `codes` [blocks, tokens, 64], from -127 to 127; `scales` [blocks, tokens]; `sums` of codes [units,
-// tokens], where a unit is a group or a block, the shorter of the two. Aligned to 64 bytes.
+// Inputs of tokens: `codes` [blocks, tokens, digits, 64], of one digit or of two, the higher one first; `scales` [blocks,
+// tokens]; `sums` of codes [units, tokens], where a unit is a group or a block, the shorter of the two. Aligned to 64
+// bytes.
 struct RoundedTokens {
-    int32_t num_tokens, unit;
+    int32_t num_tokens, unit, digits;
     int8_t* codes;
     float *scales, *sums;
+};
+
+// Up to kAddRows rows, and those that come next, as many, or null.
+struct RowsToAdd {
+    const Part& part;
+    const uint8_t *const *rows, *const *ahead;
+    int32_t count;
+};
+
+// What they are multiplied with, tokens `stride` apart, to be rounded to so many digits.
+struct Outputs {
+    const float* values;
+    size_t stride;
+    int32_t digits;
 };
 
 struct RoundedKernels {
@@ -31,11 +46,9 @@ struct RoundedKernels {
     void (*dot)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const RoundedTokens& tokens,
                 float* totals);
 
-    // out[t * stride + c - start] += sum over r of h[t * h_stride + r] * row r's column c, for columns `start` to `stop`,
-    // multiples of 64, and at most kAddRows rows and kRoundedTokens tokens. `ahead`: the rows that come next, as many, or
-    // null. `work`: `add_bytes`, aligned to 64.
-    void (*add)(const Part& part, const uint8_t* const* rows, const uint8_t* const* ahead, int32_t num_rows,
-                const float* h, size_t h_stride, int32_t num_tokens, int32_t start, int32_t stop, void* work,
+    // out[t * stride + c - start] += sum over r of h[t, r] * row r's column c, for columns `start` to `stop`, multiples
+    // of 64, and at most kRoundedTokens tokens. `work`: `add_bytes`, aligned to 64.
+    void (*add)(const RowsToAdd& rows, const Outputs& h, int32_t num_tokens, int32_t start, int32_t stop, void* work,
                 float* out, size_t stride);
     size_t add_bytes;
 };

@@ -16,7 +16,10 @@ constexpr int32_t kTokensAtOnce = 4;  // 4 tokens and 64 rows: 16 registers of s
 constexpr int32_t kSpan = 16;         // units whose scales are loaded at once
 constexpr int32_t kPanelBytes = 256;  // of a step: four registers
 constexpr int32_t kAheadCodes = 192;  // how far before their use codes are fetched
-constexpr float kLargest = 127.0f;
+
+// The largest code of one digit, or of two: the higher digit is at most 127.
+template <int DIGITS>
+constexpr float kLargest = DIGITS == 1 ? 127.0f : 127.0f * 256.0f;
 
 typedef int32_t Ints __attribute__((vector_size(64)));  // as in affine_avx512.h
 
@@ -27,14 +30,15 @@ inline uint32_t magnitude_bits(__m512 values) {
 }
 
 // The scale of values whose largest magnitude has these bits, and what they are multiplied with to become codes.
+template <int DIGITS>
 struct Rounding {
     float scale, inverse;
 
     explicit Rounding(uint32_t peak_bits) {
         const float peak = as_float(peak_bits);
         const bool finite = peak_bits < 0x7f800000u, counts = finite && peak >= 0x1p-100f;
-        scale = !finite ? __builtin_nanf("") : counts ? peak / kLargest : 0.0f;
-        inverse = counts ? kLargest / peak : 0.0f;
+        scale = !finite ? __builtin_nanf("") : counts ? peak / kLargest<DIGITS> : 0.0f;
+        inverse = counts ? kLargest<DIGITS> / peak : 0.0f;
     }
 };
 
@@ -44,7 +48,21 @@ inline __m512i codes_of(__m512 values, float inverse) {
     return _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(values, _mm512_set1_ps(inverse)));
 }
 
-void round(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens) {
+// Bytes of codes, a digit each; digits are `stride` apart, the higher one first.
+template <int DIGITS>
+inline void store_digits(__m512i codes, int8_t* to, size_t stride) {
+    if constexpr (DIGITS == 1) {
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
+    } else {
+        const __m512i biased = _mm512_add_epi32(codes, _mm512_set1_epi32(128));
+        const __m128i low = _mm_xor_si128(_mm512_cvtepi32_epi8(biased), _mm_set1_epi8(-128));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_srai_epi32(biased, 8)));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to + stride), low);
+    }
+}
+
+template <int DIGITS>
+void round_digits(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens) {
     const int32_t units = kBlock / tokens.unit;
     for (int32_t block = first / kBlock; block * kBlock < stop; ++block) {
         for (int32_t t = 0; t < tokens.num_tokens; ++t) {
@@ -57,12 +75,11 @@ void round(const float* const* x, int32_t first, int32_t stop, const RoundedToke
             const __m512i largest = _mm512_max_epu32(
                 _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(values[0])), _mm512_castps_si512(_mm512_abs_ps(values[1]))),
                 _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(values[2])), _mm512_castps_si512(_mm512_abs_ps(values[3]))));
-            const Rounding rounding(_mm512_reduce_max_epu32(largest));
+            const Rounding<DIGITS> rounding(_mm512_reduce_max_epu32(largest));
             tokens.scales[place] = rounding.scale;
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
                 sums[q.value] = codes_of(values[q.value], rounding.inverse);
-                _mm_store_si128(reinterpret_cast<__m128i*>(tokens.codes + place * kBlock + 16 * q.value),
-                                _mm512_cvtepi32_epi8(sums[q.value]));
+                store_digits<DIGITS>(sums[q.value], tokens.codes + place * DIGITS * kBlock + 16 * q.value, kBlock);
             });
             for (int32_t unit = 0, q = 0; unit < units; ++unit) {
                 __m512i sum = sums[q++];
@@ -71,6 +88,10 @@ void round(const float* const* x, int32_t first, int32_t stop, const RoundedToke
             }
         }
     }
+}
+
+void round(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens) {
+    (tokens.digits == 1 ? round_digits<1> : round_digits<2>)(x, first, stop, tokens);
 }
 
 // -- Scales ----------------------------------------------------------------------------------------------------------
@@ -185,9 +206,8 @@ void pack_dots(const Part& part, Fours<WIDTH>& fours, const uint8_t* const* rows
 
 // sums[v][t] += register v of each step times the four bytes of token t.
 template <int V, int N>
-MOE_PACK_INLINE inline void multiply_steps(const uint8_t* panel, const int8_t* x, size_t x_stride, int32_t steps,
-                                           Ints (&sums)[V][N]) {
-    unrolled<V * N>([&](auto i) MOE_PACK_INLINE { sums[i.value / N][i.value % N] = Ints{}; });
+MOE_PACK_INLINE inline void add_steps(const uint8_t* panel, const int8_t* x, size_t x_stride, int32_t steps,
+                                      Ints (&sums)[V][N]) {
     for (int32_t s = 0; s < steps; ++s, panel += kPanelBytes, x += 4) {
         __m512i codes[V];
         unrolled<V>([&](auto v) MOE_PACK_INLINE { codes[v.value] = _mm512_load_si512(panel + 64 * v.value); });
@@ -203,12 +223,24 @@ MOE_PACK_INLINE inline void multiply_steps(const uint8_t* panel, const int8_t* x
     }
 }
 
+// Products of all digits, `digit_stride` apart: exact. With two, 255 * 32512 * 64 columns, or 128 rows of 7 bits, fit.
+template <int DIGITS, int V, int N>
+MOE_PACK_INLINE inline void multiply_steps(const uint8_t* panel, const int8_t* x, size_t x_stride, size_t digit_stride,
+                                           int32_t steps, Ints (&sums)[V][N]) {
+    unrolled<V * N>([&](auto i) MOE_PACK_INLINE { sums[i.value / N][i.value % N] = Ints{}; });
+    add_steps<V, N>(panel, x, x_stride, steps, sums);
+    if constexpr (DIGITS == 2) {
+        unrolled<V * N>([&](auto i) MOE_PACK_INLINE { sums[i.value / N][i.value % N] <<= 8; });
+        add_steps<V, N>(panel, x + digit_stride, x_stride, steps, sums);
+    }
+}
+
 // A unit of 64 rows times N tokens: totals += scale * (products - zero * sum of codes) * token's scale.
-template <int N>
+template <int DIGITS, int N>
 MOE_PACK_INLINE inline void dot_unit(const uint8_t* panel, const int8_t* x, int32_t steps, const float* scale,
                                      const float* zero, const float* x_scales, const float* x_sums, float* totals) {
     Ints sums[4][N];
-    multiply_steps<4, N>(panel, x, kBlock, steps, sums);
+    multiply_steps<DIGITS, 4, N>(panel, x, DIGITS * kBlock, kBlock, steps, sums);
     unrolled<4>([&](auto v) MOE_PACK_INLINE {
         const __m512 scales = _mm512_load_ps(scale + 16 * v.value), zeros = _mm512_load_ps(zero + 16 * v.value);
         unrolled<N>([&](auto t) MOE_PACK_INLINE {
@@ -221,15 +253,16 @@ MOE_PACK_INLINE inline void dot_unit(const uint8_t* panel, const int8_t* x, int3
     });
 }
 
+template <int DIGITS>
 void dot_unit_of_all(const uint8_t* panel, const int8_t* x, int32_t num_tokens, int32_t steps, const float* scale,
                      const float* zero, const float* x_scales, const float* x_sums, float* totals) {
     int32_t t = 0;
     for (; t + kTokensAtOnce <= num_tokens; t += kTokensAtOnce) {
-        dot_unit<4>(panel, x + t * kBlock, steps, scale, zero, x_scales + t, x_sums + t, totals + t * kDotRows);
+        dot_unit<DIGITS, 4>(panel, x + t * DIGITS * kBlock, steps, scale, zero, x_scales + t, x_sums + t, totals + t * kDotRows);
     }
     const auto rest = [&](auto n) MOE_PACK_INLINE {
         constexpr int N = decltype(n)::value;
-        dot_unit<N>(panel, x + t * kBlock, steps, scale, zero, x_scales + t, x_sums + t, totals + t * kDotRows);
+        dot_unit<DIGITS, N>(panel, x + t * DIGITS * kBlock, steps, scale, zero, x_scales + t, x_sums + t, totals + t * kDotRows);
     };
     switch (num_tokens - t) {
         case 1: return rest(Index<1>{});
@@ -239,7 +272,7 @@ void dot_unit_of_all(const uint8_t* panel, const int8_t* x, int32_t num_tokens, 
     }
 }
 
-template <int WIDTH, int UNIT>
+template <int DIGITS, int WIDTH, int UNIT>
 void dot_rows(const Part& part, const uint8_t* const* given, int32_t num_rows, const RoundedTokens& tokens,
               float* totals) {
     constexpr int32_t units = kBlock / UNIT;
@@ -254,9 +287,9 @@ void dot_rows(const Part& part, const uint8_t* const* given, int32_t num_rows, c
         const int32_t first = block * units;
         if (first % kSpan == 0) span.template load<WIDTH>(part, rows, kDotRows, first);
         pack_dots<WIDTH>(part, fours, rows, block, panel);
-        const int8_t* x = tokens.codes + block * num_tokens * kBlock;
+        const int8_t* x = tokens.codes + block * num_tokens * DIGITS * kBlock;
         for (int32_t u = 0; u < units; ++u) {
-            dot_unit_of_all(panel + u * (UNIT / 4) * kPanelBytes, x + u * UNIT, tokens.num_tokens, UNIT / 4,
+            dot_unit_of_all<DIGITS>(panel + u * (UNIT / 4) * kPanelBytes, x + u * UNIT, tokens.num_tokens, UNIT / 4,
                             span.scales[(first + u) % kSpan], span.zeros[(first + u) % kSpan],
                             tokens.scales + block * num_tokens, tokens.sums + (first + u) * num_tokens, totals);
         }
@@ -267,7 +300,7 @@ void dot_rows(const Part& part, const uint8_t* const* given, int32_t num_rows, c
 
 // What rows of a tile are multiplied with in a unit: h * scale, rounded, for each token.
 struct alignas(64) Factors {
-    int8_t codes[kRoundedTokens][kAddRows];
+    int8_t codes[kRoundedTokens][2][kAddRows];  // digits
     float scales[kRoundedTokens], zeros[kRoundedTokens];  // zeros: sums of code * zero
 };
 
@@ -278,6 +311,7 @@ struct alignas(64) AddWork {
 };
 
 // `num_rows` is a multiple of 16, of which the first `some` exist.
+template <int DIGITS>
 inline void round_factors(const float* h, int32_t num_rows, int32_t some, const float* scale, const float* zero,
                           int8_t* codes, float* rounded_scale, float* rounded_zero) {
     __m512i largest = _mm512_setzero_si512();
@@ -287,23 +321,23 @@ inline void round_factors(const float* h, int32_t num_rows, int32_t some, const 
         products[r / 16] = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, h + r), _mm512_load_ps(scale + r));
         largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(products[r / 16])));
     }
-    const Rounding rounding(_mm512_reduce_max_epu32(largest));
+    const Rounding<DIGITS> rounding(_mm512_reduce_max_epu32(largest));
     __m512 zeros = _mm512_setzero_ps();
     for (int32_t r = 0; r < num_rows; r += 16) {
         const __m512i rounded = codes_of(products[r / 16], rounding.inverse);
         zeros = _mm512_fmadd_ps(_mm512_cvtepi32_ps(rounded), _mm512_load_ps(zero + r), zeros);
-        _mm_store_si128(reinterpret_cast<__m128i*>(codes + r), _mm512_cvtepi32_epi8(rounded));
+        store_digits<DIGITS>(rounded, codes + r, kAddRows);
     }
     *rounded_scale = rounding.scale;
     *rounded_zero = _mm512_reduce_add_ps(zeros);
 }
 
 // A unit's columns of N tokens, in V registers: out += (products - zeros) * scale.
-template <int V, int N>
+template <int DIGITS, int V, int N>
 MOE_PACK_INLINE inline void add_unit(const uint8_t* panel, int32_t steps, const Factors& factors, int32_t t, float* out,
                                      size_t stride) {
     Ints sums[V][N];
-    multiply_steps<V, N>(panel, factors.codes[t], kAddRows, steps, sums);
+    multiply_steps<DIGITS, V, N>(panel, factors.codes[t][0], 2 * kAddRows, kAddRows, steps, sums);
     unrolled<N>([&](auto i) MOE_PACK_INLINE {
         const __m512 scale = _mm512_set1_ps(factors.scales[t + i.value]);
         const __m512 zero = _mm512_set1_ps(factors.zeros[t + i.value]);
@@ -315,15 +349,15 @@ MOE_PACK_INLINE inline void add_unit(const uint8_t* panel, int32_t steps, const 
     });
 }
 
-template <int V>
+template <int DIGITS, int V>
 void add_unit_of_all(const uint8_t* panel, int32_t steps, const Factors& factors, int32_t num_tokens, float* out,
                      size_t stride) {
     int32_t t = 0;
-    for (; t + kTokensAtOnce <= num_tokens; t += kTokensAtOnce) add_unit<V, 4>(panel, steps, factors, t, out, stride);
+    for (; t + kTokensAtOnce <= num_tokens; t += kTokensAtOnce) add_unit<DIGITS, V, 4>(panel, steps, factors, t, out, stride);
     switch (num_tokens - t) {
-        case 1: return add_unit<V, 1>(panel, steps, factors, t, out, stride);
-        case 2: return add_unit<V, 2>(panel, steps, factors, t, out, stride);
-        case 3: return add_unit<V, 3>(panel, steps, factors, t, out, stride);
+        case 1: return add_unit<DIGITS, V, 1>(panel, steps, factors, t, out, stride);
+        case 2: return add_unit<DIGITS, V, 2>(panel, steps, factors, t, out, stride);
+        case 3: return add_unit<DIGITS, V, 3>(panel, steps, factors, t, out, stride);
         default: return;
     }
 }
@@ -343,18 +377,19 @@ void pack_sums(Fours<WIDTH>* fours, const uint8_t* const* rows, const uint8_t* c
     }
 }
 
-template <int WIDTH, int UNIT>
-void add_rows(const Part& part, const uint8_t* const* given, const uint8_t* const* ahead, int32_t num_rows,
-              const float* h, size_t h_stride, int32_t num_tokens, int32_t start, int32_t stop, void* memory, float* out,
-              size_t stride) {
+template <int DIGITS, int WIDTH, int UNIT>
+void add_rows(const RowsToAdd& given, const Outputs& h, int32_t num_tokens, int32_t start, int32_t stop, void* memory,
+              float* out, size_t stride) {
+    const Part& part = given.part;
+    const int32_t num_rows = given.count;
     constexpr int32_t units = kBlock / UNIT, registers = UNIT / 16;
     AddWork& work = *static_cast<AddWork*>(memory);
     const uint8_t *rows[kAddRows], *next[kAddRows];
     const int32_t padded = int32_t(round_up(size_t(num_rows), 16)), steps = (num_rows + 3) / 4;
     for (int32_t r = 0; r < padded; ++r) {
         const int32_t place = r < num_rows ? r : num_rows - 1;
-        rows[r] = given[place];
-        next[r] = ahead == nullptr ? given[place] : ahead[place];
+        rows[r] = given.rows[place];
+        next[r] = given.ahead == nullptr ? rows[r] : given.ahead[place];
     }
     Fours<WIDTH> fours[kAddRows / kMaxTile] = {Fours<WIDTH>(part), Fours<WIDTH>(part)};
     int32_t loaded = -1;
@@ -369,10 +404,10 @@ void add_rows(const Part& part, const uint8_t* const* given, const uint8_t* cons
         for (int32_t u = 0; u < units; ++u) {
             const float *scale = work.span.scales[(first + u) % kSpan], *zero = work.span.zeros[(first + u) % kSpan];
             for (int32_t t = 0; t < num_tokens; ++t) {
-                round_factors(h + t * h_stride, padded, num_rows, scale, zero, work.factors.codes[t],
-                              work.factors.scales + t, work.factors.zeros + t);
+                round_factors<DIGITS>(h.values + t * h.stride, padded, num_rows, scale, zero, work.factors.codes[t][0],
+                                      work.factors.scales + t, work.factors.zeros + t);
             }
-            add_unit_of_all<registers>(work.panel + u * registers * 64, steps, work.factors, num_tokens,
+            add_unit_of_all<DIGITS, registers>(work.panel + u * registers * 64, steps, work.factors, num_tokens,
                                        out + (block * kBlock - start) + u * UNIT, stride);
         }
     }
@@ -385,38 +420,38 @@ struct RowKernels {
     decltype(RoundedKernels::add) add;
 };
 
-template <int WIDTH>
+template <int DIGITS, int WIDTH>
 RowKernels kernels_of(const Part& part) {
     switch (rounded_unit(part)) {
-        case 16: return {dot_rows<WIDTH, 16>, add_rows<WIDTH, 16>};
-        case 32: return {dot_rows<WIDTH, 32>, add_rows<WIDTH, 32>};
-        default: return {dot_rows<WIDTH, kBlock>, add_rows<WIDTH, kBlock>};
+        case 16: return {dot_rows<DIGITS, WIDTH, 16>, add_rows<DIGITS, WIDTH, 16>};
+        case 32: return {dot_rows<DIGITS, WIDTH, 32>, add_rows<DIGITS, WIDTH, 32>};
+        default: return {dot_rows<DIGITS, WIDTH, kBlock>, add_rows<DIGITS, WIDTH, kBlock>};
     }
 }
 
+template <int DIGITS>
 RowKernels row_kernels(const Part& part) {
-    if (part.codec == Codec::mxfp4) return {dot_rows<kE2m1, kMxGroup>, add_rows<kE2m1, kMxGroup>};
+    if (part.codec == Codec::mxfp4) return {dot_rows<DIGITS, kE2m1, kMxGroup>, add_rows<DIGITS, kE2m1, kMxGroup>};
     switch (part.codec == Codec::trellis ? trellis_of(part.width) : part.width) {
-        case 1: return kernels_of<1>(part);
-        case 2: return kernels_of<2>(part);
-        case 3: return kernels_of<3>(part);
-        case 4: return kernels_of<4>(part);
-        case 8: return kernels_of<8>(part);
-        case trellis_of(4): return kernels_of<trellis_of(4)>(part);
-        case trellis_of(5): return kernels_of<trellis_of(5)>(part);
-        case trellis_of(6): return kernels_of<trellis_of(6)>(part);
-        case trellis_of(7): return kernels_of<trellis_of(7)>(part);
-        default: return kernels_of<trellis_of(8)>(part);
+        case 1: return kernels_of<DIGITS, 1>(part);
+        case 2: return kernels_of<DIGITS, 2>(part);
+        case 3: return kernels_of<DIGITS, 3>(part);
+        case 4: return kernels_of<DIGITS, 4>(part);
+        case 8: return kernels_of<DIGITS, 8>(part);
+        case trellis_of(4): return kernels_of<DIGITS, trellis_of(4)>(part);
+        case trellis_of(5): return kernels_of<DIGITS, trellis_of(5)>(part);
+        case trellis_of(6): return kernels_of<DIGITS, trellis_of(6)>(part);
+        case trellis_of(7): return kernels_of<DIGITS, trellis_of(7)>(part);
+        default: return kernels_of<DIGITS, trellis_of(8)>(part);
     }
 }
 
 void dot(const Part& part, const uint8_t* const* rows, int32_t num_rows, const RoundedTokens& tokens, float* totals) {
-    row_kernels(part).dot(part, rows, num_rows, tokens, totals);
+    (tokens.digits == 1 ? row_kernels<1> : row_kernels<2>)(part).dot(part, rows, num_rows, tokens, totals);
 }
 
-void add(const Part& part, const uint8_t* const* rows, const uint8_t* const* ahead, int32_t num_rows, const float* h,
-         size_t h_stride, int32_t num_tokens, int32_t start, int32_t stop, void* work, float* out, size_t stride) {
-    row_kernels(part).add(part, rows, ahead, num_rows, h, h_stride, num_tokens, start, stop, work, out, stride);
+void add(const RowsToAdd& rows, const Outputs& h, int32_t num_tokens, int32_t start, int32_t stop, void* work, float* out, size_t stride) {
+    (h.digits == 1 ? row_kernels<1> : row_kernels<2>)(rows.part).add(rows, h, num_tokens, start, stop, work, out, stride);
 }
 
 }  // namespace
