@@ -402,7 +402,13 @@ def rotation_command(
 
 Task = Literal["decode", "prefill"]
 _TASKS: tuple[Task, ...] = ("decode", "prefill")
-_SHAPES = {"mixtral": Shape("mixtral-8x7b", 2), "qwen3": Shape("qwen3-30b-a3b", 4)}
+_SHAPES = {
+    "mixtral": Shape("mixtral-8x7b", 2),
+    "qwen3": Shape("qwen3-30b-a3b", 4),
+    "olmoe": Shape("olmoe-1b-7b", 4),
+}
+Numerics = Literal["exact", "fast", "fastest"]
+_DIGITS: dict[Numerics, int] = {"exact": 0, "fast": 2, "fastest": 1}
 _THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH = 32, 64
 _REST_SECONDS = 0.2  # before each timing: threads that wait for work spin for a while before they sleep
 
@@ -421,10 +427,18 @@ class Ours:
     """An open pack with a decoder for each number of threads; `close` ends its kernels."""
 
     def __init__(
-        self, pack: Pack, name: str, threads: Sequence[int], context_tokens: int, limit: InstructionSet | None = None
+        self,
+        pack: Pack,
+        name: str,
+        threads: Sequence[int],
+        context_tokens: int,
+        limit: InstructionSet | None = None,
+        numerics: Numerics = "exact",
     ) -> None:
         self.name = name
         self._kernels = {number: Kernels(number, limit) for number in threads}
+        for kernels in self._kernels.values():
+            kernels.take_digits(_DIGITS[numerics])
         self._decoders = {
             number: Decoder(MappedPackWeights(pack, NativeOperations(kernels)), context_tokens, _CPU)
             for number, kernels in self._kernels.items()
@@ -461,18 +475,6 @@ class Speed:
     seconds: tuple[float, ...]
     tokens_per_s: float
     ratio: float | None
-
-
-def make_dense(shape: Shape, folder: Path) -> Path:
-    """Returns the pack in which all neurons run, made from a random checkpoint unless it is there."""
-    pack, source = folder / "pack-0", folder / "checkpoint"
-    if not (pack / "manifest.json").exists():
-        shutil.rmtree(source, ignore_errors=True)
-        click.echo(f"generating {source}: {shape.num_bytes():,} bytes", err=True)
-        generate(source, shape)
-        moe_pack("convert", source, "-o", pack, "--quantizer", "nearest", "--group-size", _GROUP, *PACK_BITS)
-        shutil.rmtree(source)
-    return pack
 
 
 def make_sparse(dense: Path, sparsity: float) -> Path:
@@ -534,8 +536,11 @@ def run_rounds(
 @click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1), help="Before decoding.")
 @click.option("--decode-tokens", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--prefill-tokens", default=128, show_default=True, type=click.IntRange(1, 512))
-@click.option("--layers", type=click.IntRange(1), help="Decoder layers.  [default: mixtral 2, qwen3 4]")
-@click.option("--vocab", type=click.IntRange(64), help="Tokens known.  [default: the model's]")
+@click.option("--layers", type=click.IntRange(1), help="Decoder layers.  [default: mixtral 2, the others 4]")
+@click.option("--vocab", default=4096, show_default=True, type=click.IntRange(64), help="Tokens known.")
+@click.option("--numerics", multiple=True, type=click.Choice(list(_DIGITS)), default=("exact",), show_default=True)
+@click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="Best instruction set of ours.")
+@click.option("--task", "tasks", multiple=True, type=click.Choice(_TASKS), default=_TASKS, show_default=True)
 @json_option
 def decode_command(
     folder: Path,
@@ -548,37 +553,42 @@ def decode_command(
     decode_tokens: int,
     prefill_tokens: int,
     layers: int | None,
-    vocab: int | None,
+    vocab: int,
+    numerics: tuple[Numerics, ...],
+    limit: InstructionSet | None,
+    tasks: tuple[Task, ...],
     as_json: bool,
 ) -> None:
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
-    Our pack (nearest, selector `up`, 4 bit throughout, group 64) and a GGUF of the same layers, head and embedding in
-    Q4_0, both 4.5 bits a weight. Packs of a sparsity share their experts. One program works while the others wait; of
+    Our pack (selector `up`, 4 bit throughout, group 64) and a GGUF of the same layers, head and embedding in Q4_0, both
+    4.5 bits a weight. Packs of a sparsity share their experts. One program works while the others wait; of
     each round every program decodes and prefills the same random tokens. Of a prefill only the last token's logits are
     asked for. Medians over rounds.
     """
     speeds, facts = list[Speed](), dict[str, object]()
     for name in models or _SHAPES:
         shape = replace(_SHAPES[name], layers=layers or _SHAPES[name].layers, vocab=vocab)
-        place = folder / f"decode-{name}-{shape.layers}-layers-{vocab or 'all'}-tokens"
+        place = folder / f"decode-{name}-{shape.layers}-layers-{vocab}-tokens"
         place.mkdir(parents=True, exist_ok=True)
-        dense = make_dense(shape, place)
+        dense = synthetic_pack(shape, "4", False, place)
         context = max(prompt_tokens + decode_tokens, prefill_tokens)
         with ExitStack() as stack:
             packs = {s: stack.enter_context(Pack(make_sparse(dense, s) if s else dense)) for s in sparsities}
             programs: list[Program] = [
-                stack.enter_context(closing(Ours(pack, f"moe-pack, sparsity {s:g}", threads, context)))
-                for s, pack in packs.items()
+                stack.enter_context(
+                    closing(Ours(pack, f"moe-pack {mode}, sparsity {s:g}", threads, context, limit, mode))
+                )
+                for (s, pack), mode in product(packs.items(), numerics)
             ]
             spec = next(iter(packs.values())).spec
             if llama_python:
-                llama = Llama(llama_python, place / "model-Q4_0.gguf", spec, context)
+                llama = Llama(llama_python, make_gguf(dense, llama_python), spec, context)
                 stack.callback(llama.close)
                 programs.append(llama)
                 facts[name] = llama.facts
             sizes = (prompt_tokens, decode_tokens, prefill_tokens)
-            seconds = run_rounds(programs, sizes, spec.vocab_size, threads, rounds)
+            seconds = run_rounds(programs, sizes, spec.vocab_size, threads, rounds, tasks)
         tokens = {"decode": decode_tokens, "prefill": prefill_tokens}
         rates = {key: tokens[key[1]] / median(taken) for key, taken in seconds.items()}
         for (program, task, number), rate in sorted(rates.items(), key=lambda item: (item[0][1], item[0][2])):

@@ -23,12 +23,23 @@ namespace {
 constexpr int32_t kRoundCols = 512;  // that a thread rounds at once
 constexpr int32_t kSumCols = 512;    // that a thread adds up at once
 
-RoundedTokens take_tokens(Arena& arena, int32_t num_cols, int32_t unit, int32_t digits, int32_t num_tokens) {
+// How inputs are rounded for a part's rows.
+struct Form {
+    int32_t unit, digits;
+
+    bool operator==(const Form& other) const { return unit == other.unit && digits == other.digits; }
+};
+
+Form form_of(const RoundedKernels& kernels, const Part& part, int32_t digits) {
+    return {rounded_unit(part), kernels.digits_for(part, digits)};
+}
+
+RoundedTokens take_tokens(Arena& arena, int32_t num_cols, const Form& form, int32_t num_tokens) {
     const size_t blocks = num_cols / kBlock, count = blocks * num_tokens;
-    RoundedTokens tokens = {num_tokens, unit, digits, nullptr, nullptr, nullptr};
-    tokens.codes = arena.take<int8_t>(count * digits * kBlock);
+    RoundedTokens tokens = {num_tokens, form.unit, form.digits, nullptr, nullptr, nullptr};
+    tokens.codes = arena.take<int8_t>(count * form.digits * kBlock);
     tokens.scales = arena.take<float>(count);
-    tokens.sums = arena.take<float>(count * (kBlock / unit));
+    tokens.sums = arena.take<float>(count * (kBlock / form.unit));
     return tokens;
 }
 
@@ -142,7 +153,8 @@ void sum_cols(RoundedCall& c, int32_t start, int worker) {
         const int32_t count = std::min(kAddRows, n - first), left = n - first - count;
         if (left > 0) list(first + count, rows[turn ^ 1]);
         const RowsToAdd added = {layout.down.part, rows[turn], left >= count ? rows[turn ^ 1] : nullptr, count};
-        const Outputs h = {c.h + first, (size_t)n, c.job.pool.digits()};
+        const int32_t digits = c.kernels.digits_for(layout.down.part, c.job.pool.digits());
+        const Outputs h = {c.h + first, (size_t)n, digits};
         c.kernels.add(added, h, call.num_tokens, start, stop, scratch.add, scratch.sums, kSumCols);
     }
     const size_t extra_bytes = layout.extra_row_bytes;
@@ -186,14 +198,14 @@ bool begin(RoundedCall& c) {
     const ExpertLayout& layout = call.layout();
     const float** x = job.take<const float*>(call.num_tokens);
     for (int32_t t = 0; !job.no_memory && t < call.num_tokens; t++) x[t] = job.x + call.tokens[t] * layout.num_cols;
-    const int32_t up = rounded_unit(layout.up.part);
-    const int32_t gate = layout.has_gate() ? rounded_unit(layout.gate.part) : up;
+    const Form up = form_of(c.kernels, layout.up.part, job.pool.digits());
+    const Form gate = layout.has_gate() ? form_of(c.kernels, layout.gate.part, job.pool.digits()) : up;
     for (int i = 0; i < 2 && !job.no_memory; i++) {
         if (i == 1 && gate == up) {
             c.tokens[1] = c.tokens[0];
             break;
         }
-        c.tokens[i] = take_tokens(job.arena, layout.num_cols, i ? up : gate, job.pool.digits(), call.num_tokens);
+        c.tokens[i] = take_tokens(job.arena, layout.num_cols, i ? up : gate, call.num_tokens);
         job.no_memory |= !has_all(c.tokens[i]);
         Rounding rounding = {c.kernels, x, layout.num_cols, &c.tokens[i]};
         if (!job.no_memory && !round_all(job.pool, rounding)) return false;
@@ -260,7 +272,7 @@ Outcome multiply_rounded(Pool& pool, const RowsLayout& layout, const uint8_t* ro
         const int32_t count = std::min(kRoundedTokens, num_tokens - first);
         m.out = out + (size_t)first * num_rows;
         const float** inputs = arena.take<const float*>(count);
-        m.tokens = take_tokens(arena, part.num_cols, rounded_unit(part), pool.digits(), count);
+        m.tokens = take_tokens(arena, part.num_cols, form_of(m.kernels, part, pool.digits()), count);
         m.totals = arena.take<float>((size_t)pool.threads() * count * kDotRows);
         if (inputs == nullptr || !has_all(m.tokens) || m.totals == nullptr) return Outcome::no_memory;
         for (int32_t t = 0; t < count; t++) inputs[t] = x + (size_t)(first + t) * part.num_cols;

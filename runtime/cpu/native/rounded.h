@@ -38,6 +38,9 @@ struct Outputs {
 };
 
 struct RoundedKernels {
+    // The digits to which inputs for rows of a part are rounded where `digits` are asked for: no fewer.
+    int32_t (*digits_for)(const Part& part, int32_t digits);
+
     // Columns `first` to `stop`, multiples of 64, of tokens x[t]. What is not finite makes every product NaN; where no
     // input of a block reaches 2^-100 all count as zero.
     void (*round)(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens);

@@ -413,6 +413,8 @@ void add_rows(const RowsToAdd& given, const Outputs& h, int32_t num_tokens, int3
     }
 }
 
+int32_t digits_for(const Part&, int32_t digits) { return digits; }
+
 // -- Which -----------------------------------------------------------------------------------------------------------
 
 struct RowKernels {
@@ -456,7 +458,7 @@ void add(const RowsToAdd& rows, const Outputs& h, int32_t num_tokens, int32_t st
 
 }  // namespace
 
-const RoundedKernels avx512_rounded_kernels = {round, dot, add, sizeof(AddWork)};
+const RoundedKernels avx512_rounded_kernels = {digits_for, round, dot, add, sizeof(AddWork)};
 
 }  // namespace moe_pack
 
