@@ -24,6 +24,7 @@ from moe_pack.calib.evaluate import (
     ThresholdRule,
     evaluate,
     make_reference,
+    measure_numerics,
     measure_thresholds,
 )
 from moe_pack.calib.forward import Tokens
@@ -47,6 +48,7 @@ from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations
+from moe_pack.runtime.numerics import NUMERICS_FILE
 
 MAX_ATTEMPTS = 10
 _AIM = 0.95  # share of the allowed loss that the next plan aims at
@@ -417,6 +419,10 @@ class AutoPacker:
             root = pack.manifest.root
             self._on_step("attach")
             attach(pack, self._profile)
+            self._on_step("numerics")
+            numerics = measure_numerics(pack, self._tokens, self._progress)
+            if numerics is not None:
+                write_sidecar(folder, NUMERICS_FILE, numerics, root)
         quality = read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
         result = AutoPackResult(self._identity, tuple(attempts), taken, quality)

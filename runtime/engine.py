@@ -38,6 +38,7 @@ from moe_pack.runtime.model import (
     PackWeights,
     open_weights,
 )
+from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, chosen_mode, read_numerics
 from moe_pack.runtime.offload import (
     EXACT,
     ONE_SEQUENCE,
@@ -82,6 +83,7 @@ class Engine:
 
     `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how a budget of host memory is divided,
     `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
+    `numerics`: the mode in which prompts are computed, and its measured loss; None if it is not known.
     `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
     its policies; None on the CPU.
     `fallbacks`: what the engine does because something else was not possible.
@@ -106,6 +108,8 @@ class Engine:
     ) -> None:
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
+        self.numerics: NumericsMode = "exact"
+        self.numerics_loss: NumericsLoss | None = None
         self.plan: BudgetPlan | None = None
         self.choices: OffloadChoices | None = None
         self.offloaded: OffloadedWeights | None = None
@@ -168,6 +172,8 @@ class Engine:
             torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
             return TORCH
         if self.options.kernels == "torch":
+            if self.options.numerics in ("fast", "fastest"):
+                self._fall_back("prompts are computed exactly: torch does not round inputs")
             torch.set_num_threads(threads)
             return TORCH
         kernels = self._open_kernels(threads)
@@ -180,7 +186,17 @@ class Engine:
             raise RunError(f"--kernels {self.options.kernels}: this machine has {best} at most; use --kernels auto")
         # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
         torch.set_num_threads(1)
+        self._choose_numerics(kernels)
         return NativeOperations(kernels)
+
+    def _choose_numerics(self, kernels: Kernels) -> None:
+        """Chooses the numeric mode of `--numerics`, and tells the kernels."""
+        self.numerics_loss = read_numerics(self._pack)
+        mode = chosen_mode(self.options.numerics, self.numerics_loss)
+        if kernels.take_digits(DIGITS[mode]) == DIGITS[mode]:
+            self.numerics = mode
+        elif self.options.numerics != "auto":
+            self._fall_back(f"prompts are computed exactly: {kernels.instruction_set} kernels do not round inputs")
 
     def _open_kernels(self, threads: int) -> Kernels | None:
         """Opens the kernels of `--kernels`, and closes them with the engine; None for `auto` where there are none."""

@@ -12,6 +12,7 @@ from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts, GpuMemoryUse
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.model import Decoder, NativeOperations
+from moe_pack.runtime.numerics import NumericsMode, mode_text
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 
 
@@ -81,12 +82,15 @@ class GpuReport:
 class RunReport:
     """What an engine has done since it was built.
 
-    `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.   `anonymous_bytes`: the process's own
-    memory; None where the system does not report it.   `stream`: None unless the host decides which experts to bring.
-    `gpu`: None on the CPU.
+    `numerics`: the mode in which inputs were rounded; `numerics_kl`: its loss for this pack, in nats a token; None if it
+    was not measured, or nothing is lost.   `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.
+    `anonymous_bytes`: the process's own memory; None where the system does not report it.   `stream`: None unless the
+    host decides which experts to bring.   `gpu`: None on the CPU.
     """
 
     computed_by: str
+    numerics: NumericsMode
+    numerics_kl: float | None
     dense_bytes: int
     kv_cache_bytes: int
     context_tokens: int
@@ -99,9 +103,12 @@ class RunReport:
 
 def report(engine: Engine) -> RunReport:
     """Reports what an engine has done until now."""
-    cache = engine.decoder.cache
+    cache, losses = engine.decoder.cache, engine.numerics_loss
+    loss = None if losses is None else losses.of(engine.numerics)
     return RunReport(
         computed_by=_computed_by(engine),
+        numerics=engine.numerics,
+        numerics_kl=None if loss is None else loss.kl,
         dense_bytes=engine.weights.dense_bytes,
         kv_cache_bytes=_cache_bytes(engine),
         context_tokens=cache.context_tokens,
@@ -191,6 +198,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     if facts.anonymous_bytes is not None:
         lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, with its libraries"))
     lines.append(("computed by", facts.computed_by))
+    if facts.gpu is None:
+        lines.append(("numerics", mode_text(facts.numerics, facts.numerics_kl)))
     return lines + [("fallback", what) for what in facts.fallbacks]
 
 

@@ -2,7 +2,7 @@
 
 from moe_pack.calib.evaluate.evaluation import QUALITY_FILE, Quality, SourceQuality, check_source, evaluate
 from moe_pack.calib.evaluate.model_pass import RealizedSparsity
-from moe_pack.calib.evaluate.prices import NUM_CALIBRATION_TOKENS, Prices, measure_prices
+from moe_pack.calib.evaluate.prices import NUM_CALIBRATION_TOKENS, Prices, measure_numerics, measure_prices
 from moe_pack.calib.evaluate.reference import REFERENCE_FILE, Estimate, Reference, make_reference, read_reference
 from moe_pack.calib.evaluate.tasks import TaskScore, TaskTokens, check_continues, read_tasks, task_score
 from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, ThresholdRule, measure_thresholds
@@ -25,6 +25,7 @@ __all__ = [
     "check_source",
     "evaluate",
     "make_reference",
+    "measure_numerics",
     "measure_prices",
     "measure_thresholds",
     "read_reference",

@@ -1,4 +1,4 @@
-"""The prices of two lossy choices for a finished pack: thresholds with more sparsity, and substitution of experts.
+"""The prices of lossy choices for a finished pack: more sparsity, substitution of experts, and rounded inputs.
 
 A price is measured on few tokens, compared with the same pack without the choice: it is the loss that the choice adds.
 The pack itself does not change.
@@ -9,6 +9,8 @@ pack with these thresholds, and through the pack with all neurons, whose predict
 Substitution (`moe-run --substitute`): a text is decoded token by token, with memory for a part of the experts. Nothing
 is prefetched: which prefetched expert arrives in time depends on the disk, and without prefetch every run gives the
 same figures.
+
+Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, exactly and with each mode.
 """
 
 import shutil
@@ -30,7 +32,16 @@ from moe_pack.calib.forward import Array, LayerwiseWeights, ProfileStore, Sequen
 from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
 from moe_pack.runtime import Engine, EngineOptions, available_bytes
-from moe_pack.runtime.model import TORCH, EncoderDecoder, Operations, StreamedPackWeights
+from moe_pack.runtime.cpu import Kernels, is_available
+from moe_pack.runtime.model import (
+    TORCH,
+    Decoder,
+    EncoderDecoder,
+    NativeOperations,
+    Operations,
+    StreamedPackWeights,
+)
+from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, mode_loss
 from moe_pack.runtime.offload import (
     Approximations,
     OffloadedWeights,
@@ -286,6 +297,67 @@ def _same_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(number)
+
+
+NUMERICS_TOKENS, _NUMERICS_LENGTH = 1024, 512  # on which rounded inputs are judged, and of a sequence at most
+
+
+def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRESS) -> NumericsLoss | None:
+    """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
+
+    Returns: None if these kernels do not round, there are none, or the model has an encoder.
+    Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
+    """
+    if pack.spec.encoder is not None or not is_available():
+        return None
+    sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
+    S = sequences.shape[1]
+    with _same_threads(), Engine(pack, EngineOptions(numerics="exact", read="map"), S) as engine:
+        assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
+        kernels, losses = engine.operations.kernels, dict[NumericsMode, list[float]](fast=[], fastest=[])
+        if not kernels.take_digits(DIGITS["fast"]):
+            return None
+        cost = _text_cost(pack, S)
+        progress.begin((cost * (3 * len(sequences))).stage("rounded inputs"))
+        for number, ids in enumerate(sequences.tolist()):
+            expected = _hidden(engine.decoder, kernels, ids, "exact")
+            progress.advance(cost.multiplications, f"sequence {number}")
+            for mode, divergences in losses.items():
+                found = _hidden(engine.decoder, kernels, ids, mode)
+                divergences += _divergences(engine.decoder, kernels, expected, found, mode)
+                progress.advance(cost.multiplications, f"sequence {number}")
+        progress.end()
+        return NumericsLoss(tokens.name, sequences.size, kernels.instruction_set, *map(mode_loss, losses.values()))
+
+
+def _text_cost(pack: Pack, num_tokens: int) -> Cost:
+    """Returns the cost of the predictions after each token of a text."""
+    spec = pack.spec
+    layers = sum(half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
+    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
+    return Cost(num_tokens * (layers + experts + spec.vocab_size * spec.hidden_size))
+
+
+def _hidden(decoder: Decoder, kernels: Kernels, ids: list[int], mode: NumericsMode) -> Tensor:
+    """Returns the hidden states of a text with a mode, float32 [S, d]."""
+    kernels.take_digits(DIGITS[mode])
+    decoder.reset()
+    return decoder.hidden_states(ids)
+
+
+@torch.inference_mode()
+def _divergences(
+    decoder: Decoder, kernels: Kernels, expected: Tensor, found: Tensor, mode: NumericsMode
+) -> list[float]:
+    """Returns each token's KL divergence in nats, from the hidden states of `exact` and of a mode, float32 [S, d]."""
+    divergences = list[float]()
+    for start in range(0, len(expected), _COMPARED_TOKENS):
+        rows = slice(start, start + _COMPARED_TOKENS)
+        kernels.take_digits(DIGITS["exact"])
+        likely = decoder.logits_of(expected[rows]).log_softmax(dim=-1)
+        kernels.take_digits(DIGITS[mode])
+        divergences += whole_divergence(likely, decoder.logits_of(found[rows]).log_softmax(dim=-1)).tolist()
+    return divergences
 
 
 NUM_CALIBRATION_TOKENS = 2048  # to find thresholds on

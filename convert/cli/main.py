@@ -28,7 +28,7 @@ from moe_pack.convert.cli.check import check_command
 from moe_pack.convert.cli.convert import convert_command
 from moe_pack.convert.cli.doctor import doctor_command
 from moe_pack.convert.cli.eval import eval_command
-from moe_pack.convert.cli.measure import prices_summary, quality_summary, routing_text
+from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
     attach_command,
@@ -49,6 +49,7 @@ from moe_pack.formats.sidecar import read_sidecar
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
+from moe_pack.runtime.numerics import read_numerics
 from moe_pack.runtime.offload import Routing
 
 _COMPARED_TOKENS = 512
@@ -113,8 +114,10 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         quality = read_sidecar(pack, QUALITY_FILE, Quality, opened.manifest.root)
         if quality is not None:
             click.echo(f"measured: {quality_summary(quality)}")
-            if quality.prices is not None:
-                click.echo(f"prices: {prices_summary(quality.prices)}")
+        if (numerics := read_numerics(opened)) is not None:
+            click.echo(f"numerics: {numerics_summary(numerics)}")
+        if quality is not None and quality.prices is not None:
+            click.echo(f"prices: {prices_summary(quality.prices)}")
 
 
 def _print_model(pack: Pack) -> None:

@@ -22,6 +22,7 @@ from moe_pack.calib.evaluate import (
     check_source,
     evaluate,
     make_reference,
+    measure_numerics,
     measure_prices,
     measure_thresholds,
     read_reference,
@@ -35,6 +36,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.sidecar import write_sidecar
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
+from moe_pack.runtime.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode
 from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
 
 _WORK_FOLDER = "eval.work"
@@ -90,6 +92,9 @@ def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
         quality = evaluate(pack, tokens, progress, against, device, operations)
         if quality.against is not None:
             write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
+            numerics = measure_numerics(pack, tokens, progress)
+            if numerics is not None:
+                write_sidecar(pack.folder, NUMERICS_FILE, numerics, pack.manifest.root)
         if options.prices:
             length = tokens.sequences.shape[1]
             calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
@@ -138,6 +143,14 @@ def quality_summary(quality: Quality) -> str:
     if quality.against is not None:
         words += f" ({percent(quality.against.perplexity_increase)}), KL {nats(quality.against.kl)}"
     return f"{words}, on {quality.num_tokens:,} tokens of {quality.text}"
+
+
+def numerics_summary(loss: NumericsLoss) -> str:
+    """Returns the losses of the CPU's numeric modes, and which one a run takes, in a few words."""
+    losses = ", ".join(
+        f"{mode} {of.kl:.2g} ± {of.half_width:.1g}" for mode, of in (("fast", loss.fast), ("fastest", loss.fastest))
+    )
+    return f"KL {losses} nats, on {loss.num_tokens:,} tokens of {loss.text}; --numerics auto is {chosen_mode('auto', loss)}"
 
 
 def prices_summary(prices: Prices) -> str:

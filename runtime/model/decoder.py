@@ -147,7 +147,18 @@ class Decoder:
 
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
-        return torch.cat([self._head(hidden) for hidden in self._forward(self.sequences[0], ids)])
+        return self.logits_of(self.hidden_states(ids))
+
+    def hidden_states(self, ids: list[int]) -> Tensor:
+        """Appends tokens to the sequence; returns the hidden states after the last layer, float32 [T, d].
+
+        Raises:  RunError as `logits`.
+        """
+        return torch.cat(self._forward(self.sequences[0], ids))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, float32 [T, vocabulary], of hidden states after the last layer, float32 [T, d]."""
+        return self._head(hidden)
 
     @torch.inference_mode()
     def _forward(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:

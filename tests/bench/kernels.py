@@ -23,8 +23,8 @@ from typing import Literal, Protocol, get_args
 import click
 import numpy as np
 import torch
-from benchlib import PACK_BITS, figure, finish, folder_option, json_option, moe_pack, table
-from benchlib.checkpoints import Shape, generate
+from benchlib import figure, finish, folder_option, json_option, moe_pack, table
+from benchlib.checkpoints import Shape
 from benchlib.ggml import Ggml
 from benchlib.llama import Llama, llama_option, make_gguf
 from numpy.typing import NDArray

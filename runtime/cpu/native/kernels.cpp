@@ -39,8 +39,9 @@ struct All {
         (is_trellis(part) ? TRELLIS.decode : MOST.decode)(part, row, start, stop, out);
     }
 
-    static const Kernels* named(const char* name) {
-        static const Kernels all = [name] {
+    static const Kernels* named(const char* name, const Kernels* one_digit = nullptr,
+                                const Kernels* two_digits = nullptr) {
+        static const Kernels all = [=] {
             Kernels made = MOST;
             made.name = name;
             made.prepared_bytes = prepared_bytes;
@@ -48,11 +49,19 @@ struct All {
             made.dot_rows = dot_rows;
             made.add_rows = add_rows;
             made.decode = decode;
+            made.rounding[0] = one_digit;
+            made.rounding[1] = two_digits;
             return made;
         }();
         return &all;
     }
 };
+
+template <const TrellisKernels& TRELLIS>
+const Kernels* rounding_too(const char* name) {
+    return All<avx512_kernels, TRELLIS>::named(name, All<avx512_kernels_of_one_digit, TRELLIS>::named(name),
+                                               All<avx512_kernels_of_two_digits, TRELLIS>::named(name));
+}
 
 #endif
 
@@ -67,8 +76,8 @@ const Kernels* usable(int name_idx) {
         if (!has || (name_idx == 3 && !__builtin_cpu_supports("avx512vbmi"))) {
             return nullptr;
         }
-        return name_idx == 3 ? All<avx512_kernels, vbmi_trellis_kernels>::named(kNames[3])
-                             : All<avx512_kernels, avx512_trellis_kernels>::named(kNames[2]);
+        return name_idx == 3 ? rounding_too<vbmi_trellis_kernels>(kNames[3])
+                             : rounding_too<avx512_trellis_kernels>(kNames[2]);
     }
     if (name_idx == 1) {
         const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

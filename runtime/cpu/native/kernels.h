@@ -122,8 +122,11 @@ struct Kernels {
     // out[t] = bias + sum over taps of kernel[tap] * input[t + tap], where the state's inputs come before x.
     void (*convolve)(const Channels& channels);
 
-    // Products with inputs rounded to 8 bits (rounded.h); null: this instruction set has none.
+    // Products with rounded inputs for many tokens (rounded.h); null: this instruction set has none.
     const RoundedKernels* rounded;
+
+    // The same kernels with inputs of products rounded to one digit of 8 bits, and to two; null: it has none.
+    const Kernels* rounding[2];
 };
 
 extern const Kernels portable_kernels;
@@ -131,6 +134,7 @@ extern const Kernels portable_kernels;
 // For all parts but trellises.
 extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
 extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
+extern const Kernels avx512_kernels_of_one_digit, avx512_kernels_of_two_digits;
 
 // What takes a part of codec trellis in their place: the rest of such a part's is theirs.
 struct TrellisKernels {

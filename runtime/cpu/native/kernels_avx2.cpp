@@ -65,7 +65,7 @@ namespace moe_pack {
 
 const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve, &avx2_rounded_kernels,
+    exponentials, rotate, recur, convolve, &avx2_rounded_kernels, {nullptr, nullptr},
 };
 
 }  // namespace moe_pack

@@ -13,6 +13,7 @@
 #include "codes_avx512.h"
 #include "floats_avx512.h"
 #include "recurrence_vector.h"
+#include "rounded_rows_avx512.h"
 
 namespace moe_pack {
 namespace {
@@ -62,10 +63,43 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 namespace moe_pack {
 
-const Kernels avx512_kernels = {
+namespace {
+
+template <int DIGITS>
+size_t rounded_bytes(const Part& part) {
+    return has_rounded(part) ? RoundedInputs<DIGITS>::num_bytes(part) : prepared_bytes(part);
+}
+
+template <int DIGITS>
+void prepare_for_rounded(const Part& part, const float* x, void* prepared) {
+    (has_rounded(part) ? prepare_rounded<DIGITS> : prepare)(part, x, prepared);
+}
+
+template <int DIGITS>
+void dot_with_rounded(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                      const Ahead& ahead, float* work, float* out) {
+    if (!has_rounded(part)) return dot_rows(part, rows, num_rows, prepared, ahead, work, out);
+    dot_rounded_rows<DIGITS>(part, rows, num_rows, prepared, ahead, out);
+}
+
+template <int DIGITS>
+constexpr Kernels kernels_of_digits(Kernels kernels) {
+    kernels.prepared_bytes = rounded_bytes<DIGITS>;
+    kernels.prepare = prepare_for_rounded<DIGITS>;
+    kernels.dot_rows = dot_with_rounded<DIGITS>;
+    return kernels;
+}
+
+constexpr Kernels kExact = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve, &avx512_rounded_kernels,
+    exponentials, rotate, recur, convolve, &avx512_rounded_kernels, {nullptr, nullptr},
 };
+
+}  // namespace
+
+const Kernels avx512_kernels = kExact;
+const Kernels avx512_kernels_of_one_digit = kernels_of_digits<1>(kExact);
+const Kernels avx512_kernels_of_two_digits = kernels_of_digits<2>(kExact);
 
 }  // namespace moe_pack
 

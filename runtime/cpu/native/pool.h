@@ -50,7 +50,10 @@ class Pool {
     int take_digits(int digits) { return digits_ = kernels_.rounded == nullptr ? 0 : digits; }
 
     int threads() const { return (int)threads_.workers.size() + 1; }
-    const Kernels& kernels() const { return kernels_; }
+    const Kernels& kernels() const {
+        const Kernels* rounding = rounds() ? kernels_.rounding[digits() - 1] : nullptr;
+        return rounding == nullptr ? kernels_ : *rounding;
+    }
 
     // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
     // use the pool in the child, where nothing would release it.

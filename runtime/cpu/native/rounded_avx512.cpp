@@ -7,6 +7,7 @@
 #include "target_avx512.h"
 
 #include "codes_avx512.h"
+#include "rounding_avx512.h"
 #include "trellis_avx512.h"
 
 namespace moe_pack {
@@ -17,49 +18,9 @@ constexpr int32_t kSpan = 16;         // units whose scales are loaded at once
 constexpr int32_t kPanelBytes = 256;  // of a step: four registers
 constexpr int32_t kAheadCodes = 192;  // how far before their use codes are fetched
 
-// The largest code of one digit, or of two: the higher digit is at most 127.
-template <int DIGITS>
-constexpr float kLargest = DIGITS == 1 ? 127.0f : 127.0f * 256.0f;
-
 typedef int32_t Ints __attribute__((vector_size(64)));  // as in affine_avx512.h
 
 // -- Inputs ----------------------------------------------------------------------------------------------------------
-
-inline uint32_t magnitude_bits(__m512 values) {
-    return _mm512_reduce_max_epu32(_mm512_castps_si512(_mm512_abs_ps(values)));
-}
-
-// The scale of values whose largest magnitude has these bits, and what they are multiplied with to become codes.
-template <int DIGITS>
-struct Rounding {
-    float scale, inverse;
-
-    explicit Rounding(uint32_t peak_bits) {
-        const float peak = as_float(peak_bits);
-        const bool finite = peak_bits < 0x7f800000u, counts = finite && peak >= 0x1p-100f;
-        scale = !finite ? __builtin_nanf("") : counts ? peak / kLargest<DIGITS> : 0.0f;
-        inverse = counts ? kLargest<DIGITS> / peak : 0.0f;
-    }
-};
-
-// Codes of 16 values; zeros where `inverse` is zero, whatever the values.
-inline __m512i codes_of(__m512 values, float inverse) {
-    const __mmask16 some = inverse == 0.0f ? 0 : 0xffff;
-    return _mm512_maskz_cvtps_epi32(some, _mm512_mul_ps(values, _mm512_set1_ps(inverse)));
-}
-
-// Bytes of codes, a digit each; digits are `stride` apart, the higher one first.
-template <int DIGITS>
-inline void store_digits(__m512i codes, int8_t* to, size_t stride) {
-    if constexpr (DIGITS == 1) {
-        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(codes));
-    } else {
-        const __m512i biased = _mm512_add_epi32(codes, _mm512_set1_epi32(128));
-        const __m128i low = _mm_xor_si128(_mm512_cvtepi32_epi8(biased), _mm_set1_epi8(-128));
-        _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_srai_epi32(biased, 8)));
-        _mm_store_si128(reinterpret_cast<__m128i*>(to + stride), low);
-    }
-}
 
 template <int DIGITS>
 void round_digits(const float* const* x, int32_t first, int32_t stop, const RoundedTokens& tokens) {
@@ -72,10 +33,7 @@ void round_digits(const float* const* x, int32_t first, int32_t stop, const Roun
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
                 values[q.value] = _mm512_loadu_ps(x[t] + block * kBlock + 16 * q.value);
             });
-            const __m512i largest = _mm512_max_epu32(
-                _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(values[0])), _mm512_castps_si512(_mm512_abs_ps(values[1]))),
-                _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(values[2])), _mm512_castps_si512(_mm512_abs_ps(values[3]))));
-            const Rounding<DIGITS> rounding(_mm512_reduce_max_epu32(largest));
+            const Rounding<DIGITS> rounding(largest_bits(values));
             tokens.scales[place] = rounding.scale;
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
                 sums[q.value] = codes_of(values[q.value], rounding.inverse);

@@ -1,0 +1,86 @@
+"""Numeric modes of the CPU: how inputs of prompts are rounded, what that costs a pack, and which mode `auto` takes.
+
+    exact     inputs are float32
+    fast      inputs are rounded to 16 bits, by blocks of 64 columns
+    fastest   inputs are rounded to 8 bits, as llama.cpp rounds them
+
+Weights are multiplied as they are stored in all modes, and single tokens are computed exactly in all modes. The loss of
+a pack with each mode is measured where the pack is compared with its source (`moe-pack convert`, `moe-pack eval`) and
+written to the sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enough, and `exact` where none
+was measured.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+from moe_pack.formats import Pack
+from moe_pack.formats.sidecar import read_sidecar
+
+NUMERICS_FILE = "numerics.json"
+LARGEST_KL = 0.0005  # nats a token: with less, `auto` takes a mode
+
+NumericsMode = Literal["exact", "fast", "fastest"]
+NumericsOption = Literal["auto", "exact", "fast", "fastest"]
+DIGITS: dict[NumericsMode, int] = {"exact": 0, "fast": 2, "fastest": 1}  # of 8 bits; as `Kernels.take_digits` has them
+
+
+@dataclass(frozen=True, slots=True)
+class ModeLoss:
+    """What a mode costs: the mean KL divergence from `exact` in nats a token, and half of its 95% interval."""
+
+    kl: float
+    half_width: float
+
+    @property
+    def is_small(self) -> bool:
+        """Whether `auto` may take the mode: the interval lies below `LARGEST_KL`."""
+        return self.kl + self.half_width < LARGEST_KL
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsLoss:
+    """The sidecar `numerics.json`: the loss of a pack with each mode, on `num_tokens` tokens of a text."""
+
+    text: str
+    num_tokens: int
+    instruction_set: str
+    fast: ModeLoss
+    fastest: ModeLoss
+
+    def of(self, mode: NumericsMode) -> ModeLoss | None:
+        """Returns the loss with a mode; None for `exact`."""
+        return {"exact": None, "fast": self.fast, "fastest": self.fastest}[mode]
+
+
+def read_numerics(pack: Pack) -> NumericsLoss | None:
+    """Reads what was measured for the present content of a pack; None if nothing was.
+
+    Raises:  PackError if the file is damaged.
+    """
+    return read_sidecar(pack.folder, NUMERICS_FILE, NumericsLoss, pack.manifest.root)
+
+
+def chosen_mode(option: NumericsOption, loss: NumericsLoss | None) -> NumericsMode:
+    """Returns the mode that an option takes, for a pack whose losses are these; None if they are not known."""
+    if option != "auto":
+        return option
+    if loss is None:
+        return "exact"
+    return "fastest" if loss.fastest.is_small else "fast" if loss.fast.is_small else "exact"
+
+
+def mode_loss(divergences: list[float]) -> ModeLoss:
+    """Returns the loss from the KL divergence of each token, in nats; at least two."""
+    number = len(divergences)
+    kl = sum(divergences) / number
+    variance = sum((each - kl) ** 2 for each in divergences) / (number - 1)
+    return ModeLoss(kl, 1.96 * sqrt(variance / number))
+
+
+def mode_text(mode: NumericsMode, kl: float | None) -> str:
+    """Returns a mode and its loss in nats a token, if that is known, in a few words."""
+    if mode == "exact":
+        return "exact"
+    loss = "of unknown loss; moe-pack eval measures it" if kl is None else f"KL {kl:.2g} nats a token"
+    return f"{mode}: inputs of prompts are rounded to {8 * DIGITS[mode]} bits, {loss}"
