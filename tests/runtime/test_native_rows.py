@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from expert_cases import ROW_CODECS, fitting
 from native import INSTRUCTION_SETS, kernels_limited_to, work
 from numpy.typing import NDArray
 from random_experts import (
@@ -23,27 +24,16 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model.matrix import TORCH_DTYPES
 
 FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
 
 Bytes = NDArray[np.uint8]
-SOURCES = [FP8, E5M2, MXFP4]
-CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
-CODECS += [trellis_format(w, g, s) for w in TRELLIS_WIDTHS for g in (0, 16, 32, 64, 128) for s in (16, 8)]
-CODECS += SOURCES
-SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), *SOURCES]
+SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), FP8, E5M2, MXFP4]
 SOME_CODECS += [trellis_format(5, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
-COLUMNS = (64, 192, 320, 640, 1088)
 MEBIBYTE = 1 << 20
-
-
-def fitting(stored: PartFormat) -> list[int]:
-    """The row sizes that a codec may have."""
-    whole = stored.codec in ("affine", "trellis") and stored.group
-    return [n for n in COLUMNS if not whole or n % whole == 0] + ([70, 1] if stored == BF16 else [])
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
@@ -57,7 +47,7 @@ def decoded_part(stored: PartFormat, num_cols: int, layout: RowLayout, rows: Byt
 
 def test_products_are_those_of_the_decoded_rows(kernels: Kernels) -> None:
     """Numbers of tokens and of rows change with the columns, so that each codec meets many."""
-    for stored in CODECS:
+    for stored in ROW_CODECS:
         draws = zip(fitting(stored), (1, 3, 64, 2, 65, 17, 4), (129, 7, 33, 1, 65, 200, 5), strict=False)
         for num_cols, num_tokens, num_rows in draws:
             with case((format_text(stored), num_cols)):
@@ -88,7 +78,7 @@ def test_products_with_stored_values_are_those_of_torch(kernels: Kernels) -> Non
 
 
 def test_decoding_gives_the_bits_of_the_codec(kernels: Kernels) -> None:
-    for stored in CODECS:
+    for stored in ROW_CODECS:
         for num_cols in fitting(stored):
             with case((format_text(stored), num_cols)):
                 layout, rows = random_rows(stored, 40, num_cols, seed=num_cols)
@@ -99,7 +89,7 @@ def test_decoding_gives_the_bits_of_the_codec(kernels: Kernels) -> None:
 
 def test_decoding_gives_the_bits_of_the_codec_for_any_bytes(kernels: Kernels) -> None:
     """Scales and zeros of all kinds: subnormal, negative, infinite and no numbers, which alone may be others."""
-    for stored in CODECS:
+    for stored in ROW_CODECS:
         with case(format_text(stored)):
             layout, rows = random_rows(stored, 100, 128)
             rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
@@ -113,7 +103,7 @@ def test_decoding_gives_the_bits_of_the_codec_for_any_bytes(kernels: Kernels) ->
 def test_either_way_of_avx_512_gives_a_trellis_the_same_bits() -> None:
     by_words, by_bytes = kernels_limited_to("avx512"), kernels_limited_to("avx512vbmi")
     x = random_tokens(3, 640)
-    for stored in CODECS:
+    for stored in ROW_CODECS:
         if stored.codec != "trellis":
             continue
         with case(format_text(stored)):

@@ -82,7 +82,7 @@ struct RoundedCall {
     const RoundedTokens& tokens_of(const PlacedPart& part) const { return tokens[&part == &call.layout().up]; }
 
     // Products of rows with all tokens, and biases: [tokens, kDotRows]; null for a part that is elsewhere.
-    const float* dots(const PlacedPart& part, Place place, const uint8_t* const* rows, int32_t count, float* out) const {
+    float* dots(const PlacedPart& part, Place place, const uint8_t* const* rows, int32_t count, float* out) const {
         if (part.place != place) return nullptr;
         const uint8_t* begins[kDotRows];
         for (int32_t r = 0; r < count; r++) begins[r] = rows[r] + part.offset;
@@ -96,17 +96,60 @@ struct RoundedCall {
     }
 };
 
+// Replaces values [tokens, kDotRows], of which `count` of a token exist, by their activations. Those of silu are taken
+// together: e^-|v| of all of them, then v or v e^-|v| over 1 + e^-|v|.
+void activate(const RoundedCall& c, float* values, int32_t count) {
+    const ExpertLayout& layout = c.call.layout();
+    alignas(64) float powers[kDotRows];
+    for (int32_t t = 0; t < c.call.num_tokens; t++, values += kDotRows) {
+        if (layout.function != Function::silu) {
+            for (int32_t r = 0; r < count; r++) values[r] = activation(layout, values[r]);
+            continue;
+        }
+        float largest = 0.0f;
+        for (int32_t r = 0; r < count; r++) powers[r] = -std::fabs(values[r]);
+        c.job.kernels.exponentials(powers, count, &largest);
+        for (int32_t r = 0; r < count; r++) {
+            const float share = values[r] < 0.0f ? powers[r] : 1.0f;
+            values[r] = values[r] * share / (1.0f + powers[r]);
+        }
+    }
+}
+
+// Products of a tile's up and gate rows where they are, those that the layout's function gets replaced by its values.
+struct TileValues {
+    const float *up, *activated;  // of up alone where there is no gate: `activated` alone
+
+    TileValues(const RoundedCall& c, Place place, const uint8_t* const* rows, int32_t count, RoundedScratch& scratch) {
+        const ExpertLayout& layout = c.call.layout();
+        float *u = c.dots(layout.up, place, rows, count, scratch.values[0]);
+        float *g = c.dots(layout.gate, place, rows, count, scratch.values[1]);
+        float* given = layout.has_gate() ? g : u;
+        if (given != nullptr) activate(c, given, count);
+        up = layout.has_gate() ? u : nullptr;
+        activated = given;
+    }
+
+    // As `selected` and `completed` of tiles.h.
+    float selected(const ExpertLayout& layout, int32_t i) const {
+        if (activated == nullptr) return factor(layout, up[i]);
+        return up == nullptr ? activated[i] : activated[i] * factor(layout, up[i]);
+    }
+    float completed(const ExpertLayout& layout, float a, int32_t i) const {
+        if (activated != nullptr) return activated[i] * a;
+        return up == nullptr ? a : a * factor(layout, up[i]);
+    }
+};
+
 void select_tile(RoundedCall& c, int32_t first, int32_t count, int worker) {
     const ExpertLayout& layout = c.call.layout();
     const uint8_t* rows[kDotRows];
     for (int32_t r = 0; r < count; r++) rows[r] = c.call.work->selector.at(first + r, layout.selector_row_bytes);
-    RoundedScratch& scratch = c.scratch[worker];
-    const float* u = c.dots(layout.up, Place::selector, rows, count, scratch.values[0]);
-    const float* g = c.dots(layout.gate, Place::selector, rows, count, scratch.values[1]);
+    const TileValues values(c, Place::selector, rows, count, c.scratch[worker]);
     for (int32_t t = 0; t < c.call.num_tokens; t++) {
         const size_t begin = (size_t)t * layout.num_rows + first;
         for (int32_t r = 0; r < count; r++) {
-            c.call.a[begin + r] = selected(layout, u, g, t * kDotRows + r);
+            c.call.a[begin + r] = values.selected(layout, t * kDotRows + r);
             c.call.runs[begin + r] = runs_at(c.call.a[begin + r], c.call.work->threshold);
         }
     }
@@ -118,20 +161,18 @@ void neurons_tile(RoundedCall& c, int32_t first, int32_t count, int worker) {
     const uint8_t* rows[kDotRows];
     for (int32_t r = 0; r < count; r++)
         rows[r] = call.work->records.at(call.neurons[first + r], layout.record_row_bytes);
-    RoundedScratch& scratch = c.scratch[worker];
-    const float* u = c.dots(layout.up, Place::record, rows, count, scratch.values[0]);
-    const float* g = c.dots(layout.gate, Place::record, rows, count, scratch.values[1]);
+    const TileValues values(c, Place::record, rows, count, c.scratch[worker]);
     for (int32_t t = 0; t < call.num_tokens; t++) {
         float* h = c.h + (size_t)t * call.num_neurons + first;
         for (int32_t r = 0; r < count; r++) {
             const int32_t i = t * kDotRows + r;
             if (call.runs == nullptr) {
-                h[r] = selected(layout, u, g, i);
+                h[r] = values.selected(layout, i);
                 if (!runs_at(h[r], call.work->threshold)) h[r] = 0.0f;
                 continue;
             }
             const size_t place = (size_t)t * layout.num_rows + call.neurons[first + r];
-            h[r] = call.runs[place] ? completed(layout, call.a[place], u, g, i) : 0.0f;
+            h[r] = call.runs[place] ? values.completed(layout, call.a[place], i) : 0.0f;
         }
     }
 }
