@@ -83,7 +83,7 @@ class Engine:
 
     `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how a budget of host memory is divided,
     `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
-    `numerics`: the mode in which prompts are computed, and its measured loss; None if it is not known.
+    `numerics`: the mode in which inputs are rounded; `numerics_loss`: what was measured of all modes, None if nothing.
     `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
     its policies; None on the CPU.
     `fallbacks`: what the engine does because something else was not possible.
@@ -173,7 +173,7 @@ class Engine:
             return TORCH
         if self.options.kernels == "torch":
             if self.options.numerics in ("fast", "fastest"):
-                self._fall_back("prompts are computed exactly: torch does not round inputs")
+                self._fall_back("--numerics is exact: torch does not round inputs")
             torch.set_num_threads(threads)
             return TORCH
         kernels = self._open_kernels(threads)
@@ -196,7 +196,7 @@ class Engine:
         if kernels.take_digits(DIGITS[mode]) == DIGITS[mode]:
             self.numerics = mode
         elif self.options.numerics != "auto":
-            self._fall_back(f"prompts are computed exactly: {kernels.instruction_set} kernels do not round inputs")
+            self._fall_back(f"--numerics is exact: {kernels.instruction_set} kernels do not round inputs")
 
     def _open_kernels(self, threads: int) -> Kernels | None:
         """Opens the kernels of `--kernels`, and closes them with the engine; None for `auto` where there are none."""

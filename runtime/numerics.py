@@ -1,13 +1,12 @@
-"""Numeric modes of the CPU: how inputs of prompts are rounded, what that costs a pack, and which mode `auto` takes.
+"""Numeric modes of the CPU: how inputs of products are rounded, what that costs a pack, and which mode `auto` takes.
 
     exact     inputs are float32
     fast      inputs are rounded to 16 bits, by blocks of 64 columns
-    fastest   inputs are rounded to 8 bits, as llama.cpp rounds them
+    fastest   inputs are rounded to 8 bits
 
-Weights are multiplied as they are stored in all modes, and single tokens are computed exactly in all modes. The loss of
-a pack with each mode is measured where the pack is compared with its source (`moe-pack convert`, `moe-pack eval`) and
-written to the sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enough, and `exact` where none
-was measured.
+Weights are multiplied as they are stored in all modes (docs/kernels.md, "Rounded inputs"). The loss of a pack with each
+mode is measured where the pack is compared with its source (`moe-pack convert`, `moe-pack eval`) and written to the
+sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enough, and `exact` where none was measured.
 """
 
 from dataclasses import dataclass
@@ -48,9 +47,14 @@ class NumericsLoss:
     fast: ModeLoss
     fastest: ModeLoss
 
+    @property
+    def modes(self) -> tuple[tuple[NumericsMode, ModeLoss], ...]:
+        """The modes that lose something, the most exact first."""
+        return (("fast", self.fast), ("fastest", self.fastest))
+
     def of(self, mode: NumericsMode) -> ModeLoss | None:
         """Returns the loss with a mode; None for `exact`."""
-        return {"exact": None, "fast": self.fast, "fastest": self.fastest}[mode]
+        return dict(self.modes).get(mode)
 
 
 def read_numerics(pack: Pack) -> NumericsLoss | None:
@@ -65,9 +69,8 @@ def chosen_mode(option: NumericsOption, loss: NumericsLoss | None) -> NumericsMo
     """Returns the mode that an option takes, for a pack whose losses are these; None if they are not known."""
     if option != "auto":
         return option
-    if loss is None:
-        return "exact"
-    return "fastest" if loss.fastest.is_small else "fast" if loss.fast.is_small else "exact"
+    small = [] if loss is None else [mode for mode, of in loss.modes if of.is_small]
+    return small[-1] if small else "exact"
 
 
 def mode_loss(divergences: list[float]) -> ModeLoss:
@@ -83,4 +86,4 @@ def mode_text(mode: NumericsMode, kl: float | None) -> str:
     if mode == "exact":
         return "exact"
     loss = "of unknown loss; moe-pack eval measures it" if kl is None else f"KL {kl:.2g} nats a token"
-    return f"{mode}: inputs of prompts are rounded to {8 * DIGITS[mode]} bits, {loss}"
+    return f"{mode}: inputs are rounded to {8 * DIGITS[mode]} bits, {loss}"

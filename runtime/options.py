@@ -118,7 +118,7 @@ class EngineOptions:
         default="auto",
         metadata=option(
             "--numerics",
-            help="How inputs of prompts are rounded: exact not at all, fast to 16 bits, fastest to 8; the last two "
+            help="How inputs of products are rounded: exact not at all, fast to 16 bits, fastest to 8; the last two "
             "CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and is below "
             "0.0005 nats. With --device cuda: fast computes prompts in bfloat16, auto is exact.",
         ),

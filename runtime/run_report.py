@@ -82,8 +82,8 @@ class GpuReport:
 class RunReport:
     """What an engine has done since it was built.
 
-    `numerics`: the mode in which inputs were rounded; `numerics_kl`: its loss for this pack, in nats a token; None if it
-    was not measured, or nothing is lost.   `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.
+    `numerics`: the mode in which inputs were rounded; `numerics_kl`: its loss for this pack, in nats a token; None if
+    it was not measured, or nothing is lost.   `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.
     `anonymous_bytes`: the process's own memory; None where the system does not report it.   `stream`: None unless the
     host decides which experts to bring.   `gpu`: None on the CPU.
     """

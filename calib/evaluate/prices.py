@@ -299,19 +299,25 @@ def _same_threads() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-NUMERICS_TOKENS, _NUMERICS_LENGTH = 1024, 512  # on which rounded inputs are judged, and of a sequence at most
+NUMERICS_TOKENS, _LEAST_NUMERICS_TOKENS, _NUMERICS_LENGTH = (
+    1024,
+    64,
+    512,
+)  # on which rounded inputs are judged, and of a sequence at most
 
 
 def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRESS) -> NumericsLoss | None:
     """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
 
-    Returns: None if these kernels do not round, there are none, or the model has an encoder.
+    Returns: None if these kernels do not round, there are none, the model has an encoder, or there are few tokens.
     Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
     """
     if pack.spec.encoder is not None or not is_available():
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
     S = sequences.shape[1]
+    if sequences.size < _LEAST_NUMERICS_TOKENS:
+        return None
     with _same_threads(), Engine(pack, EngineOptions(numerics="exact", read="map"), S) as engine:
         assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
         kernels, losses = engine.operations.kernels, dict[NumericsMode, list[float]](fast=[], fastest=[])

@@ -18,13 +18,14 @@ from moe_pack.calib.evaluate import (
     task_score,
 )
 from moe_pack.convert import find_checkpoint
-from moe_pack.convert.cli.measure import measure_loss, nats, percent
+from moe_pack.convert.cli.measure import measure_loss, nats, numerics_summary, percent
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, chosen_device
 from moe_pack.formats import Pack, dump, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
+from moe_pack.runtime.numerics import read_numerics
 
 _MUCH_TAIL = 0.02  # of a prediction's mass outside the reference's outcomes
 
@@ -46,13 +47,16 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
         tasks = None if options.tasks is None else _tasks(opened, options.tasks)
         quality = measure_loss(opened, options)
         scores = {} if tasks is None else _scores(opened, tasks, options)
-        root = opened.manifest.root
+        root, numerics = opened.manifest.root, read_numerics(opened)
     if options.as_json:
         by_model = {name: dump(score) for name, score in scores.items()}
-        click.echo(json.dumps({"root": root, "quality": dump(quality), "tasks": by_model or None}, indent=2))
+        found = {"root": root, "quality": dump(quality), "numerics": dump(numerics), "tasks": by_model or None}
+        click.echo(json.dumps(found, indent=2))
         return
     for line in [*quality_lines(quality), *score_lines(scores)]:
         click.echo(line)
+    if numerics is not None:
+        click.echo(f"{'numerics':12} {numerics_summary(numerics)}")
 
 
 def _tasks(pack: Pack, file: Path) -> TaskTokens:

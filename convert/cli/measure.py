@@ -147,10 +147,9 @@ def quality_summary(quality: Quality) -> str:
 
 def numerics_summary(loss: NumericsLoss) -> str:
     """Returns the losses of the CPU's numeric modes, and which one a run takes, in a few words."""
-    losses = ", ".join(
-        f"{mode} {of.kl:.2g} ± {of.half_width:.1g}" for mode, of in (("fast", loss.fast), ("fastest", loss.fastest))
-    )
-    return f"KL {losses} nats, on {loss.num_tokens:,} tokens of {loss.text}; --numerics auto is {chosen_mode('auto', loss)}"
+    losses = ", ".join(f"{mode} {nats(Estimate(of.kl, of.half_width))}" for mode, of in loss.modes)
+    takes = f"--numerics auto is {chosen_mode('auto', loss)}"
+    return f"KL {losses}, on {loss.num_tokens:,} tokens of {loss.text}; {takes}"
 
 
 def prices_summary(prices: Prices) -> str:

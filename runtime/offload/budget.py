@@ -30,6 +30,7 @@ LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every exper
 MAX_PAGE_BYTES = 1 << 20
 LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller only if an expert has less than four
 # Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
+_ROUNDED_TOKENS = 128  # of an expert at once, where inputs are rounded
 _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
 _MASKS = 4  # of a byte for each token and position, while positions are chosen and attended to
 

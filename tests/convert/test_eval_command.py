@@ -69,7 +69,7 @@ def test_against_its_source_what_was_measured_is_kept_and_inspect_shows_it(sourc
     before = {path.name for path in packed.iterdir()}
     found = measured(packed, "--against", source, *SHORT)
     assert found["against"]["kl"]["value"] > found["against"]["kl_bound"]["value"] > 0.01
-    assert {path.name for path in packed.iterdir()} - before == {"quality.json"}
+    assert {path.name for path in packed.iterdir()} - before == {"quality.json", "numerics.json"}
     assert json.loads((packed / "quality.json").read_bytes())["content"] == found
     assert json.loads(run("inspect", packed, "--json").stdout)["quality"] == found
     assert f"measured: perplexity {found['perplexity']['value']:.3f} (" in run("inspect", packed).stdout

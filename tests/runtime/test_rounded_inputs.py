@@ -84,7 +84,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def test_experts_lose_what_their_digits_allow(kernels: Kernels) -> None:
-    """Factors of down rows are rounded too, by tiles; a neuron near its threshold may run or not, and relu2 squares errors."""
+    """Factors of down rows are rounded too; a neuron near its threshold may run or not; relu2 squares errors."""
     seed = INSTRUCTION_SETS.index(kernels.instruction_set)  # type: ignore[arg-type]  # the one it was limited to
     for number, combination in enumerate(sample(FEW_CHOICES, can_be, seed=seed, together=(("up", "num_tokens"),))):
         with case(name_of(combination)):
