@@ -57,10 +57,14 @@ struct All {
     }
 };
 
+template <const Kernels& EXACT, const Kernels& ONE, const Kernels& TWO, const TrellisKernels& TRELLIS>
+const Kernels* with_rounding(const char* name) {
+    return All<EXACT, TRELLIS>::named(name, All<ONE, TRELLIS>::named(name), All<TWO, TRELLIS>::named(name));
+}
+
 template <const TrellisKernels& TRELLIS>
-const Kernels* rounding_too(const char* name) {
-    return All<avx512_kernels, TRELLIS>::named(name, All<avx512_kernels_of_one_digit, TRELLIS>::named(name),
-                                               All<avx512_kernels_of_two_digits, TRELLIS>::named(name));
+const Kernels* with_avx512(const char* name) {
+    return with_rounding<avx512_kernels, avx512_kernels_of_one_digit, avx512_kernels_of_two_digits, TRELLIS>(name);
 }
 
 #endif
@@ -76,13 +80,15 @@ const Kernels* usable(int name_idx) {
         if (!has || (name_idx == 3 && !__builtin_cpu_supports("avx512vbmi"))) {
             return nullptr;
         }
-        return name_idx == 3 ? rounding_too<vbmi_trellis_kernels>(kNames[3])
-                             : rounding_too<avx512_trellis_kernels>(kNames[2]);
+        return name_idx == 3 ? with_avx512<vbmi_trellis_kernels>(kNames[3])
+                             : with_avx512<avx512_trellis_kernels>(kNames[2]);
     }
     if (name_idx == 1) {
         const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                          __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1]) : nullptr;
+        return has ? with_rounding<avx2_kernels, avx2_kernels_of_one_digit, avx2_kernels_of_two_digits,
+                                   avx2_trellis_kernels>(kNames[1])
+                   : nullptr;
     }
 #endif
     return name_idx == 0 ? &portable_kernels : nullptr;

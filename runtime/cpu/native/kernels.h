@@ -133,6 +133,7 @@ extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 // For all parts but trellises.
 extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
+extern const Kernels avx2_kernels_of_one_digit, avx2_kernels_of_two_digits;
 extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
 extern const Kernels avx512_kernels_of_one_digit, avx512_kernels_of_two_digits;
 

@@ -13,6 +13,7 @@
 #include "codes_avx2.h"
 #include "floats_avx2.h"
 #include "recurrence_vector.h"
+#include "rounded_rows_avx2.h"
 
 namespace moe_pack {
 namespace {
@@ -63,10 +64,42 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 namespace moe_pack {
 
-const Kernels avx2_kernels = {
+namespace {
+
+template <int DIGITS>
+size_t rounded_bytes(const Part& part) {
+    return has_rounded(part) ? round_up(RoundedInputs<DIGITS>::num_bytes(part), 64) : prepared_bytes(part);
+}
+
+template <int DIGITS>
+void prepare_for_rounded(const Part& part, const float* x, void* prepared) {
+    (has_rounded(part) ? prepare_rounded<DIGITS> : prepare)(part, x, prepared);
+}
+
+template <int DIGITS>
+void dot_with_rounded(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                      const Ahead& ahead, float* work, float* out) {
+    (has_rounded(part) ? dot_rounded_rows<DIGITS> : dot_rows)(part, rows, num_rows, prepared, ahead, work, out);
+}
+
+template <int DIGITS>
+constexpr Kernels kernels_of_digits(Kernels kernels) {
+    kernels.prepared_bytes = rounded_bytes<DIGITS>;
+    kernels.prepare = prepare_for_rounded<DIGITS>;
+    kernels.dot_rows = dot_with_rounded<DIGITS>;
+    return kernels;
+}
+
+constexpr Kernels kExact = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
     exponentials, rotate, recur, convolve, &avx2_rounded_kernels, {nullptr, nullptr},
 };
+
+}  // namespace
+
+const Kernels avx2_kernels = kExact;
+const Kernels avx2_kernels_of_one_digit = kernels_of_digits<1>(kExact);
+const Kernels avx2_kernels_of_two_digits = kernels_of_digits<2>(kExact);
 
 }  // namespace moe_pack
 

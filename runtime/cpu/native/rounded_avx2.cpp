@@ -10,6 +10,7 @@
 
 #include "target_avx2.h"
 
+#include "rounding_avx2.h"
 #include "trellis_avx2.h"
 
 namespace moe_pack {
@@ -23,12 +24,12 @@ constexpr int32_t kAheadCodes = 192;  // how far before their use codes are fetc
 struct AsBytes {
     using Input = int8_t;
     static constexpr int32_t in_word = 4, chunk = 8;  // double words that are multiplied at once, at most
-    static constexpr float largest = 127.0f;
+    static constexpr int32_t digits = 1;
 };
 struct AsWords {
     using Input = int16_t;
     static constexpr int32_t in_word = 2, chunk = 8;
-    static constexpr float largest = 127.0f * 256.0f;
+    static constexpr int32_t digits = 2;
 };
 
 int32_t digits_for(const Part& part, int32_t digits) {
@@ -37,55 +38,14 @@ int32_t digits_for(const Part& part, int32_t digits) {
 
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
-inline uint32_t largest_bits(__m256i largest) {
-    alignas(32) uint32_t lanes[kLanes];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), largest);
-    uint32_t found = 0;
-    for (uint32_t lane : lanes) found = lane > found ? lane : found;
-    return found;
-}
-
-inline __m256i magnitudes(__m256 values) {
-    return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7fffffff));
-}
-
-// The scale of values whose largest magnitude has these bits, and what they are multiplied with to become codes.
-template <class As>
-struct Rounding {
-    float scale, inverse;
-
-    explicit Rounding(uint32_t peak_bits) {
-        const float peak = as_float(peak_bits);
-        const bool finite = peak_bits < 0x7f800000u, counts = finite && peak >= 0x1p-100f;
-        scale = !finite ? __builtin_nanf("") : counts ? peak / As::largest : 0.0f;
-        inverse = counts ? As::largest / peak : 0.0f;
-    }
-
-    // Zeros where `inverse` is zero, whatever the values.
-    __m256i codes_of(__m256 values) const {
-        if (inverse == 0.0f) return _mm256_setzero_si256();
-        return _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
-    }
-};
-
 // Sixteen codes in their order.
 template <class As>
 inline void store_codes(__m256i first, __m256i second, typename As::Input* to) {
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
     if constexpr (sizeof(typename As::Input) == 2) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), as_words(first, second));
     } else {
-        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+        store_bytes(as_words(first, second), to);
     }
-}
-
-inline int32_t lanes_sum(__m256i lanes) {
-    alignas(32) int32_t values[kLanes];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(values), lanes);
-    int32_t sum = 0;
-    for (int32_t value : values) sum += value;
-    return sum;
 }
 
 template <class As>
@@ -96,11 +56,7 @@ void round_as(const float* const* x, int32_t first, int32_t stop, const RoundedT
         for (int32_t t = 0; t < tokens.num_tokens; ++t) {
             const size_t place = size_t(block) * tokens.num_tokens + t;
             const float* from = x[t] + block * kBlock;
-            __m256i largest = _mm256_setzero_si256();
-            for (int32_t c = 0; c < kBlock; c += kLanes) {
-                largest = _mm256_max_epu32(largest, magnitudes(_mm256_loadu_ps(from + c)));
-            }
-            const Rounding<As> rounding(largest_bits(largest));
+            const Rounding<As::digits> rounding(largest_bits(from));
             tokens.scales[place] = rounding.scale;
             __m256i sum = _mm256_setzero_si256();
             for (int32_t c = 0; c < kBlock; c += 16) {
@@ -313,7 +269,7 @@ inline void round_factors(const float* h, int32_t num_rows, int32_t some, const 
     for (int32_t r = 0; r < num_rows; r += kLanes) {
         largest = _mm256_max_epu32(largest, magnitudes(_mm256_load_ps(products + r)));
     }
-    const Rounding<As> rounding(largest_bits(largest));
+    const Rounding<As::digits> rounding(largest_lane(largest));
     __m256 zeros = _mm256_setzero_ps();
     for (int32_t r = 0; r < num_rows; r += 16) {
         const __m256i low = rounding.codes_of(_mm256_load_ps(products + r));
