@@ -1,0 +1,171 @@
+"""Drafts by the prediction layer that a model ships.
+
+For token i + 1 and the hidden state h_i of the token before it, the layer predicts token i + 2:
+
+    x = project([norm(embed(token i + 1)); norm(h_i)])
+    x = decoder layer(x)        with keys and values of its own, at position i
+    logits = head(norm(x))
+
+For h_i it gets the model's hidden state after the final norm. For each further token of a draft it gets `norm(x)` of
+its own instead. Sources: DeepSeek-V3 (2412.19437), section 2.2, and the engines that run it: vLLM gives the layer the
+model's normed state (deepseek_mtp, glm4_moe_mtp, qwen3_next_mtp); for further tokens SGLang gives it its own normed
+state in all families, vLLM in Qwen3-Next's, while its DeepSeek and GLM pass the state before that norm. We take the
+normed one, because the layer was trained on normed states.
+
+The layer's cache follows the model's sequence: the prompt enters it too. Hidden states wait in a buffer and run
+together, when a draft is wanted or the buffer is full: a text without drafts costs little more than their copies.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats.families import PredictionLayer
+from moe_pack.formats.families.prediction import EMBED_NORM, HIDDEN_NORM, PROJECT
+from moe_pack.formats.spec import cache_values
+from moe_pack.runtime.drafts.prediction_weights import PredictionWeights, loaded_bytes
+from moe_pack.runtime.model.caches import CachedSequence, KVCache, LayerRopes
+from moe_pack.runtime.model.layer import (
+    add_attention,
+    embed,
+    enter_second,
+    head,
+    mlp_input,
+    route_tokens,
+    run_experts,
+    run_unrouted,
+)
+from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.weights import norm
+
+_FLOAT_BYTES = 4
+
+
+def prediction_bytes(layer: PredictionLayer, context_tokens: int, chunk_tokens: int) -> int:
+    """Returns the memory of a `PredictionDrafter`: weights, keys and values, and hidden states that wait.
+
+    Args:    context_tokens, chunk_tokens: of the decoder, as for `PredictionDrafter`.
+    """
+    cached = cache_values(layer.spec, context_tokens, chunk_tokens) + chunk_tokens * layer.spec.hidden_size
+    return loaded_bytes(layer) + _FLOAT_BYTES * cached
+
+
+class PredictionDrafter:
+    """Drafts of one sequence by a prediction layer.
+
+    `num_bytes`: of its memory, which it takes at once.
+    Args:    context_tokens: the longest sequence.   chunk_tokens: the most tokens of a pass of the model.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
+        self._weights, device = weights, torch.device("cpu")
+        spec = weights.spec
+        self._cache = KVCache(spec, context_tokens, device, chunk_tokens=chunk_tokens)
+        self._sequence = CachedSequence(spec, self._cache, LayerRopes(spec, device))
+        self._waiting = torch.zeros((chunk_tokens, spec.hidden_size))  # hidden states that have not run
+        self._num_waiting = 0
+        self._begin = 0  # the position in the text of the first key
+        self.num_bytes = weights.num_bytes + self._cache.num_bytes + self._waiting.nbytes
+
+    def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
+        """Takes note of tokens that the model has run, and of their hidden states.
+
+        A position that ran before runs anew: what the layer has of it and of later ones is dropped.
+        Args:    ids: the whole sequence, to which the tokens belong.   first: the position of the first of them.
+                 hidden: float32 [T, d], after the last layer and before the final norm.
+        """
+        self._cut_to(first)
+        if self._num_waiting + len(hidden) > len(self._waiting):
+            self._run_waiting(ids, self._num_waiting)
+        self._waiting[self._num_waiting : self._num_waiting + len(hidden)] = hidden
+        self._num_waiting += len(hidden)
+
+    def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
+        """Returns the tokens that are most likely to follow by the layer, at most `most`.
+
+        Args:    as for `logits`.
+        """
+        return [int(each) for each in self.logits(ids, hidden, most).argmax(dim=1)]
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> Tensor:
+        """Returns the logits of the tokens of a draft, each after the most likely one before it.
+
+        Args:    ids: the whole sequence, the token that was chosen last at its end.   hidden: float32 [d], of the token
+                 before it; needed if `follow` has not had it.
+        Returns: float32 [n, vocabulary], n at most `most`; 0 if the layer lacks hidden states, or places for keys.
+        """
+        last = len(ids) - 2
+        if hidden is not None and self._stop <= last:
+            self.follow(ids, last, hidden[None])
+        number = last + 1 - self._first_waiting
+        most = min(most, self._cache.context_tokens - (last + 1 - self._begin) + 1)
+        if most < 1 or not 1 <= number <= self._num_waiting:
+            return torch.empty((0, self._weights.spec.vocab_size))
+        x = self._run_waiting(ids, number)[-1:]
+        num_kept, rows = self._cache.num_tokens, [head(x, self._weights)]
+        while len(rows) < most:
+            x = self._run([int(rows[-1].argmax())], norm(x, self._weights, "norm"))
+            rows.append(head(x, self._weights))
+        self._cache.num_tokens = num_kept
+        return torch.cat(rows)
+
+    def accepted(self, number: int) -> None:
+        """Does nothing: keys of drafts are never kept, and the model's hidden states follow."""
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self._cache.num_tokens = self._num_waiting = self._begin = 0
+
+    # ---- positions --------------------------------------------------------------------------------------------------
+
+    @property
+    def _first_waiting(self) -> int:
+        """The position of the first hidden state that waits."""
+        return self._begin + self._cache.num_tokens
+
+    @property
+    def _stop(self) -> int:
+        """The position after those of which the layer has hidden states or keys."""
+        return self._first_waiting + self._num_waiting
+
+    def _cut_to(self, first: int) -> None:
+        """Drops what follows a position. After a gap the layer begins anew there.
+
+        The key before `first` stays, although the token after it may be another now: one key of many is no reason to
+        run the model again.
+        """
+        if first < self._begin or first > self._stop:
+            self.reset()
+            self._begin = first
+        elif first >= self._first_waiting:
+            self._num_waiting = first - self._first_waiting
+        else:
+            self._cache.num_tokens, self._num_waiting = first - self._begin, 0
+
+    # ---- the layer --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run_waiting(self, ids: Sequence[int], number: int) -> Tensor:
+        """Runs the first hidden states that wait, and forgets the others; returns as `_run`."""
+        first, main = self._first_waiting, self._weights.main
+        self._num_waiting = 0
+        return self._run(list(ids[first + 1 : first + 1 + number]), norm(self._waiting[:number], main, "norm"))
+
+    def _run(self, ids: list[int], hidden: Tensor) -> Tensor:
+        """Runs the layer for tokens and the normed hidden states before them; returns its own, float32 [T, d]."""
+        weights, cache = self._weights, self._cache
+        start, tokens = cache.num_tokens, torch.tensor(ids)
+        both = norm(embed(tokens, weights), weights, EMBED_NORM), norm(hidden, weights, HIDDEN_NORM)
+        x = linear(torch.cat(both, dim=1), weights.matrix(PROJECT))
+        (angles,) = self._sequence.angles_at(start, start + len(ids), start + len(ids))
+        x = add_attention(x, weights, 0, cache.of(0), angles)
+        inputs = mlp_input(x, weights, 0)
+        experts, router_weights = route_tokens(inputs, weights, 0, tokens)
+        routed = run_experts(inputs, experts, router_weights, weights, 0)
+        x = enter_second(x, run_unrouted(inputs, weights, 0), routed, weights, 0)
+        cache.num_tokens = start + len(ids)
+        return x
