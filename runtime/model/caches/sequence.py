@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from moe_pack.formats import ModelSpec
 from moe_pack.runtime.model.caches.kv_cache import Angles, Checkpoint, KVCache, LayerRopes
@@ -22,13 +23,16 @@ _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long
 class CachedSequence:
     """The tokens of a sequence, and the keys, values and states of those that have run.
 
-    `ids`: the tokens; while a pass runs, its new ones are already there.   `cache`: of the others.
+    `ids`: the tokens; while a pass runs, its new ones are already there.   `cache`: of the others.   `hidden`: the
+    hidden states of the last token that ran, after the last layer and before the final norm, float32 [w]; None before
+    the first. The decoder sets it, for drafts.
     Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
     """
 
     def __init__(self, spec: ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
         self.ids: list[int] = []
+        self.hidden: Tensor | None = None
         number = 0 if cache.is_cut_anywhere else num_checkpoints
         self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
         self._ropes = ropes
