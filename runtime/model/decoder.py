@@ -307,7 +307,7 @@ class Decoder:
             if not self.spec.has_second(layer):
                 continue
             x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))
-        batch.end()
+        batch.end(x)
         return x
 
     def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
@@ -380,9 +380,11 @@ class _Pass:
             ]
         )
 
-    def end(self) -> None:
-        """Counts the new tokens, when all layers have run."""
-        for sequence in self._sequences:
+    def end(self, x: Tensor) -> None:
+        """Counts the new tokens, when all layers have run, and shows their hidden states to who follows a sequence."""
+        for sequence, hidden in zip(self._sequences, x.split(self._num_new), strict=True):
+            if sequence.follower is not None:
+                sequence.follower.follow(sequence.ids, sequence.num_tokens, hidden)
             sequence.cache.num_tokens += self._num_new
 
     def add_ngrams(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
