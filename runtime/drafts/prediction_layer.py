@@ -52,13 +52,13 @@ def prediction_bytes(layer: PredictionLayer, context_tokens: int, chunk_tokens: 
 
 
 class PredictionDrafter:
-    """Drafts of one sequence by a prediction layer.
+    """Drafts of one sequence by a prediction layer. It is a `Drafter`, and the sequence's `Follower`.
 
     `num_bytes`: of its memory, which it takes at once.
     Args:    context_tokens: the longest sequence.   chunk_tokens: the most tokens of a pass of the model.
     """
 
-    needs_hidden = True
+    needs_hidden = False  # it gets those of all tokens by `follow`
 
     def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
         self._weights, device = weights, torch.device("cpu")
@@ -86,23 +86,19 @@ class PredictionDrafter:
     def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
         """Returns the tokens that are most likely to follow by the layer, at most `most`.
 
-        Args:    as for `logits`.
+        Args:    ids, most: as for `logits`.
         """
-        return [int(each) for each in self.logits(ids, hidden, most).argmax(dim=1)]
+        return [int(each) for each in self.logits(ids, most).argmax(dim=1)]
 
     @torch.inference_mode()
-    def logits(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> Tensor:
+    def logits(self, ids: Sequence[int], most: int) -> Tensor:
         """Returns the logits of the tokens of a draft, each after the most likely one before it.
 
-        Args:    ids: the whole sequence, the token that was chosen last at its end.   hidden: float32 [d], of the token
-                 before it; needed if `follow` has not had it.
+        Args:    ids: the whole sequence that the layer follows, the token that was chosen last at its end.
         Returns: float32 [n, vocabulary], n at most `most`; 0 if the layer lacks hidden states, or places for keys.
         """
-        last = len(ids) - 2
-        if hidden is not None and self._stop <= last:
-            self.follow(ids, last, hidden[None])
-        number = last + 1 - self._first_waiting
-        most = min(most, self._cache.context_tokens - (last + 1 - self._begin) + 1)
+        number = len(ids) - 1 - self._first_waiting
+        most = min(most, self._cache.context_tokens - (len(ids) - 1 - self._begin) + 1)
         if most < 1 or not 1 <= number <= self._num_waiting:
             return torch.empty((0, self._weights.spec.vocab_size))
         x = self._run_waiting(ids, number)[-1:]
@@ -117,8 +113,7 @@ class PredictionDrafter:
         """Does nothing: keys of drafts are never kept, and the model's hidden states follow."""
 
     def reset(self) -> None:
-        """Forgets the sequence."""
-        self._cache.num_tokens = self._num_waiting = self._begin = 0
+        """Does nothing: `follow` says where a text is another, and what it has in common with the last one stays."""
 
     # ---- positions --------------------------------------------------------------------------------------------------
 
@@ -127,19 +122,14 @@ class PredictionDrafter:
         """The position of the first hidden state that waits."""
         return self._begin + self._cache.num_tokens
 
-    @property
-    def _stop(self) -> int:
-        """The position after those of which the layer has hidden states or keys."""
-        return self._first_waiting + self._num_waiting
-
     def _cut_to(self, first: int) -> None:
         """Drops what follows a position. After a gap the layer begins anew there.
 
         The key before `first` stays, although the token after it may be another now: one key of many is no reason to
         run the model again.
         """
-        if first < self._begin or first > self._stop:
-            self.reset()
+        if first < self._begin or first > self._first_waiting + self._num_waiting:
+            self._cache.num_tokens = self._num_waiting = 0
             self._begin = first
         elif first >= self._first_waiting:
             self._num_waiting = first - self._first_waiting

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import MATRICES, Selector
+from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.codecs import Fp8
 from moe_pack.formats.families import PredictionLayer, SourceMatrix
 from moe_pack.formats.layout import row_layout, write_rows
 from moe_pack.formats.plan import FP8, format_fault
-from moe_pack.formats.safetensors import DTYPE_BYTES
 from moe_pack.runtime.model import ExpertRunner, Matrix, RowMatrix, StoredMatrix, Weights, linear, tokens_by_expert
-from moe_pack.runtime.model.checkpoint_weights import load_matrix, read_codes, read_rows, read_scales, read_vector
+from moe_pack.runtime.model.checkpoint_weights import read_codes, read_rows, read_scales, read_vector, weights_dtype
 from moe_pack.runtime.model.expert import Expert, NeuronBlock, neuron_of
 from moe_pack.runtime.model.layer import PartialState
 from moe_pack.runtime.model.mixers import RowTable
@@ -45,18 +45,33 @@ class PredictionWeights(ExpertRunner):
         self.operations: Operations = main.operations
         self._vectors: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
+        self._experts: dict[tuple[int, MatrixName], Matrix] = {}
+        self.num_bytes = 0
         for name in _loaded_roles(layer):
             role, source = layer.roles[name], layer.dense[name]
             if len(role.shape) == 1:
                 self._vectors[name] = read_vector(layer, source) + role.offset
+                self.num_bytes += self._vectors[name].nbytes
             else:
-                self._matrices[name] = _load(layer, source, self.operations)
-        self._experts = {
-            (expert, matrix): _load(layer, layer.expert_source(expert, matrix), self.operations)
-            for expert in range(self.spec.router.num_experts)
-            for matrix in self.spec.expert.matrices
-        }
-        self.num_bytes = loaded_bytes(layer)
+                self._matrices[name] = self._load(layer, source)
+        for expert in range(self.spec.router.num_experts):
+            for matrix in self.spec.expert.matrices:
+                self._experts[expert, matrix] = self._load(layer, layer.expert_source(expert, matrix))
+
+    def _load(self, layer: PredictionLayer, source: SourceMatrix) -> Matrix:
+        """Reads a matrix into memory, FP8 in rows that the operations multiply."""
+        if not _is_in_rows(source):
+            weight = read_rows(layer, source, 0, source.num_rows).contiguous()
+            self.num_bytes += weight.nbytes
+            return StoredMatrix(weight, self.operations)
+        layout = row_layout([("weight", FP8, False)], source.num_cols)
+        stored = np.zeros((source.num_rows, layout.row_bytes), np.uint8)
+        for start, stop in row_blocks(source.num_rows, source.num_cols):
+            codes, scales = (read(layer, source, start, stop) for read in (read_codes, read_scales))
+            encoded = Fp8(FP8, source.num_cols).encode(codes, scales)
+            write_rows(layout, {"weight": encoded.numpy()}, stored[start:stop])
+        self.num_bytes += stored.nbytes
+        return RowMatrix(layout, torch.from_numpy(stored), self.operations)
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
@@ -150,30 +165,12 @@ def _is_shared(layer: PredictionLayer, role: str) -> bool:
     return bool((own - theirs).norm() <= _SAME_TABLE * theirs.norm())
 
 
-def _load(layer: PredictionLayer, source: SourceMatrix, operations: Operations) -> Matrix:
-    """Reads a matrix into memory: [out, in] in the checkpoint's bytes, FP8 in rows that the operations multiply."""
-    if source.codec == "plain":
-        return StoredMatrix(read_rows(layer, source, 0, source.num_rows), operations)
-    if not _is_in_rows(source):
-        return load_matrix(layer, source, torch.device("cpu"))
-    layout = row_layout([("weight", FP8, False)], source.num_cols)
-    stored = np.zeros((source.num_rows, layout.row_bytes), np.uint8)
-    for start, stop in row_blocks(source.num_rows, source.num_cols):
-        codes, scales = (read(layer, source, start, stop) for read in (read_codes, read_scales))
-        encoded = Fp8(FP8, source.num_cols).encode(codes, scales)
-        write_rows(layout, {"weight": encoded.numpy()}, stored[start:stop])
-    return RowMatrix(layout, torch.from_numpy(stored), operations)
-
-
 def _is_in_rows(source: SourceMatrix) -> bool:
     return source.codec == "fp8" and format_fault(FP8, source.num_cols) is None
 
 
 def _matrix_bytes(layer: PredictionLayer, source: SourceMatrix) -> int:
-    """Returns the bytes of a matrix that `_load` reads."""
-    if source.codec == "plain":
-        return source.num_rows * source.num_cols * DTYPE_BYTES[layer.dtype(source)]
+    """Returns the bytes of a matrix in memory."""
     if _is_in_rows(source):
         return source.num_rows * row_layout([("weight", FP8, False)], source.num_cols).row_bytes
-    group, scale_bytes = {"fp8": (128, 4), "mxfp4": (32, 1)}.get(source.codec, (source.group_size, 4))
-    return source.num_rows * (source.num_cols + -(-source.num_cols // group) * scale_bytes)
+    return source.num_rows * source.num_cols * weights_dtype(layer, source).itemsize

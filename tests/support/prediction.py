@@ -142,7 +142,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, ids: list[int], most: int) -> torch.Tensor:
-        """The logits of the tokens after `ids`, each after the most likely one before it: float32 [most, vocabulary]."""
+        """The logits of the tokens after `ids`, each after the most likely one before it, [most, vocabulary]."""
         main: Any = self._main
         embed = self._own.get("embed", main.get_input_embeddings().weight)
         head = self._own.get("head", main.get_output_embeddings().weight)
