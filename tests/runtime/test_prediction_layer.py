@@ -12,7 +12,7 @@ from coded import FP8_CONFIG, quantize_fp8
 from families import NUM_POSITIONS, Tiny, token_ids
 from models import pack
 from native import kernels_limited_to
-from prediction import FILE, NEXTN, PREDICTING, Predicting, Reference, write_predicting
+from prediction import FILE, NEXTN, PREDICTING, Predicting, Reference, write_predicting, write_table
 from safetensors.torch import load_file, save_file
 
 from moe_pack.convert import convert, keep_source
@@ -216,6 +216,20 @@ def test_answers_are_the_same_with_drafts(glm: Packed) -> None:
                     answers.append(list(generate(run.decoder, IDS[:20], sampler, 40, frozenset(), drafts)))
                     assert drafts is None or drafts.counts.drafted > 0
                 assert answers[0] == answers[1]
+
+
+def test_drafts_that_are_right_save_passes(new_folder: Callable[[], Path]) -> None:
+    for share_known, least, most in ((1.0, 8.0, 9.0), (0.5, 1.5, 3.0), (0.0, 1.0, 1.1)):
+        with case(share_known):
+            folder = new_folder()
+            pack(write_table(folder / "source", share_known), folder / "packed", width=16)
+            with Pack(folder / "packed") as opened:
+                run, plain = Run(opened), Run(opened)
+                drafts, sampler = Drafts(run.drafter, None), Sampler(SamplingOptions(temperature=0))
+                text = list(generate(run.decoder, IDS[:20], sampler, 60, frozenset(), drafts))
+                assert text == list(generate(plain.decoder, IDS[:20], sampler, 60, frozenset()))
+                assert least <= drafts.counts.tokens_per_pass <= most
+                assert drafts.counts.passes == 59 - drafts.counts.accepted
 
 
 def test_what_has_no_layer_has_no_drafts(glm: Packed, tmp_path: Path) -> None:

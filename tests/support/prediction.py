@@ -97,6 +97,33 @@ def write_predicting(row: Predicting, folder: Path) -> Path:
     return folder
 
 
+def write_table(folder: Path, share_known: float = 1.0) -> Path:
+    """Writes a GLM-4.5 whose next token follows from the last one alone, by a table that its prediction layer knows.
+
+    Attention and experts add nothing; the projection passes the embedding on. So the layer predicts from token i + 1
+    what the model predicts from it. The layer's own embedding is another for some tokens, which it thus gets wrong.
+    """
+    write_predicting(Predicting(Tiny("glm4_moe", "a table"), NEXTN), folder)
+    tensors = load_file(folder / FILE)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    embed, n = tensors["model.embed_tokens.weight"], 3
+    vocab, d = embed.shape
+    follows = torch.randperm(vocab, generator=torch.Generator().manual_seed(2))
+    tensors["lm_head.weight"][follows] = embed
+    tensors[f"model.layers.{n}.shared_head.head.weight"].copy_(tensors["lm_head.weight"])
+    tensors[f"model.layers.{n}.eh_proj.weight"].copy_(torch.cat((torch.eye(d), torch.zeros(d, d)), dim=1))
+    own = tensors[f"model.layers.{n}.embed_tokens.weight"]
+    own.copy_(embed)
+    first_unknown = int(vocab * share_known)
+    own[first_unknown:] = -own[first_unknown:]
+    save_file(tensors, folder / FILE)
+    return folder
+
+
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
