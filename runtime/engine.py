@@ -313,8 +313,6 @@ class Engine:
             why = "with a GPU each token runs alone" if options.device == "cuda" else "the model has an encoder"
         elif changes or approximations.is_predicted_enough:
             why = "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
-        elif decoder.cache.states:
-            why = "the states of the model's mixers do not lead back"
         elif options.draft == "auto" and not isinstance(self.operations, NativeOperations):
             why = "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
         else:

@@ -176,9 +176,9 @@ class EngineOptions:
         default="auto",
         metadata=option(
             "--draft",
-            help="Drafts on the CPU: tokens that are proposed cheaply and verified together; the answer stays the same. "
-            "ngram proposes what followed the last time that the text had its present end, as far as it pays; auto does "
-            "so where native kernels compute; off runs each token alone.",
+            help="Drafts on the CPU: tokens that are proposed cheaply and verified together; the answer stays the "
+            "same. ngram proposes what followed the last time that the text had its present end, as far as it pays; "
+            "auto does so where native kernels compute; off runs each token alone.",
         ),
     )
     threads: int | None = field(

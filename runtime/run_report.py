@@ -81,8 +81,8 @@ class GpuReport:
 class DraftReport:
     """Drafts in decode.
 
-    `passes`: forward passes, for `proposed` of which there was a proposal.   `drafted`: tokens that were verified behind
-    another, of which `accepted` were right.   `tokens_per_pass`: new tokens of the text, on average.
+    `passes`: forward passes, for `proposed` of which there was a proposal.   `drafted`: tokens that were verified
+    behind another, of which `accepted` were right.   `tokens_per_pass`: new tokens of the text, on average.
     """
 
     passes: int
@@ -228,8 +228,8 @@ def _draft_text(drafts: DraftReport) -> str:
     if not drafts.drafted:
         return f"none in {drafts.passes} passes, {drafts.proposed} of which had a proposal"
     return (
-        f"{drafts.accepted} of {drafts.drafted} drafted tokens were right; {drafts.tokens_per_pass:.2f} tokens a pass in "
-        f"{drafts.passes} passes"
+        f"{drafts.accepted} of {drafts.drafted} drafted tokens were right; {drafts.tokens_per_pass:.2f} tokens a pass "
+        f"in {drafts.passes} passes"
     )
 
 
