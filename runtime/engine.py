@@ -24,6 +24,7 @@ from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
 from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.drafts import MOST_DRAFTED, Drafts, Gate, NgramDrafter
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
@@ -53,7 +54,13 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.budget import AS_BUDGET, BudgetOptionNames, resident_selectors, selector_heat
+from moe_pack.runtime.offload.budget import (
+    AS_BUDGET,
+    BudgetOptionNames,
+    most_verified_tokens,
+    resident_selectors,
+    selector_heat,
+)
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.offload.presets import eviction_of
@@ -84,6 +91,8 @@ class Engine:
     `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
     `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
     its policies; None on the CPU.
+    `drafts`: with which `generate` may run several tokens in a pass; None: it runs each alone, `why_no_drafts` says why
+    unless the options do.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
@@ -113,6 +122,8 @@ class Engine:
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
         self.gpu_preset: Preset | None = None
+        self.drafts: Drafts | None = None
+        self.why_no_drafts: str | None = None
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
@@ -127,6 +138,7 @@ class Engine:
                 self._build_for_gpu()
             else:
                 self._build_for_cpu()
+            self._open_drafts()
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
@@ -289,6 +301,29 @@ class Engine:
             num_sequences=number,
             num_checkpoints=checkpoints,
         )
+
+    def _open_drafts(self) -> None:
+        """Opens what drafts, or says why nothing does."""
+        options, decoder = self.options, self.decoder
+        if options.draft == "off":
+            return
+        approximations = options.approximations
+        changes = approximations.substitute is not None or approximations.runs_predicted
+        if not isinstance(decoder, Decoder) or options.device == "cuda":
+            why = "with a GPU each token runs alone" if options.device == "cuda" else "the model has an encoder"
+        elif changes or approximations.is_predicted_enough:
+            why = "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
+        elif options.draft == "auto" and not isinstance(self.operations, NativeOperations):
+            why = "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
+        else:
+            most = 1 + MOST_DRAFTED
+            if self.plan is not None:
+                most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
+            self.drafts = Drafts(NgramDrafter(), Gate(), most)
+            return
+        self.why_no_drafts = why
+        if options.draft != "auto":
+            self._fall_back(f"nothing is drafted: {why}")
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 

@@ -81,12 +81,12 @@ class _Watched:
 class Drafts:
     """Drafts the text of one sequence at a time; `counts` and the gate are those of all texts.
 
-    Args:    gate: None: every proposal is verified whole.
+    Args:    gate: None: every proposal is verified whole.   most_tokens: of a pass.
     """
 
-    def __init__(self, drafter: Drafter, gate: Gate | None) -> None:
+    def __init__(self, drafter: Drafter, gate: Gate | None, most_tokens: int = 1 + MOST_DRAFTED) -> None:
         self.counts = DraftCounts()
-        self._drafter, self._gate = drafter, gate
+        self._drafter, self._gate, self._most_tokens = drafter, gate, most_tokens
         self._text: object = None
         self._is_new = False  # the first look-up reads the whole text
         self._watched: _Watched | None = None
@@ -113,7 +113,8 @@ class Drafts:
         Raises:  RunError as `Decoder.next_logits`, before anything runs; what `take` raises.
         """
         began, before = time.perf_counter(), sequence.num_tokens
-        draft = self._draft(decoder, sequence, token, min(most - 1, decoder.most_verified(sequence) - 1))
+        number = min(most, self._most_tokens, decoder.most_verified(sequence))
+        draft = self._draft(sequence, token, number - 1)
         rows = decoder.verify(sequence, [token, *draft])
         seconds, kept = time.perf_counter() - began, 1
         try:
@@ -130,7 +131,7 @@ class Drafts:
             seconds += time.perf_counter() - began
             self._count(len(draft), kept - 1, seconds)
 
-    def _draft(self, decoder: Decoder, sequence: CachedSequence, token: int, most: int) -> list[int]:
+    def _draft(self, sequence: CachedSequence, token: int, most: int) -> list[int]:
         """Returns the tokens to verify behind a token, at most `most`."""
         drafter, gate = self._drafter, self._gate
         if most < 1:

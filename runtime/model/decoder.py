@@ -166,7 +166,8 @@ class Decoder:
         """Appends tokens to a sequence in one pass; returns the logits after each, float32 [n, vocabulary].
 
         With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops the
-        tokens that turn out to be wrong.
+        tokens that turn out to be wrong. Where the cache has states, it leads back to the position before these tokens,
+        and no longer to the one that was saved last.
         Args:    ids: at most `most_verified`.
         Raises:  RunError as `next_logits`, before anything runs.
         """
@@ -174,21 +175,38 @@ class Decoder:
             return self.extend(sequence, ids)[None]
         assert len(ids) <= self.most_verified(sequence), "what cannot be taken back is not verified"
         self._check_ids(sequence, ids)
-        before = sequence.num_tokens
-        rows: list[NgramRows | None] = []
-        sequence.ids[before:] = ids
-        with self._alone([sequence], rows):
-            rows += (self._rows(sequence.ids, i, i + 1) for i in range(before, before + len(ids)))
-            hidden = self._pass(_TokenPass(sequence, rows), torch.tensor(ids))
-            sequence.hidden, self._verified = hidden[-1], hidden
-            return self._head(hidden)
+        sequence.cache.save()
+        self._verified = self._append_alone(sequence, ids)
+        return self._head(self._verified)
 
+    @torch.inference_mode()
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Keeps the first tokens of a sequence, and drops those at its end, all of which the last `verify` appended."""
+        """Keeps the first tokens of a sequence, of those that the last `verify` appended at least one.
+
+        Where the cache has states, the kept tokens run again, from the states before them.
+        """
         num_dropped = sequence.num_tokens - num_tokens
-        if num_dropped:
+        if not num_dropped:
+            return
+        if not sequence.cache.states:
             sequence.cut_to(num_tokens)
             sequence.hidden = self._verified[-1 - num_dropped]
+            return
+        start = sequence.num_tokens - len(self._verified)
+        kept = sequence.ids[start:num_tokens]
+        sequence.cut_to(start)
+        self._append_alone(sequence, kept)
+
+    def _append_alone(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
+        """Appends tokens to a sequence in one pass, as if each had its own; returns the hidden states, [n, d]."""
+        before, rows = sequence.num_tokens, list[NgramRows | None]()
+        sequence.ids[before:] = ids
+        with self._alone([sequence], rows):
+            for i in range(before, before + len(ids)):
+                rows.append(self._rows(sequence.ids, i, i + 1))
+            hidden = self._pass(_TokenPass(sequence, rows), torch.tensor(ids))
+        sequence.hidden = hidden[-1]
+        return hidden
 
     def logits(self, ids: list[int]) -> Tensor:
         """Appends tokens to the sequence; returns the logits after each of them, float32 [T, vocabulary].

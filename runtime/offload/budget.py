@@ -449,6 +449,17 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) 
     return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
 
 
+def most_verified_tokens(spec: ModelSpec, chunk_tokens: int, most: int) -> int:
+    """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
+
+    Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
+    Returns: 1 to `most`.
+    """
+    workspace = workspace_bytes(spec, chunk_tokens)
+    fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
+    return next(fits, 1)
+
+
 def _attention_width(attention: AttentionSpec) -> int:
     """Returns the most floats of one token while a layer attends."""
     if isinstance(attention, GroupedQuerySpec):

@@ -427,11 +427,8 @@ class KVCache:
 
     @property
     def most_taken_back(self) -> int:
-        """The most tokens of a pass of which all but the first can be taken back, wherever the sequence is."""
-        if self.states:
-            return 1
-        spare = (ring.tensor.shape[ring.dim] - ring.window + 1 for ring in self._rings)
-        return max(1, min(spare, default=self.context_tokens))
+        """The most tokens of a pass that can be taken back, wherever the sequence is; states need `save` before it."""
+        return min((ring.tensor.shape[ring.dim] - ring.window for ring in self._rings), default=self.context_tokens)
 
     def return_to(self, num_tokens: int) -> None:
         """Goes back to a position that is `reachable`."""
