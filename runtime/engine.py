@@ -14,17 +14,21 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
+from moe_pack.formats.families import PredictionLayer
 from moe_pack.formats.pack import audit
 from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.drafts import MOST_DRAFTED, Drafts, Gate, NgramDrafter
+from moe_pack.runtime.drafts.drafter import Drafter
+from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
+from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
@@ -124,6 +128,7 @@ class Engine:
         self.gpu_preset: Preset | None = None
         self.drafts: Drafts | None = None
         self.why_no_drafts: str | None = None
+        self._layer: PredictionLayer | None = None
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
@@ -134,6 +139,7 @@ class Engine:
         with ExitStack() as stack:
             self._stack = stack
             self.operations = self._open_operations()
+            self._choose_drafts()
             if options.device == "cuda":
                 self._build_for_gpu()
             else:
@@ -302,28 +308,50 @@ class Engine:
             num_checkpoints=checkpoints,
         )
 
+    # ---- drafts -----------------------------------------------------------------------------------------------------
+
+    def _choose_drafts(self) -> None:
+        """Finds the prediction layer that drafts, if it does, and counts its memory; or says why nothing drafts."""
+        self.why_no_drafts = None if self.options.draft == "off" else self._why_no_drafts()
+        if self.options.draft == "mtp" and self.why_no_drafts is None:
+            self._layer = PredictionLayer.find(self._pack)
+            if self._layer is None:
+                self.why_no_drafts = "the pack has no prediction layer; --draft ngram needs none"
+            else:
+                num_bytes = prediction_bytes(self._layer, self._context_tokens)
+                self._sequences = replace(self._sequences, draft_bytes=num_bytes)
+        if self.why_no_drafts is not None and self.options.draft != "auto":
+            self._fall_back(f"nothing is drafted: {self.why_no_drafts}")
+
+    def _why_no_drafts(self) -> str | None:
+        """Returns why this run cannot draft, whatever the pack has; None if it can."""
+        options, approximations = self.options, self.options.approximations
+        if options.device == "cuda":
+            return "with a GPU each token runs alone"
+        if self._pack.spec.encoder is not None:
+            return "the model has an encoder"
+        if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:
+            return "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
+        if options.draft == "auto" and not isinstance(self.operations, NativeOperations):
+            return "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
+        if options.draft == "mtp" and self._sequences.number > 1:
+            return "a prediction layer follows one sequence, and several run; --draft ngram follows all"
+        return None
+
     def _open_drafts(self) -> None:
-        """Opens what drafts, or says why nothing does."""
+        """Opens what drafts."""
         options, decoder = self.options, self.decoder
-        if options.draft == "off":
+        if options.draft == "off" or self.why_no_drafts is not None:
             return
-        approximations = options.approximations
-        changes = approximations.substitute is not None or approximations.runs_predicted
-        if not isinstance(decoder, Decoder) or options.device == "cuda":
-            why = "with a GPU each token runs alone" if options.device == "cuda" else "the model has an encoder"
-        elif changes or approximations.is_predicted_enough:
-            why = "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
-        elif options.draft == "auto" and not isinstance(self.operations, NativeOperations):
-            why = "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
-        else:
-            most = 1 + MOST_DRAFTED
-            if self.plan is not None:
-                most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
-            self.drafts = Drafts(NgramDrafter(), Gate(), most)
-            return
-        self.why_no_drafts = why
-        if options.draft != "auto":
-            self._fall_back(f"nothing is drafted: {why}")
+        assert isinstance(decoder, Decoder), "a model without an encoder"
+        drafter: Drafter = NgramDrafter()
+        if self._layer is not None:
+            drafter = PredictionDrafter(PredictionWeights(self._layer, self.weights), self._context_tokens)
+            decoder.sequences[0].follower = drafter
+        most = 1 + MOST_DRAFTED
+        if self.plan is not None:
+            most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
+        self.drafts = Drafts(drafter, Gate(), most)
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "tor
 MissesOption = Literal["auto", "cpu", "pull"]
 NumericsOption = Literal["strict", "fast"]
 KvDtype = Literal["f32", "bf16"]
-DraftOption = Literal["auto", "off", "ngram"]
+DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
@@ -178,7 +178,8 @@ class EngineOptions:
             "--draft",
             help="Drafts on the CPU: tokens that are proposed cheaply and verified together; the answer stays the "
             "same. ngram proposes what followed the last time that the text had its present end, as far as it pays; "
-            "auto does so where native kernels compute; off runs each token alone.",
+            "mtp runs the prediction layer that the model ships, whose weights take memory; auto is ngram where native "
+            "kernels compute; off runs each token alone.",
         ),
     )
     threads: int | None = field(

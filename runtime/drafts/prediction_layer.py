@@ -39,15 +39,13 @@ from moe_pack.runtime.model.layer import (
 from moe_pack.runtime.model.matrix import linear
 from moe_pack.runtime.model.weights import norm
 
+WAITING_TOKENS = 16  # whose hidden states wait at most: the shortest pass of a prompt, and more than a draft has
 _FLOAT_BYTES = 4
 
 
-def prediction_bytes(layer: PredictionLayer, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the memory of a `PredictionDrafter`: weights, keys and values, and hidden states that wait.
-
-    Args:    context_tokens, chunk_tokens: of the decoder, as for `PredictionDrafter`.
-    """
-    cached = cache_values(layer.spec, context_tokens, chunk_tokens) + chunk_tokens * layer.spec.hidden_size
+def prediction_bytes(layer: PredictionLayer, context_tokens: int) -> int:
+    """Returns the memory of a `PredictionDrafter`: weights, keys and values, and hidden states that wait."""
+    cached = cache_values(layer.spec, context_tokens, WAITING_TOKENS) + WAITING_TOKENS * layer.spec.hidden_size
     return loaded_bytes(layer) + _FLOAT_BYTES * cached
 
 
@@ -55,17 +53,17 @@ class PredictionDrafter:
     """Drafts of one sequence by a prediction layer. It is a `Drafter`, and the sequence's `Follower`.
 
     `num_bytes`: of its memory, which it takes at once.
-    Args:    context_tokens: the longest sequence.   chunk_tokens: the most tokens of a pass of the model.
+    Args:    context_tokens: the longest sequence.
     """
 
     needs_hidden = False  # it gets those of all tokens by `follow`
 
-    def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
+    def __init__(self, weights: PredictionWeights, context_tokens: int) -> None:
         self._weights, device = weights, torch.device("cpu")
         spec = weights.spec
-        self._cache = KVCache(spec, context_tokens, device, chunk_tokens=chunk_tokens)
+        self._cache = KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
         self._sequence = CachedSequence(spec, self._cache, LayerRopes(spec, device))
-        self._waiting = torch.zeros((chunk_tokens, spec.hidden_size))  # hidden states that have not run
+        self._waiting = torch.zeros((WAITING_TOKENS, spec.hidden_size))  # hidden states that have not run
         self._num_waiting = 0
         self._begin = 0  # the position in the text of the first key
         self.num_bytes = weights.num_bytes + self._cache.num_bytes + self._waiting.nbytes
@@ -78,10 +76,12 @@ class PredictionDrafter:
                  hidden: float32 [T, d], after the last layer and before the final norm.
         """
         self._cut_to(first)
-        if self._num_waiting + len(hidden) > len(self._waiting):
-            self._run_waiting(ids, self._num_waiting)
-        self._waiting[self._num_waiting : self._num_waiting + len(hidden)] = hidden
-        self._num_waiting += len(hidden)
+        for start in range(0, len(hidden), WAITING_TOKENS):
+            piece = hidden[start : start + WAITING_TOKENS]
+            if self._num_waiting + len(piece) > WAITING_TOKENS:
+                self._run_waiting(ids, self._num_waiting)
+            self._waiting[self._num_waiting : self._num_waiting + len(piece)] = piece
+            self._num_waiting += len(piece)
 
     def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
         """Returns the tokens that are most likely to follow by the layer, at most `most`.

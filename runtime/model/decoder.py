@@ -400,7 +400,7 @@ class _Pass:
 
     def end(self, x: Tensor) -> None:
         """Counts the new tokens, when all layers have run, and shows their hidden states to who follows a sequence."""
-        for sequence, hidden in zip(self._sequences, x.split(self._num_new), strict=True):
+        for sequence, hidden in zip(self._sequences, x.chunk(len(self._sequences)), strict=True):
             if sequence.follower is not None:
                 sequence.follower.follow(sequence.ids, sequence.num_tokens, hidden)
             sequence.cache.num_tokens += self._num_new

@@ -44,10 +44,14 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for."""
+    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for.
+
+    `draft_bytes`: of what drafts them: a prediction layer; 0 if nothing needs memory to draft.
+    """
 
     number: int = 1
     checkpoints: int = 0
+    draft_bytes: int = 0
 
 
 ONE_SEQUENCE = Sequences()
@@ -58,7 +62,7 @@ class FixedParts:
     """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
 
     `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `overhead`: of
-    the GPU's driver.
+    the GPU's driver.   `drafts`: of a prediction layer.
     """
 
     dense: int = 0
@@ -66,11 +70,12 @@ class FixedParts:
     workspace: int = 0
     predictors: int = 0
     overhead: int = 0
+    drafts: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The sum of all parts."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.overhead
+        return self.dense + self.cache + self.workspace + self.predictors + self.overhead + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,8 @@ def divide_or_refuse(
     ]
     if fixed.predictors:
         parts.append(f"{size_text(fixed.predictors)} of predictors")
+    if fixed.drafts:
+        parts.append(f"{size_text(fixed.drafts)} of the prediction layer")
     if fixed.overhead:
         parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
     raise RunError(
@@ -189,8 +196,8 @@ def divide_or_refuse(
 class BudgetPlan:
     """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
 
-    `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before it.
-    `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
+    `workspace`, `predictors`, `drafts`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before
+    it.   `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
     """
 
     budget: int
@@ -204,6 +211,7 @@ class BudgetPlan:
     chunk_tokens: int
     selectors: int = 0
     num_selectors: int = 0
+    drafts: int = 0
 
     @property
     def arena(self) -> int:
@@ -213,7 +221,8 @@ class BudgetPlan:
     @property
     def spent(self) -> int:
         """The sum of all parts; never more than the budget."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.selectors + self.arena
+        fixed = self.dense + self.cache + self.workspace + self.predictors + self.drafts
+        return fixed + self.selectors + self.arena
 
     @property
     def left(self) -> int:
@@ -223,11 +232,13 @@ class BudgetPlan:
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
         """The parts with their names; their sum is the budget."""
+        drafts = (MemoryPart("prediction layer", self.drafts),) if self.drafts else ()
         return (
             MemoryPart("dense weights", self.dense),
             MemoryPart("key-value cache", self.cache),
             MemoryPart("workspace", self.workspace),
             MemoryPart("predictors", self.predictors),
+            *drafts,
             MemoryPart("resident selectors", self.selectors),
             MemoryPart("pages of experts", self.arena),
             MemoryPart("left over", self.left),
@@ -261,7 +272,7 @@ def cpu_needs(
         workspace += whole_pass_bytes(spec, chunk_tokens, context_tokens)
         cache = cache_bytes(spec, context_tokens, chunk_tokens)
         cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens)
-        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes)
+        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes, drafts=sequences.draft_bytes)
 
     longest, shortest = most_chunk_tokens(context_tokens), max(LEAST_PREFILL_TOKENS, sequences.number)
     return MemoryNeeds(fixed, max(longest, shortest), shortest, int(experts.max()), int(experts.sum()), usual_share=4)
@@ -312,6 +323,7 @@ def divide_budget(
         chunk,
         selectors,
         num_selectors,
+        fixed.drafts,
     )
 
 

@@ -28,7 +28,7 @@ from moe_pack.runtime.model.layer import run_one_by_one
 from moe_pack.runtime.sampling import Sampler, SamplingOptions
 
 TOLERANCE = 1e-4  # the bound of tests/endtoend/test_families.py
-CHUNK = 16
+CHUNK = 24  # not a multiple of the hidden states that wait
 GLM = Predicting(Tiny("glm4_moe", "as it comes"), NEXTN)
 IDS = token_ids()[:60]
 
@@ -46,7 +46,7 @@ class Run:
         self.weights = PackWeights(opened, torch.device("cpu"), operations)
         self.decoder = Decoder(self.weights, NUM_POSITIONS, chunk_tokens=CHUNK)
         layer = PredictionWeights(layer_of(opened), self.weights)
-        self.drafter = PredictionDrafter(layer, NUM_POSITIONS, CHUNK)
+        self.drafter = PredictionDrafter(layer, NUM_POSITIONS)
         self.sequence = self.decoder.sequences[0]
         self.sequence.follower = self.drafter
 
@@ -152,7 +152,7 @@ def test_a_draft_ends_where_the_context_ends(glm: Packed) -> None:
 def test_memory_is_what_is_said_before_to_the_byte(glm: Packed) -> None:
     with Pack(glm.folder) as opened:
         run, layer = Run(opened), layer_of(opened)
-        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS, CHUNK)
+        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS)
         own = sum(entry.num_bytes for entry in opened.layout.unused_file.entries if "pad." not in entry.name)  # type: ignore[union-attr]  # it is there
         tables = 2 * 2 * 96 * 64
         vectors = sum(role.shape[0] for role in layer.roles.values() if len(role.shape) == 1)
@@ -199,7 +199,7 @@ def test_fp8_layers_are_loaded_as_they_are(tmp_path: Path) -> None:
         assert layer.dense["project"].codec == "fp8"
         run.run_to(40)
         assert difference(run, reference, 41) < TOLERANCE
-        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS, CHUNK)
+        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS)
         codes = sum(entry.num_bytes for entry in opened.layout.unused_file.entries if entry.dtype == "F8_E4M3")  # type: ignore[union-attr]  # it is there
         assert codes < loaded_bytes(layer) < 1.6 * codes
 
