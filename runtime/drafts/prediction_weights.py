@@ -16,12 +16,25 @@ from moe_pack.formats.codecs import Fp8
 from moe_pack.formats.families import PredictionLayer, SourceMatrix
 from moe_pack.formats.layout import row_layout, write_rows
 from moe_pack.formats.plan import FP8, format_fault
-from moe_pack.runtime.model import ExpertRunner, Matrix, RowMatrix, StoredMatrix, Weights, linear, tokens_by_expert
-from moe_pack.runtime.model.checkpoint_weights import read_codes, read_rows, read_scales, read_vector, weights_dtype
-from moe_pack.runtime.model.expert import Expert, NeuronBlock, neuron_of
-from moe_pack.runtime.model.layer import PartialState
+from moe_pack.runtime.model import (
+    Expert,
+    ExpertRunner,
+    Matrix,
+    NeuronBlock,
+    Operations,
+    PartialState,
+    RowMatrix,
+    StoredMatrix,
+    Weights,
+    linear,
+    neuron_of,
+    read_rows,
+    read_vector,
+    tokens_by_expert,
+)
+from moe_pack.runtime.model.checkpoint_weights import read_codes, read_scales, weights_dtype
 from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.operations import Operations, row_blocks
+from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.pack_weights import stored_matrix
 from moe_pack.runtime.model.rotation import Rotation
 
