@@ -316,12 +316,17 @@ class Engine:
         if self.options.draft == "mtp" and self.why_no_drafts is None:
             self._layer = PredictionLayer.find(self._pack)
             if self._layer is None:
-                self.why_no_drafts = "the pack has no prediction layer; --draft ngram needs none"
+                self.why_no_drafts = "the pack has no prediction layer that runs; --draft ngram needs none"
             else:
                 num_bytes = prediction_bytes(self._layer, self._context_tokens)
                 self._sequences = replace(self._sequences, draft_bytes=num_bytes)
         if self.why_no_drafts is not None and self.options.draft != "auto":
             self._fall_back(f"nothing is drafted: {self.why_no_drafts}")
+
+    @property
+    def prediction_bytes(self) -> int:
+        """The bytes of the prediction layer that drafts, with its keys and values; 0 if none does."""
+        return self._sequences.draft_bytes
 
     def _why_no_drafts(self) -> str | None:
         """Returns why this run cannot draft, whatever the pack has; None if it can."""

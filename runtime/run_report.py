@@ -83,6 +83,7 @@ class DraftReport:
 
     `passes`: forward passes, for `proposed` of which there was a proposal.   `drafted`: tokens that were verified
     behind another, of which `accepted` were right.   `tokens_per_pass`: new tokens of the text, on average.
+    `layer_bytes`: of the prediction layer that drafts; 0 if none does.
     """
 
     passes: int
@@ -90,6 +91,7 @@ class DraftReport:
     drafted: int
     accepted: int
     tokens_per_pass: float
+    layer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +202,9 @@ def _gpu(engine: Engine) -> GpuReport | None:
 def _drafts(engine: Engine) -> DraftReport | None:
     if engine.drafts is None:
         return None
-    counts = engine.drafts.counts
-    return DraftReport(counts.passes, counts.proposed, counts.drafted, counts.accepted, counts.tokens_per_pass)
+    found, layer_bytes = engine.drafts.counts, engine.prediction_bytes
+    counts = (found.passes, found.proposed, found.drafted, found.accepted, found.tokens_per_pass)
+    return DraftReport(*counts, layer_bytes=layer_bytes)
 
 
 def report_lines(facts: RunReport) -> list[tuple[str, str]]:
@@ -216,6 +219,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
         lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, in the mapped files"))
     if facts.drafts is not None:
         lines.append(("drafts", _draft_text(facts.drafts)))
+        if facts.drafts.layer_bytes:
+            lines.append(("prediction layer", size_text(facts.drafts.layer_bytes)))
     elif facts.why_no_drafts is not None:
         lines.append(("drafts", f"none: {facts.why_no_drafts}"))
     if facts.anonymous_bytes is not None:

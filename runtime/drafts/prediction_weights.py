@@ -1,7 +1,7 @@
 """The weights of a prediction layer in memory, in the checkpoint's bytes.
 
-All of them are loaded: with 16-bit weights, a layer of GLM-4.5-Air takes 4.5 GB, one of Qwen3-Next 3.3 GB, and one of
-DeepSeek-V3 in FP8 11.7 GB. Embedding and head are the model's own, unless the checkpoint has others for this layer.
+All of them are loaded. By their configs, the layer of GLM-4.5-Air takes 4.8 GB, that of Qwen3-Next 3.3 GB, and that of
+DeepSeek-V3, in FP8, 12.1 GB. Embedding and head are the model's own, unless the checkpoint has others for this layer.
 """
 
 from collections.abc import Iterator

@@ -8,7 +8,7 @@ from families import token_ids
 from models import DEMO_MODEL, pack
 from prediction import write_table
 
-from moe_pack.formats import Pack, RunError
+from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.formats.families import PredictionLayer
 from moe_pack.runtime.drafts.prediction_layer import prediction_bytes
 from moe_pack.runtime.engine import Engine
@@ -16,7 +16,7 @@ from moe_pack.runtime.generate import generate
 from moe_pack.runtime.offload import Approximations, Sequences, routing_bytes
 from moe_pack.runtime.offload.budget import least_budget
 from moe_pack.runtime.options import DraftOption, EngineOptions
-from moe_pack.runtime.run_report import RunReport, report
+from moe_pack.runtime.run_report import RunReport, report, report_lines
 from moe_pack.runtime.sampling import Sampler, SamplingOptions
 
 CONTEXT, PROMPT = 100, token_ids()[:20]
@@ -53,6 +53,7 @@ def test_answers_come_from_fewer_passes(packed: Path) -> None:
                 drafts = facts.drafts
                 assert drafts is not None and facts.fallbacks == ()
                 assert drafts.accepted == drafts.drafted > 0
+                assert ("prediction layer", size_text(layer_bytes(opened))) in report_lines(facts)
 
 
 def test_a_budget_has_the_layer_to_the_byte(packed: Path) -> None:
@@ -78,7 +79,7 @@ def test_what_cannot_draft_says_why(packed: Path, tmp_path: Path) -> None:
     pack(DEMO_MODEL, tmp_path / "demo")
     several = "a prediction layer follows one sequence, and several run; --draft ngram follows all"
     changed = "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
-    none = "the pack has no prediction layer; --draft ngram needs none"
+    none = "the pack has no prediction layer that runs; --draft ngram needs none"
     approximate = EngineOptions(draft="mtp", approximations=Approximations(substitute=0.5), budget_bytes=1 << 30)
     cases: list[tuple[Path, EngineOptions, Sequences, str]] = [
         (packed, EngineOptions(draft="mtp"), Sequences(2), several),

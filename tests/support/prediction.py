@@ -56,6 +56,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 PREDICTING = (
     Predicting(Tiny("deepseek_v3", "a prediction layer"), NEXTN),
     Predicting(Tiny("deepseek_v3", "yarn", {"rope_parameters": _YARN | {"rope_theta": 1e4}}), NEXTN, True),
+    Predicting(Tiny("deepseek_v32", "a prediction layer"), NEXTN),
     Predicting(Tiny("glm4_moe", "a prediction layer", {"use_qk_norm": True}), NEXTN),
     Predicting(Tiny("glm4_moe_lite", "a prediction layer"), NEXTN),
     Predicting(Tiny("glm4v_moe", "a prediction layer"), NEXTN),
