@@ -4,8 +4,8 @@
     python tests/bench/drafts.py PACK --budget 0.6 --temperature 0.8
 
 PACK has a real model with a tokenizer, and for chat with a chat template. Every text is generated without drafts, with
-n-gram look-up behind its gate, and with every proposal verified; the ways take turns in each round, and each begins with
-a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
+n-gram look-up behind its gate, and with every proposal verified. The ways take turns in each round, and each begins
+with a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
 """
 
 import time
@@ -29,9 +29,10 @@ KINDS = ("prose", "code", "chat", "noise")
 OFF, GATED, ALL = "off", "ngram", "no gate"
 _SOURCES = ("runtime/generate.py", "formats/errors.py", "runtime/offload/cache.py")
 _PARAGRAPH = (
-    "The committee met in the old town hall. It discussed the new bridge for three hours. Some members of the committee "
-    "wanted a bridge of stone, and some members of the committee wanted a bridge of steel. In the end the committee "
-    "asked an engineer, and the engineer said that a bridge of steel would be cheaper and would be done a year earlier."
+    "The committee met in the old town hall. It discussed the new bridge for three hours. Some members of the "
+    "committee wanted a bridge of stone, and some members of the committee wanted a bridge of steel. In the end the "
+    "committee asked an engineer, and the engineer said that a bridge of steel would be cheaper and would be done a "
+    "year earlier."
 )
 _MESSAGES = (
     f"Correct the spelling of this text and change nothing else: {_PARAGRAPH}",
