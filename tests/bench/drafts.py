@@ -4,8 +4,9 @@
     python tests/bench/drafts.py PACK --budget 0.6 --temperature 0.8
 
 PACK has a real model with a tokenizer, and for chat with a chat template. Every text is generated without drafts, with
-n-gram look-up behind its gate, and with every proposal verified; the ways take turns in each round, and each begins with
-a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
+n-gram look-up behind its gate, and with every proposal verified; if the pack has a prediction layer, with that in the
+same two ways. The ways take turns in each round, and each begins
+with a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
 """
 
 import time
@@ -19,19 +20,23 @@ import torch
 from benchlib import BOOK, ROOT, finish, json_option, table
 
 from moe_pack.formats import Pack
+from moe_pack.formats.families import PredictionLayer
 from moe_pack.runtime import ChatTemplate, Engine, EngineOptions, Sampler, Text, generate
 from moe_pack.runtime.drafts import Drafts, Gate, NgramDrafter
+from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter
+from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import least_budget, whole_bytes
 from moe_pack.runtime.sampling import SamplingOptions
 
 KINDS = ("prose", "code", "chat", "noise")
-OFF, GATED, ALL = "off", "ngram", "no gate"
+OFF, GATED, ALL, PREDICTED, ALL_PREDICTED = "off", "ngram", "no gate", "mtp", "mtp, no gate"
 _SOURCES = ("runtime/generate.py", "formats/errors.py", "runtime/offload/cache.py")
 _PARAGRAPH = (
-    "The committee met in the old town hall. It discussed the new bridge for three hours. Some members of the committee "
-    "wanted a bridge of stone, and some members of the committee wanted a bridge of steel. In the end the committee "
-    "asked an engineer, and the engineer said that a bridge of steel would be cheaper and would be done a year earlier."
+    "The committee met in the old town hall. It discussed the new bridge for three hours. Some members of the "
+    "committee wanted a bridge of stone, and some members of the committee wanted a bridge of steel. In the end the "
+    "committee asked an engineer, and the engineer said that a bridge of steel would be cheaper and would be done a "
+    "year earlier."
 )
 _MESSAGES = (
     f"Correct the spelling of this text and change nothing else: {_PARAGRAPH}",
@@ -74,18 +79,33 @@ def prompts(kind: str, pack: Pack, text: Text) -> list[list[int]]:
     return [book[start : start + _PROMPT_TOKENS] for start in (1_000, 9_000, 21_000)]
 
 
-def ways() -> Iterator[tuple[str, Drafts | None]]:
+def ways(layer: PredictionDrafter | None) -> Iterator[tuple[str, Drafts | None]]:
     """Yields the ways to generate, each anew."""
     yield OFF, None
     yield GATED, Drafts(NgramDrafter(), Gate())
     yield ALL, Drafts(NgramDrafter(), None)
+    if layer is not None:
+        yield PREDICTED, Drafts(layer, Gate())
+        yield ALL_PREDICTED, Drafts(layer, None)
+
+
+def prediction_drafter(opened: Pack, engine: Engine, context: int) -> PredictionDrafter | None:
+    """Returns what drafts with the pack's prediction layer; None if it has none. A budget does not count it."""
+    found = PredictionLayer.find(opened)
+    return None if found is None else PredictionDrafter(PredictionWeights(found, engine.weights), context)
 
 
 def generated(
-    decoder: Decoder, prompt: list[int], options: SamplingOptions, number: int, drafts: Drafts | None
+    decoder: Decoder,
+    prompt: list[int],
+    options: SamplingOptions,
+    number: int,
+    drafts: Drafts | None,
+    layer: PredictionDrafter | None,
 ) -> tuple[list[int], float]:
     """Returns a text's tokens, and the seconds from its first to its last."""
     decoder.reset()
+    decoder.sequences[0].follower = layer
     tokens, began = list[int](), 0.0
     for token in generate(decoder, prompt, Sampler(options, prompt), number, frozenset(), drafts):
         began = began or time.perf_counter()
@@ -94,16 +114,23 @@ def generated(
 
 
 def outcomes(
-    kind: str, decoder: Decoder, all_prompts: list[list[int]], options: SamplingOptions, number: int, rounds: int
+    kind: str,
+    decoder: Decoder,
+    all_prompts: list[list[int]],
+    options: SamplingOptions,
+    number: int,
+    rounds: int,
+    layer: PredictionDrafter | None,
 ) -> list[Outcome]:
     """Generates the texts of a kind in all ways, in turns."""
-    seconds: dict[str, list[list[float]]] = {way: [[] for _ in all_prompts] for way, _ in ways()}
+    seconds: dict[str, list[list[float]]] = {way: [[] for _ in all_prompts] for way, _ in ways(layer)}
     counts: dict[str, list[Drafts]] = {way: [] for way in seconds}
     for turn in range(rounds):
         for place, prompt in enumerate(all_prompts):
-            texts, taken = list[list[int]](), [*ways()]
+            texts, taken = list[list[int]](), [*ways(layer)]
             for way, drafts in taken if turn % 2 else reversed(taken):
-                tokens, took = generated(decoder, prompt, options, number, drafts)
+                follower = layer if way in (PREDICTED, ALL_PREDICTED) else None
+                tokens, took = generated(decoder, prompt, options, number, drafts, follower)
                 texts.append(tokens)
                 seconds[way][place].append(took)
                 if drafts is not None:
@@ -152,10 +179,11 @@ def main(
         text, options = Text(opened), SamplingOptions(temperature=temperature, seed=1)
         with Engine(opened, EngineOptions(budget_bytes=num_bytes, threads=threads), context) as engine:
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
+            layer = prediction_drafter(opened, engine, context)
             for kind in kinds:
                 all_prompts = prompts(kind, opened, text)
-                generated(engine.decoder, all_prompts[0], options, 8, None)  # the first pages come
-                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds)
+                generated(engine.decoder, all_prompts[0], options, 8, None, None)  # the first pages come
+                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds, layer)
     rows = [
         (
             each.kind,
