@@ -351,7 +351,8 @@ class Engine:
         assert isinstance(decoder, Decoder), "a model without an encoder"
         drafter: Drafter = NgramDrafter()
         if self._layer is not None:
-            drafter = PredictionDrafter(PredictionWeights(self._layer, self.weights), self._context_tokens)
+            weights = PredictionWeights(self._layer, self.weights)
+            drafter = PredictionDrafter(weights, self._context_tokens, decoder.chunk_tokens)
             decoder.sequences[0].follower = drafter
         most = 1 + MOST_DRAFTED
         if self.plan is not None:

@@ -12,8 +12,9 @@ model's normed state (deepseek_mtp, glm4_moe_mtp, qwen3_next_mtp); for further t
 state in all families, vLLM in Qwen3-Next's, while its DeepSeek and GLM pass the state before that norm. We take the
 normed one, because the layer was trained on normed states.
 
-The layer's cache follows the model's sequence: the prompt enters it too. Hidden states wait in a buffer and run
-together, when a draft is wanted or the buffer is full: a text without drafts costs little more than their copies.
+The layer's cache follows the model's sequence: the prompt enters it too, pass by pass. Hidden states of later tokens
+wait, and run together when a draft is wanted or many wait, so that a text without drafts loses little time: together,
+tokens share experts.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ from moe_pack.runtime.model.caches import CachedSequence, KVCache, LayerRopes
 from moe_pack.runtime.model.layer import enter_second, run_unrouted
 from moe_pack.runtime.model.weights import norm
 
-WAITING_TOKENS = 16  # whose hidden states wait at most: the shortest pass of a prompt, and more than a draft has
+WAITING_TOKENS = 64  # whose hidden states wait at most
+_LEAST_PROMPT = 16  # tokens of a pass over a prompt; passes over drafts are shorter
 _FLOAT_BYTES = 4
 
 
@@ -44,13 +46,14 @@ class PredictionDrafter:
     """Drafts of one sequence by a prediction layer. It is a `Drafter`, and the sequence's `Follower`.
 
     `num_bytes`: of its memory, which it takes at once.
-    Args:    context_tokens: the longest sequence.
+    Args:    context_tokens: the longest sequence.   chunk_tokens: the most tokens for which the layer runs at once.
     """
 
     needs_hidden = False  # it gets those of all tokens by `follow`
 
-    def __init__(self, weights: PredictionWeights, context_tokens: int) -> None:
+    def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
         self._weights, device = weights, torch.device("cpu")
+        self._step = min(chunk_tokens, WAITING_TOKENS)
         spec = weights.spec
         self._cache = KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
         self._sequence = CachedSequence(spec, self._cache, LayerRopes(spec, device))
@@ -73,6 +76,8 @@ class PredictionDrafter:
                 self._run_waiting(ids, self._num_waiting)
             self._waiting[self._num_waiting : self._num_waiting + len(piece)] = piece
             self._num_waiting += len(piece)
+        if len(hidden) > _LEAST_PROMPT:  # the token after its last one is not known yet
+            self._run_waiting(ids, self._num_waiting - 1)
 
     def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
         """Returns the tokens that are most likely to follow by the layer, at most `most`.
@@ -92,7 +97,7 @@ class PredictionDrafter:
         most = min(most, self._cache.context_tokens - (len(ids) - 1 - self._begin) + 1)
         if most < 1 or not 1 <= number <= self._num_waiting:
             return torch.empty((0, self._weights.spec.vocab_size))
-        x = self._run_waiting(ids, number)[-1:]
+        x = self._run_waiting(ids, number)
         num_kept, rows = self._cache.num_tokens, [head(x, self._weights)]
         while len(rows) < most:
             x = self._run([int(rows[-1].argmax())], norm(x, self._weights, "norm"))
@@ -131,10 +136,16 @@ class PredictionDrafter:
 
     @torch.inference_mode()
     def _run_waiting(self, ids: Sequence[int], number: int) -> Tensor:
-        """Runs the first hidden states that wait, and forgets the others; returns as `_run`."""
-        first, main = self._first_waiting, self._weights.main
-        self._num_waiting = 0
-        return self._run(list(ids[first + 1 : first + 1 + number]), norm(self._waiting[:number], main, "norm"))
+        """Runs the first hidden states that wait; returns the layer's own of the last of them, float32 [1, d]."""
+        first, main, waiting = self._first_waiting, self._weights.main, self._waiting
+        x = waiting[:0]
+        for start in range(0, number, self._step):
+            stop = min(start + self._step, number)
+            tokens = list(ids[first + start + 1 : first + stop + 1])
+            x = self._run(tokens, norm(waiting[start:stop], main, "norm"))
+        self._num_waiting -= number
+        waiting[: self._num_waiting] = waiting[number : number + self._num_waiting].clone()
+        return x[-1:]
 
     def _run(self, ids: list[int], hidden: Tensor) -> Tensor:
         """Runs the layer for tokens and the normed hidden states before them; returns its own, float32 [T, d]."""

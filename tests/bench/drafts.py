@@ -92,7 +92,9 @@ def ways(layer: PredictionDrafter | None) -> Iterator[tuple[str, Drafts | None]]
 def prediction_drafter(opened: Pack, engine: Engine, context: int) -> PredictionDrafter | None:
     """Returns what drafts with the pack's prediction layer; None if it has none. A budget does not count it."""
     found = PredictionLayer.find(opened)
-    return None if found is None else PredictionDrafter(PredictionWeights(found, engine.weights), context)
+    if found is None:
+        return None
+    return PredictionDrafter(PredictionWeights(found, engine.weights), context, engine.decoder.chunk_tokens)
 
 
 def generated(

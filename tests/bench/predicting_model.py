@@ -200,7 +200,7 @@ def measure(folder: Path) -> None:
         weights, layer = open_weights(opened, device, operations), PredictionLayer.find(opened)
         assert layer is not None
         decoder = Decoder(weights, PROMPT_TOKENS + NEW_TOKENS)
-        drafter = PredictionDrafter(PredictionWeights(layer, weights), PROMPT_TOKENS + NEW_TOKENS)
+        drafter = PredictionDrafter(PredictionWeights(layer, weights), PROMPT_TOKENS + NEW_TOKENS, decoder.chunk_tokens)
         for temperature in (0.0, 0.8):
             plain = [_answer(decoder, prompt, temperature, None) for prompt in prompts]
             decoder.sequences[0].follower = drafter

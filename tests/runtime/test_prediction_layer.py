@@ -42,11 +42,11 @@ def layer_of(opened: Pack) -> PredictionLayer:
 class Run:
     """A decoder of an open pack, whose sequence a drafter follows."""
 
-    def __init__(self, opened: Pack, operations: Operations = TORCH) -> None:
+    def __init__(self, opened: Pack, operations: Operations = TORCH, chunk_tokens: int = CHUNK) -> None:
         self.weights = PackWeights(opened, torch.device("cpu"), operations)
-        self.decoder = Decoder(self.weights, NUM_POSITIONS, chunk_tokens=CHUNK)
+        self.decoder = Decoder(self.weights, NUM_POSITIONS, chunk_tokens=chunk_tokens)
         layer = PredictionWeights(layer_of(opened), self.weights)
-        self.drafter = PredictionDrafter(layer, NUM_POSITIONS)
+        self.drafter = PredictionDrafter(layer, NUM_POSITIONS, chunk_tokens)
         self.sequence = self.decoder.sequences[0]
         self.sequence.follower = self.drafter
 
@@ -90,6 +90,28 @@ def test_logits_are_those_of_the_checkpoint_s_layer(new_folder: Callable[[], Pat
                     run.run_to(length - 1)
                     found.append(difference(run, reference, length))
                 assert max(found) < TOLERANCE
+
+
+def test_prompts_of_any_length_enter_in_passes_of_any_length(glm: Packed) -> None:
+    text = token_ids()
+    with Pack(glm.folder) as opened:
+        for num_tokens in (1, 2, 16, 17, 64, 65, 90):
+            expected = glm.reference.logits(text[: num_tokens + 1], 2)
+            for chunk_tokens in (1, 16, 17, 128):
+                with case((num_tokens, chunk_tokens)):
+                    run = Run(opened, chunk_tokens=chunk_tokens)
+                    run.decoder.next_logits(text[:num_tokens])
+                    found = run.drafter.logits(text[: num_tokens + 1], 2)
+                    assert float((found - expected).abs().max()) < TOLERANCE
+
+
+def test_tokens_without_drafts_wait_and_are_not_lost(glm: Packed) -> None:
+    text = token_ids()
+    with Pack(glm.folder) as opened:
+        run = Run(opened)
+        for i in range(0, 90, 3):
+            run.decoder.next_logits(text[i : i + 3])
+        assert float((run.drafter.logits(text[:91], 2) - glm.reference.logits(text[:91], 2)).abs().max()) < TOLERANCE
 
 
 def test_wrong_drafts_leave_no_trace(glm: Packed) -> None:
