@@ -9,7 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-LONGEST, SHORTEST = 4, 2  # tokens of an end that are looked up, the longest first
+# Tokens of an end that are looked up, the longest first. Measured with 4 proposed tokens after each token of this
+# project's Python and of three novels (SmolLM2's tokenizer, 9,000 tokens each): of the first proposed tokens 52% and
+# 19% were right. With ends of a single token too, there are 1.8 and 3 times as many proposals, 39% and 14% right, most
+# of which the gate would refuse; with 3 tokens at least there are 1,989 in place of 3,156, and 516 of 1,958. The
+# longest agreement gives 3% more right tokens in code than the last place, and what most places have 2% fewer than
+# the longest agreement; in prose all three are within 2%.
+LONGEST, SHORTEST = 4, 2
 _MOST_PLACES = 8  # that the index keeps of an n-gram: the last ones
 _LONGEST_MATCH = 32  # tokens; further back places are not compared
 

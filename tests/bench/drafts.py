@@ -79,14 +79,16 @@ def prompts(kind: str, pack: Pack, text: Text) -> list[list[int]]:
     return [book[start : start + _PROMPT_TOKENS] for start in (1_000, 9_000, 21_000)]
 
 
-def ways(layer: PredictionDrafter | None) -> Iterator[tuple[str, Drafts | None]]:
+def ways(has_ungated: bool, layer: PredictionDrafter | None) -> Iterator[tuple[str, Drafts | None]]:
     """Yields the ways to generate, each anew."""
     yield OFF, None
     yield GATED, Drafts(NgramDrafter(), Gate())
-    yield ALL, Drafts(NgramDrafter(), None)
+    if has_ungated:
+        yield ALL, Drafts(NgramDrafter(), None)
     if layer is not None:
         yield PREDICTED, Drafts(layer, Gate())
-        yield ALL_PREDICTED, Drafts(layer, None)
+        if has_ungated:
+            yield ALL_PREDICTED, Drafts(layer, None)
 
 
 def prediction_drafter(opened: Pack, engine: Engine, context: int) -> PredictionDrafter | None:
@@ -122,14 +124,15 @@ def outcomes(
     options: SamplingOptions,
     number: int,
     rounds: int,
+    has_ungated: bool,
     layer: PredictionDrafter | None,
 ) -> list[Outcome]:
     """Generates the texts of a kind in all ways, in turns."""
-    seconds: dict[str, list[list[float]]] = {way: [[] for _ in all_prompts] for way, _ in ways(layer)}
+    seconds: dict[str, list[list[float]]] = {way: [[] for _ in all_prompts] for way, _ in ways(has_ungated, layer)}
     counts: dict[str, list[Drafts]] = {way: [] for way in seconds}
     for turn in range(rounds):
         for place, prompt in enumerate(all_prompts):
-            texts, taken = list[list[int]](), [*ways(layer)]
+            texts, taken = list[list[int]](), [*ways(has_ungated, layer)]
             for way, drafts in taken if turn % 2 else reversed(taken):
                 follower = layer if way in (PREDICTED, ALL_PREDICTED) else None
                 tokens, took = generated(decoder, prompt, options, number, drafts, follower)
@@ -157,6 +160,8 @@ def outcomes(
 @click.argument("pack", type=click.Path(path_type=Path, exists=True))
 @click.option("--kind", "kinds", multiple=True, default=KINDS, show_default=True, type=click.Choice(KINDS))
 @click.option("--tokens", default=160, show_default=True, type=click.IntRange(2), help="New tokens of a text.")
+@click.option("--texts", default=3, show_default=True, type=click.IntRange(1, 3), help="Texts of a kind.")
+@click.option("--ungated/--no-ungated", default=True, show_default=True, help="Verify every proposal too.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option("--budget", type=click.FloatRange(0, 1), help="A share of the memory from the least budget to the whole.")
@@ -166,6 +171,8 @@ def main(
     pack: Path,
     kinds: tuple[str, ...],
     tokens: int,
+    texts: int,
+    ungated: bool,
     rounds: int,
     temperature: float,
     budget: float | None,
@@ -183,9 +190,9 @@ def main(
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
             layer = prediction_drafter(opened, engine, context)
             for kind in kinds:
-                all_prompts = prompts(kind, opened, text)
+                all_prompts = prompts(kind, opened, text)[:texts]
                 generated(engine.decoder, all_prompts[0], options, 8, None, None)  # the first pages come
-                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds, layer)
+                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds, ungated, layer)
     rows = [
         (
             each.kind,
