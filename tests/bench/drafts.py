@@ -25,7 +25,7 @@ from moe_pack.runtime import ChatTemplate, Engine, EngineOptions, Sampler, Text,
 from moe_pack.runtime.drafts import Drafts, Gate, NgramDrafter
 from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter
 from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
-from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model import Decoder, Weights
 from moe_pack.runtime.offload import least_budget, whole_bytes
 from moe_pack.runtime.sampling import SamplingOptions
 
@@ -91,12 +91,12 @@ def ways(has_ungated: bool, layer: PredictionDrafter | None) -> Iterator[tuple[s
             yield ALL_PREDICTED, Drafts(layer, None)
 
 
-def prediction_drafter(opened: Pack, engine: Engine, context: int) -> PredictionDrafter | None:
+def prediction_drafter(opened: Pack, weights: Weights, decoder: Decoder, context: int) -> PredictionDrafter | None:
     """Returns what drafts with the pack's prediction layer; None if it has none. A budget does not count it."""
     found = PredictionLayer.find(opened)
     if found is None:
         return None
-    return PredictionDrafter(PredictionWeights(found, engine.weights), context, engine.decoder.chunk_tokens)
+    return PredictionDrafter(PredictionWeights(found, weights), context, decoder.chunk_tokens)
 
 
 def generated(
@@ -188,7 +188,7 @@ def main(
         text, options = Text(opened), SamplingOptions(temperature=temperature, seed=1)
         with Engine(opened, EngineOptions(budget_bytes=num_bytes, threads=threads), context) as engine:
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
-            layer = prediction_drafter(opened, engine, context)
+            layer = prediction_drafter(opened, engine.weights, engine.decoder, context)
             for kind in kinds:
                 all_prompts = prompts(kind, opened, text)[:texts]
                 generated(engine.decoder, all_prompts[0], options, 8, None, None)  # the first pages come

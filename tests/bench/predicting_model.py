@@ -54,7 +54,6 @@ class Predicting(nn.Module):
             num_hidden_layers=NUM_LAYERS + 1,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,
             max_position_embeddings=2048,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
             n_routed_experts=8,
@@ -67,7 +66,7 @@ class Predicting(nn.Module):
             norm_topk_prob=True,
             use_qk_norm=False,
         )
-        self.model = Glm4MoeForCausalLM(self.config)
+        self.model: Any = Glm4MoeForCausalLM(self.config)
         self.project = nn.Linear(2 * SIZE, SIZE, bias=False)
         self.norms = nn.ModuleDict(
             {name: nn.RMSNorm(SIZE, eps=1e-5) for name in ("enorm", "hnorm", "shared_head_norm")}
@@ -116,7 +115,7 @@ class Predicting(nn.Module):
         tensors, begin = load_file(folder / "model.safetensors"), f"model.layers.{NUM_LAYERS}."
         tensors[begin + "eh_proj.weight"] = self.project.weight.data.to(torch.bfloat16)
         for name, norm in self.norms.items():
-            tensors[f"{begin}{name.replace('_norm', '.norm')}.weight"] = norm.weight.data.to(torch.bfloat16)
+            tensors[f"{begin}{name.replace('_norm', '.norm')}.weight"] = norm.state_dict()["weight"].to(torch.bfloat16)
         for name, table in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
             tensors[f"{begin}{name}.weight"] = tensors[f"{table}.weight"].clone()
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -171,12 +170,12 @@ def train(out: Path, minutes: float, text: tuple[Path, ...], threads: int) -> No
         starts = torch.randint(len(ids) - CONTEXT, (BATCH,), generator=generator).tolist()
         loss, predicted = model.losses(torch.stack([ids[start : start + CONTEXT] for start in starts]))
         optimizer.zero_grad()
-        (loss + predicted).backward()
+        (loss + predicted).backward()  # type: ignore[no-untyped-call]  # untyped in torch
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         num_steps += 1
         if num_steps % 20 == 0:
-            click.echo(f"step {num_steps}: loss {float(loss):.3f}, of the prediction layer {float(predicted):.3f}")
+            click.echo(f"step {num_steps}: loss {loss.item():.3f}, of the prediction layer {predicted.item():.3f}")
     out.mkdir(exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": num_steps}
     torch.save(state, out / STATE)
