@@ -7,9 +7,9 @@ right, given that those before it were. It drafts as many tokens as give the mos
 
     (1 + p_1 + p_1 p_2 + ... + p_1 ... p_k) / seconds(1 + k)
 
-It also keeps an account of the time that drafts have lost so far. Where that is above a small share of all time it
-drafts nothing, whatever it estimates. So a text never takes much longer than without drafts, even if what was measured
-does not hold for what comes.
+It also keeps an account of the time that drafts have lost so far, or gained. No draft is longer than the account can
+bear if all of it is wrong: the loss stays below a small share of all time, and in the beginning below the time of one
+token. So a text never takes much longer than without drafts, even if what was measured does not hold for what comes.
 """
 
 from bisect import bisect_right
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 MOST_DRAFTED = 8  # tokens of a draft
 _LEAST_GAIN = 1.03  # of tokens a second, before a draft is worth it: estimates are not better than that
 _MOST_LOST = 0.01  # of the time so far
-_MOST_CREDIT = 0.02  # of the time so far: what drafts gained earlier and may lose again
+_MOST_CREDIT = 0.05  # of the time so far: what drafts gained earlier and may lose again
 _ASSUMED_STEP = 0.25  # of a pass's time, for one more token in it, until it is measured
 _HOPED_STEP = 0.1  # the same, where a probe finds out whether it has changed
 _NEWEST_SHARE = 0.08  # of the newest measurement in an average
@@ -88,15 +88,12 @@ class Gate:
         most, plain = min(most, MOST_DRAFTED), self._seconds[1]
         if most < 1 or plain.number < _LEAST_PLAIN or self._since_plain >= _STALE_PASSES:
             return 0
-        best, gain = self._best(match_length, most, self.seconds)
-        if gain >= _LEAST_GAIN and self.lost_s <= max(_MOST_LOST * self.spent_s, plain.value):
+        most_lost = _MOST_LOST * self.spent_s
+        best = self._best(match_length, self._bearable(most, max(most_lost, plain.value)), self.seconds)
+        if best or self._since_draft < _PROBE_PASSES:
             return best
-        if self._since_draft < _PROBE_PASSES:
-            return 0
-        # What was measured may be past: a probe that the account can bear measures again.
-        best, gain = self._best(match_length, most, self._hoped_seconds)
-        can_lose = self.seconds(1 + best) - plain.value
-        return best if gain >= _LEAST_GAIN and self.lost_s + can_lose <= _MOST_LOST * self.spent_s else 0
+        # What was measured may be past: a probe measures again.
+        return self._best(match_length, self._bearable(most, most_lost), self._hoped_seconds)
 
     def passed(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Takes note of a pass over a token and a draft behind it, and how long it took."""
@@ -129,20 +126,25 @@ class Gate:
         step = _ASSUMED_STEP * least if below == 1 else (least - self._seconds[1].value) / (below - 1)
         return least + (num_tokens - below) * max(step, 0.0)
 
+    def _bearable(self, most: int, most_lost: float) -> int:
+        """Returns the longest draft, at most `most`, after which the loss is not larger even if all of it is wrong."""
+        can_lose = most_lost - self.lost_s + self._seconds[1].value
+        return next((number for number in range(most, 0, -1) if self.seconds(1 + number) <= can_lose), 0)
+
     def _hoped_seconds(self, num_tokens: int) -> float:
         return self._seconds[1].value * (1 + _HOPED_STEP * (num_tokens - 1))
 
-    def _best(self, match_length: int, most: int, seconds: Callable[[int], float]) -> tuple[int, float]:
-        """Returns the draft with the most tokens a second, and how many times those without a draft these are."""
+    def _best(self, match_length: int, most: int, seconds: Callable[[int], float]) -> int:
+        """Returns the draft with the most tokens a second; 0 if they are not clearly more than without a draft."""
         shares, plain = self._right[_class_of(match_length)], seconds(1)
-        best, gain, expected, reached = 0, 1.0, 1.0, 1.0
+        best, gain, expected, reached = 0, _LEAST_GAIN, 1.0, 1.0
         for number in range(1, most + 1):
             reached *= shares[number - 1].value
             expected += reached
             found = expected * plain / seconds(1 + number)
             if found > gain:
                 best, gain = number, found
-        return best, gain
+        return best
 
 
 def _class_of(match_length: int) -> int:

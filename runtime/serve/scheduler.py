@@ -255,6 +255,8 @@ class BatchScheduler:
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
                 decode_steps=self._steps,
+                drafted=0 if self._drafts is None else self._drafts.counts.drafted,
+                accepted=0 if self._drafts is None else self._drafts.counts.accepted,
             )
 
     def slots(self) -> tuple[Slot, ...]:

@@ -1,6 +1,7 @@
 """When drafts are verified: look-up in the text so far, and the gate, which knows time only by what it is told."""
 
 from collections.abc import Callable
+from itertools import product
 from random import Random
 
 from cases import case
@@ -45,7 +46,9 @@ def test_another_text_after_a_reset_knows_nothing_of_the_first() -> None:
     assert drafter.propose([5, 1, 2], None, 2) == [] and drafter.match_length == 0
 
 
-def generated_seconds(gate: Gate, cost: Cost, share_right: float, num_tokens: int, draw: Random) -> float:
+def generated_seconds(
+    gate: Gate, cost: Cost, share_right: float, num_tokens: int, draw: Random, spread: float = 0.1
+) -> float:
     """Seconds of a text whose every token has a proposal, each token of which is right with this probability."""
     spent, made = 0.0, 0
     while made < num_tokens:
@@ -55,7 +58,7 @@ def generated_seconds(gate: Gate, cost: Cost, share_right: float, num_tokens: in
         for place in range(min(num_right + 1, MOST_DRAFTED)):
             gate.judged(4, place, rights[place])
         accepted = min(number, num_right)
-        seconds = cost(1 + number) * draw.uniform(0.9, 1.1)
+        seconds = cost(1 + number) * draw.uniform(1 - spread, 1 + spread)
         gate.passed(number, accepted, seconds)
         spent, made = spent + seconds, made + 1 + accepted
     return spent / made * num_tokens
@@ -79,8 +82,16 @@ def test_the_gate_takes_what_pays_and_loses_nearly_nothing_where_nothing_does() 
 
 def test_a_short_text_without_luck_takes_hardly_longer() -> None:
     steep: Cost = lambda n: 1 + 0.35 * (n - 1)  # noqa: E731  (a function of a row)
-    times = [generated_seconds(Gate(), steep, 0.02, 200, Random(seed)) / 200 for seed in range(20)]
-    assert sorted(times)[10] < 1.02 and max(times) < 1.04
+    for num_tokens, share_right in product((60, 120, 400), (0.02, 0.2, 0.35)):
+        with case(num_tokens, share_right):
+            passes = [_own_seconds(steep, share_right, num_tokens, seed) for seed in range(40)]
+            assert sum(passes) / len(passes) <= num_tokens * 1.01
+            assert max(passes) <= num_tokens * 1.01 + 1, "a percent, or the time of a token"
+
+
+def _own_seconds(cost: Cost, share_right: float, num_tokens: int, seed: int) -> float:
+    """Seconds of a text, each pass of which takes as long as the others of its length."""
+    return generated_seconds(Gate(), cost, share_right, num_tokens, Random(seed), spread=0.0)
 
 
 def test_the_gate_follows_a_machine_that_changes() -> None:

@@ -149,6 +149,7 @@ def test_drafts_change_no_answer_and_no_count(demo_pack: PackMaker) -> None:
     counts = server.scheduler.counts()
     assert counts.generated_tokens == sum(each.end.completion_tokens for each in (*expected, *both) if each.end)
     assert counts.decode_steps <= counts.generated_tokens - accepted
+    assert counts.drafted >= counts.accepted >= accepted
 
 
 def keep_nothing(server: Served) -> None:
