@@ -12,7 +12,7 @@ from coded import FP8_CONFIG, quantize_fp8
 from families import NUM_POSITIONS, Tiny, token_ids
 from models import pack
 from native import kernels_limited_to
-from prediction import FILE, NEXTN, PREDICTING, Predicting, Reference, write_predicting, write_table
+from prediction import FILE, MTP, NEXTN, PREDICTING, Predicting, Reference, write_predicting, write_table
 from safetensors.torch import load_file, save_file
 
 from moe_pack.convert import convert, keep_source
@@ -238,6 +238,23 @@ def test_answers_are_the_same_with_drafts(glm: Packed) -> None:
                     answers.append(list(generate(run.decoder, IDS[:20], sampler, 40, frozenset(), drafts)))
                     assert drafts is None or drafts.counts.drafted > 0
                 assert answers[0] == answers[1]
+
+
+def test_models_with_states_draft_too(tmp_path: Path) -> None:
+    """Their states are taken back by running the right tokens again, which the layer follows."""
+    row = Predicting(Tiny("qwen3_next", "states"), MTP)
+    source = write_predicting(row, tmp_path / "source")
+    pack(source, tmp_path / "packed", width=16)
+    reference = Reference(row, source, tmp_path / "spare")
+    with Pack(tmp_path / "packed") as opened:
+        run, plain, sampler = Run(opened), Run(opened), Sampler(SamplingOptions(temperature=0))
+        drafts = Drafts(run.drafter, None)
+        text = list(generate(run.decoder, IDS[:20], sampler, 30, frozenset(), drafts))
+        assert text == list(generate(plain.decoder, IDS[:20], sampler, 30, frozenset()))
+        assert drafts.counts.drafted > drafts.counts.accepted
+        whole = [*IDS[:20], *text]
+        found, expected = run.drafter.logits(whole[: run.sequence.num_tokens + 1], 2), reference.logits(whole, 2)
+        assert float((found - expected).abs().max()) < TOLERANCE
 
 
 def test_drafts_that_are_right_save_passes(new_folder: Callable[[], Path]) -> None:
