@@ -14,16 +14,21 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
+from moe_pack.formats.families import PredictionLayer
 from moe_pack.formats.pack import audit
 from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.drafts import MOST_DRAFTED, Drafts, Gate, NgramDrafter
+from moe_pack.runtime.drafts.drafter import Drafter
+from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
+from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
@@ -54,7 +59,13 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.budget import AS_BUDGET, BudgetOptionNames, resident_selectors, selector_heat
+from moe_pack.runtime.offload.budget import (
+    AS_BUDGET,
+    BudgetOptionNames,
+    most_verified_tokens,
+    resident_selectors,
+    selector_heat,
+)
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.offload.presets import eviction_of
@@ -86,6 +97,8 @@ class Engine:
     `numerics`: the mode in which inputs are rounded; `numerics_loss`: what was measured of all modes, None if nothing.
     `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
     its policies; None on the CPU.
+    `drafts`: with which `generate` may run several tokens in a pass; None: it runs each alone, `why_no_drafts` says why
+    unless the options do.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
@@ -117,6 +130,9 @@ class Engine:
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
         self.gpu_preset: Preset | None = None
+        self.drafts: Drafts | None = None
+        self.why_no_drafts: str | None = None
+        self._layer: PredictionLayer | None = None
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
@@ -127,10 +143,12 @@ class Engine:
         with ExitStack() as stack:
             self._stack = stack
             self.operations = self._open_operations()
+            self._choose_drafts()
             if options.device == "cuda":
                 self._build_for_gpu()
             else:
                 self._build_for_cpu()
+            self._open_drafts()
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
@@ -305,6 +323,57 @@ class Engine:
             num_sequences=number,
             num_checkpoints=checkpoints,
         )
+
+    # ---- drafts -----------------------------------------------------------------------------------------------------
+
+    def _choose_drafts(self) -> None:
+        """Finds the prediction layer that drafts, if it does, and counts its memory; or says why nothing drafts."""
+        self.why_no_drafts = None if self.options.draft == "off" else self._why_no_drafts()
+        if self.options.draft == "mtp" and self.why_no_drafts is None:
+            self._layer = PredictionLayer.find(self._pack)
+            if self._layer is None:
+                self.why_no_drafts = "the pack has no prediction layer that runs; --draft ngram needs none"
+            else:
+                num_bytes = prediction_bytes(self._layer, self._context_tokens)
+                self._sequences = replace(self._sequences, draft_bytes=num_bytes)
+        if self.why_no_drafts is not None and self.options.draft != "auto":
+            self._fall_back(f"nothing is drafted: {self.why_no_drafts}")
+
+    @property
+    def prediction_bytes(self) -> int:
+        """The bytes of the prediction layer that drafts, with its keys and values; 0 if none does."""
+        return self._sequences.draft_bytes
+
+    def _why_no_drafts(self) -> str | None:
+        """Returns why this run cannot draft, whatever the pack has; None if it can."""
+        options, approximations = self.options, self.options.approximations
+        if options.device == "cuda":
+            return "with a GPU each token runs alone"
+        if self._pack.spec.encoder is not None:
+            return "the model has an encoder"
+        if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:
+            return "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
+        if options.draft == "auto" and not isinstance(self.operations, NativeOperations):
+            return "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
+        if options.draft == "mtp" and self._sequences.number > 1:
+            return "a prediction layer follows one sequence, and several run; --draft ngram follows all"
+        return None
+
+    def _open_drafts(self) -> None:
+        """Opens what drafts."""
+        options, decoder = self.options, self.decoder
+        if options.draft == "off" or self.why_no_drafts is not None:
+            return
+        assert isinstance(decoder, Decoder), "a model without an encoder"
+        drafter: Drafter = NgramDrafter()
+        if self._layer is not None:
+            weights = PredictionWeights(self._layer, self.weights)
+            drafter = PredictionDrafter(weights, self._context_tokens, decoder.chunk_tokens)
+            decoder.sequences[0].follower = drafter
+        most = 1 + MOST_DRAFTED
+        if self.plan is not None:
+            most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
+        self.drafts = Drafts(drafter, Gate(), most)
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 

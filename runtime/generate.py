@@ -12,8 +12,10 @@ from itertools import pairwise
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from moe_pack.formats import RunError
+from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.sampling import Sampler
 
@@ -42,11 +44,17 @@ def generate(
     sampler: Sampler,
     max_tokens: int,
     end_ids: frozenset[int],
+    drafts: Drafts | None = None,
 ) -> Iterator[int]:
     """Yields new tokens until one ends the text, there are `max_tokens`, or the context is full; not the end token.
 
     Args:    prompt_ids: at least one token; appended to the decoder's sequence, or with an encoder, a new text.
+             drafts: with which several tokens may come from one pass; the tokens are the same.
     """
+    if drafts is not None:
+        assert isinstance(decoder, Decoder), "drafts are for decoders alone"
+        yield from _drafted(decoder, prompt_ids, sampler, max_tokens, end_ids, drafts)
+        return
     logits = decoder.begin(prompt_ids)
     for count in range(1, max_tokens + 1):
         token = sampler.choose(logits)
@@ -56,6 +64,41 @@ def generate(
         if count == max_tokens or decoder.cache.num_tokens == decoder.cache.context_tokens:
             return
         logits = decoder.next_logits([token])
+
+
+def _drafted(
+    decoder: Decoder,
+    prompt_ids: list[int],
+    sampler: Sampler,
+    max_tokens: int,
+    end_ids: frozenset[int],
+    drafts: Drafts,
+) -> Iterator[int]:
+    """Yields what `generate` yields; all tokens of a pass are chosen before the first of them."""
+    sequence = decoder.sequences[0]
+    drafts.begin(object())  # a text of its own, whatever it has in common with the last
+    logits, chosen = decoder.begin(prompt_ids), list[int]()
+    is_over = False
+
+    def take(logits: Tensor, num_tokens: int) -> int | None:
+        nonlocal is_over
+        token = sampler.choose(logits)
+        if token in end_ids:
+            is_over = True
+            return None
+        chosen.append(token)
+        is_over = num_tokens == sequence.cache.context_tokens
+        return token
+
+    last, left = take(logits, sequence.num_tokens), max_tokens
+    while True:
+        yield from chosen
+        left -= len(chosen)
+        if is_over or last is None or left == 0:
+            return
+        last = chosen[-1]
+        chosen.clear()
+        drafts.advance(decoder, sequence, last, left, take)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +149,16 @@ def random_prompt(num_tokens: int, vocab_size: int, max_positions: int, seed: in
     return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-def measure(decoder: Decoder | EncoderDecoder, prompt_ids: list[int], sampler: Sampler, max_tokens: int) -> BenchTimes:
+def measure(
+    decoder: Decoder | EncoderDecoder,
+    prompt_ids: list[int],
+    sampler: Sampler,
+    max_tokens: int,
+    drafts: Drafts | None = None,
+) -> BenchTimes:
     """Times a run, which ends after `max_tokens` or when the context is full; no token ends it."""
     start = time.perf_counter()
-    moments = [time.perf_counter() for _ in generate(decoder, prompt_ids, sampler, max_tokens, frozenset())]
+    moments = [time.perf_counter() for _ in generate(decoder, prompt_ids, sampler, max_tokens, frozenset(), drafts)]
     steps = tuple(after - before for before, after in pairwise(moments))
     return BenchTimes(len(prompt_ids), moments[0] - start, steps)
 

@@ -109,7 +109,7 @@ class Model:
             ids = decoder.keep_beginning(ids)
         else:
             decoder.reset()
-        for token in generate(decoder, ids, sampler, max_tokens, self._text.end_ids):
+        for token in generate(decoder, ids, sampler, max_tokens, self._text.end_ids, self._engine.drafts):
             if piece := stream.push(token):
                 yield piece
         if piece := stream.finish():

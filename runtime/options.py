@@ -20,6 +20,7 @@ VerifyOption = Literal["lazy", "full", "off"]
 KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 MissesOption = Literal["auto", "cpu", "pull"]
 KvDtype = Literal["f32", "bf16"]
+DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
@@ -171,6 +172,16 @@ class EngineOptions:
         ),
     )
     approximations: Approximations = EXACT
+    draft: DraftOption = field(
+        default="auto",
+        metadata=option(
+            "--draft",
+            help="Drafts on the CPU: tokens that are proposed cheaply and verified together; the answer stays the "
+            "same. ngram proposes what followed the last time that the text had its present end, as far as it pays; "
+            "mtp runs the prediction layer that the model ships, whose weights take memory; auto is ngram where native "
+            "kernels compute; off runs each token alone.",
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=option(

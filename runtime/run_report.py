@@ -79,13 +79,31 @@ class GpuReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftReport:
+    """Drafts in decode.
+
+    `passes`: forward passes, for `proposed` of which there was a proposal.   `drafted`: tokens that were verified
+    behind another, of which `accepted` were right.   `tokens_per_pass`: new tokens of the text, on average.
+    `layer_bytes`: of the prediction layer that drafts; 0 if none does.
+    """
+
+    passes: int
+    proposed: int
+    drafted: int
+    accepted: int
+    tokens_per_pass: float
+    layer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
     """What an engine has done since it was built.
 
     `numerics`: the mode in which inputs were rounded; `numerics_kl`: its loss for this pack, in nats a token; None if
     it was not measured, or nothing is lost.   `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.
     `anonymous_bytes`: the process's own memory; None where the system does not report it.   `stream`: None unless the
-    host decides which experts to bring.   `gpu`: None on the CPU.
+    host decides which experts to bring.   `gpu`: None on the CPU.   `drafts`: None where nothing drafts;
+    `why_no_drafts` says why, unless the options do.
     """
 
     computed_by: str
@@ -98,6 +116,8 @@ class RunReport:
     anonymous_bytes: int | None
     stream: OffloadReport | None
     gpu: GpuReport | None
+    drafts: DraftReport | None
+    why_no_drafts: str | None
     fallbacks: tuple[str, ...]
 
 
@@ -116,6 +136,8 @@ def report(engine: Engine) -> RunReport:
         anonymous_bytes=anonymous_bytes(),
         stream=_offload(engine),
         gpu=_gpu(engine),
+        drafts=_drafts(engine),
+        why_no_drafts=engine.why_no_drafts,
         fallbacks=tuple(engine.fallbacks),
     )
 
@@ -185,6 +207,14 @@ def _gpu(engine: Engine) -> GpuReport | None:
     return GpuReport(*names, use, memory.used_bytes(), locked_bytes, counts)
 
 
+def _drafts(engine: Engine) -> DraftReport | None:
+    if engine.drafts is None:
+        return None
+    found, layer_bytes = engine.drafts.counts, engine.prediction_bytes
+    counts = (found.passes, found.proposed, found.drafted, found.accepted, found.tokens_per_pass)
+    return DraftReport(*counts, layer_bytes=layer_bytes)
+
+
 def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     """Returns a report as names and values, for people."""
     cache = f"{size_text(facts.kv_cache_bytes)} for {facts.context_tokens} tokens"
@@ -195,12 +225,27 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
         lines += _offload_lines(facts.stream)
     elif facts.gpu is None:
         lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, in the mapped files"))
+    if facts.drafts is not None:
+        lines.append(("drafts", _draft_text(facts.drafts)))
+        if facts.drafts.layer_bytes:
+            lines.append(("prediction layer", size_text(facts.drafts.layer_bytes)))
+    elif facts.why_no_drafts is not None:
+        lines.append(("drafts", f"none: {facts.why_no_drafts}"))
     if facts.anonymous_bytes is not None:
         lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, with its libraries"))
     lines.append(("computed by", facts.computed_by))
     if facts.gpu is None:
         lines.append(("numerics", mode_text(facts.numerics, facts.numerics_kl)))
     return lines + [("fallback", what) for what in facts.fallbacks]
+
+
+def _draft_text(drafts: DraftReport) -> str:
+    if not drafts.drafted:
+        return f"none in {drafts.passes} passes, {drafts.proposed} of which had a proposal"
+    return (
+        f"{drafts.accepted} of {drafts.drafted} drafted tokens were right; {drafts.tokens_per_pass:.2f} tokens a pass "
+        f"in {drafts.passes} passes"
+    )
 
 
 _MISSES = {

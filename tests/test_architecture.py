@@ -29,6 +29,7 @@ FLOORS = (
     "runtime.model.caches",
     "runtime.model",
     "runtime.offload",
+    "runtime.drafts",
     "runtime.gpu.kernels",
     "runtime.gpu",
     "runtime",

@@ -259,7 +259,7 @@ def _line(name: str, result: ReplayResult, predicted: ReplayResult | None, read_
 
 
 def _as_run(record: Recording) -> str:
-    is_decoding = record.passes.chunks == 1
+    is_decoding = record.passes.is_decode
     needed = max(int(record.needed[is_decoding].sum()), 1)
     facts = record.facts
     return (

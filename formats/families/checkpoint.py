@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceMatrix, claim_tensors, spec_of_tensors
+from moe_pack.formats.families.family import Claims, Family, SourceMatrix, claim_tensors, spec_of_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
+from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
-from moe_pack.formats.safetensors import DTYPE_BYTES, StoredTensor, TensorEntry, read_header, split_bytes
+from moe_pack.formats.safetensors import StoredTensor, TensorEntry, read_header, split_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -38,7 +39,7 @@ class _ShardTensor:
     entry: TensorEntry
 
 
-class Checkpoint:
+class Checkpoint(SourceReader):
     """An open checkpoint. Owns the shards' descriptors: `close` it.
 
     Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
@@ -83,61 +84,9 @@ class Checkpoint:
         """Returns the place of the bias, a vector, of an expert's matrix that has one by the spec."""
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
-    def dtype(self, source: SourceMatrix) -> str:
-        """Returns the safetensors dtype of a matrix: BF16, F16, F32; of codes F8_E4M3, U8 (MXFP4), or I32 (packed)."""
-        return self._tensors[source.tensor].entry.dtype
-
-    def scale_dtype(self, source: SourceMatrix) -> str:
-        """Returns the safetensors dtype of the scales of a matrix of codes."""
-        assert source.scales is not None, f"{source}: has no scales"
-        return self._tensors[source.scales].entry.dtype
-
-    def num_bytes(self, source: SourceMatrix) -> int:
-        """Returns a matrix's bytes in the source, without its scales."""
-        return source.num_rows * source.num_cols * self._value_bits(source) // 8
-
-    def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
-        """Reads rows `start` to `stop` of a matrix (or elements of a vector) in the source's bytes: u8, own memory.
-
-        Raises:  CheckpointError if the shard is cut short or cannot be read.
-        """
-        assert 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
-        if source.transposed:
-            whole = self.raw(source.tensor, 0, self.num_bytes(source)).reshape(source.num_cols, source.num_rows, -1)
-            return whole[:, start:stop].swapaxes(0, 1).reshape(-1)
-        bits, step = self._value_bits(source), source.row_step
-        first = source.first_row + start * step
-        read = self._strided(source.tensor, first, stop - start, step, source.row_size * bits // 8)
-        if source.num_cols == source.row_size:
-            return read.reshape(-1)
-        last_col = source.first_col + source.num_cols * source.col_step
-        values = read.reshape(stop - start, source.row_size, bits // 8)
-        return values[:, source.first_col : last_col : source.col_step].reshape(-1)
-
-    def scales(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
-        """Reads the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
-
-        With `fp8`, a row of scales belongs to 128 rows of codes; all that overlap `start` to `stop` are read.
-        Raises:  CheckpointError as `rows`.
-        """
-        assert source.scales is not None and 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
-        entry = self._tensors[source.scales].entry
-        row_bytes = entry.shape[-1] * DTYPE_BYTES[entry.dtype]
-        if source.codec == "fp8":
-            first = start // SCALE_BLOCK
-            return self._strided(source.scales, first, -(-stop // SCALE_BLOCK) - first, 1, row_bytes)
-        step = source.row_step
-        return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
-
-    def _strided(self, tensor: str, first: int, count: int, step: int, row_bytes: int) -> NDArray[np.uint8]:
-        """Reads every `step`-th row of a tensor from `first` on: u8 [count, row_bytes]."""
-        span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
-        return self.raw(tensor, first * row_bytes, span * row_bytes).reshape(span, row_bytes)[::step]
-
-    def _value_bits(self, source: SourceMatrix) -> int:
-        if source.codec == "packed":
-            return source.num_bits
-        return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
+    def entry(self, tensor: str) -> TensorEntry:
+        """Returns what a shard's header says about a tensor."""
+        return self._tensors[tensor].entry
 
     def table_dtype(self, layer: int) -> str:
         """Returns the safetensors dtype of the n-gram table of a decoder layer."""
@@ -166,7 +115,7 @@ class Checkpoint:
         for source in self.claims.tables[layer]:
             low, high = np.searchsorted(numbers, (first, first + source.num_rows))
             if low < high:
-                place, row_bytes = self._tensors[source.tensor], source.row_size * self._value_bits(source) // 8
+                place, row_bytes = self._tensors[source.tensor], source.row_size * self.value_bits(source) // 8
                 offsets = place.entry.offset + (numbers[low:high] - first) * row_bytes
                 pieces.append(self._readers[place.shard].read_each(offsets.tolist(), row_bytes))
             first += source.num_rows

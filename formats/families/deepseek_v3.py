@@ -15,6 +15,7 @@ from moe_pack.formats.families.readers import (
     FUSED_EXPERT_NAMES,
     LATENT_NAMES,
     PREDICTION_LAYER,
+    PREDICTION_NAMES,
     layers_after_dense,
     read_decoder,
     read_latent,
@@ -59,6 +60,7 @@ DEEPSEEK_V3 = Family(
     dense_names={**DENSE_NAMES, **LATENT_NAMES},
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(PREDICTION_LAYER,),
+    prediction=(PREDICTION_NAMES,),
     ignored_keys=frozenset(
         {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
     ),

@@ -7,7 +7,7 @@ tensors of one checkpoint: it finds the place of every matrix, and refuses tenso
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -89,6 +89,26 @@ class TableNames:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """How checkpoints of a family name the prediction layer: a decoder layer that predicts a further token.
+
+    Names of the layer's parts begin with `layer` where those of `dense_names` and `expert_names` begin with `stack`;
+    `{n}` is the number of decoder layers. The others name what the layer has of its own: the matrix `project`, which
+    takes the normed embedding of a token and then the normed hidden state of the token before it, the norms of both,
+    and the norm before the head. `embed` and `head`: tables that some checkpoints repeat, or have for this layer alone.
+    """
+
+    stack: str
+    layer: str
+    project: str
+    embed_norm: str
+    hidden_norm: str
+    norm: str
+    embed: str | None = None
+    head: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type`.
 
@@ -98,6 +118,7 @@ class Family:
     the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of
     both stacks count from 0.
     `table_names`: the spellings of n-gram tables; a checkpoint follows one of them, layer by layer.
+    `prediction`: the spellings of the prediction layer, if the runtime can run it.
     `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
     `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
     keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
@@ -117,6 +138,7 @@ class Family:
     old_keys: Mapping[str, str] = field(default_factory=dict)
     table_names: tuple[TableNames, ...] = ()
     may_lack_router_bias: bool = False
+    prediction: tuple[PredictionNames, ...] = ()
 
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
@@ -233,7 +255,7 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantizatio
     Args:    tensors: dtype and shape by name.   quantization: the encoding of some of them by the config.
     Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
     """
-    dense = _claim_dense(family, spec, tensors, quantization)
+    dense = _claim_dense(family, spec, dense_roles(spec), tensors, quantization)
     experts, biases = _claim_experts(family, spec, tensors, quantization)
     tables, constants = _claim_tables(family, spec, tensors)
     sources = itertools.chain(dense.values(), experts.values(), biases.values(), *tables.values())
@@ -259,11 +281,22 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantizatio
     return Claims(dense, experts, biases, unused, dropped, copies, tables, constants)
 
 
+def claim_parts(
+    family: Family, spec: ModelSpec, roles: Sequence[DenseRole], tensors: Tensors, quantization: Quantization = PLAIN
+) -> tuple[dict[str, SourceMatrix], ExpertSources]:
+    """Returns the places of some dense roles and of all experts, whatever other tensors there are.
+
+    Raises:  CheckpointError as `claim_tensors`, for a tensor that is missing or has another shape or dtype.
+    """
+    dense = _claim_dense(family, spec, roles, tensors, quantization)
+    return dense, _claim_experts(family, spec, tensors, quantization)[0]
+
+
 def _claim_dense(
-    family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization
+    family: Family, spec: ModelSpec, wanted: Sequence[DenseRole], tensors: Tensors, quantization: Quantization
 ) -> dict[str, SourceMatrix]:
     """Returns the place of each role's tensor."""
-    dense, roles = {}, {role.name: role for role in dense_roles(spec)}
+    dense, roles = {}, {role.name: role for role in wanted}
     for role in roles.values():
         stored = _present(_stored(family, spec, role.name), tensors)
         name, stacked = stored.name, stored.roles

@@ -8,6 +8,7 @@ from moe_pack.formats.families.readers import (
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
     PREDICTION_LAYER,
+    PREDICTION_NAMES,
     attention_bias,
     layers_after_dense,
     read_decoder,
@@ -43,5 +44,6 @@ GLM4_MOE = Family(
     dense_names=DENSE_NAMES,
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(PREDICTION_LAYER,),
+    prediction=(PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
 )

@@ -9,6 +9,7 @@ from moe_pack.formats.families.readers import (
     FUSED_EXPERT_NAMES,
     LATENT_NAMES,
     PREDICTION_LAYER,
+    PREDICTION_NAMES,
     layers_by_kind,
     read_decoder,
     read_latent,
@@ -49,5 +50,6 @@ GLM4_MOE_LITE = Family(
     dense_names={**DENSE_NAMES, **LATENT_NAMES},
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(PREDICTION_LAYER,),
+    prediction=(PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "pretraining_tp"}),
 )

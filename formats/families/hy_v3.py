@@ -8,6 +8,7 @@ from moe_pack.formats.families.readers import (
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
     PREDICTION_LAYER,
+    PREDICTION_NAMES,
     attention_bias,
     layers_by_kind,
     read_decoder,
@@ -68,6 +69,7 @@ HY_V3 = Family(
     },
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(PREDICTION_LAYER,),
+    prediction=(PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
     ignored_keys=frozenset(
         {

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, TableNames
+from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, PredictionNames, TableNames
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -116,6 +116,7 @@ def within(
             *(LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
         ),
         unused=tuple(_moved_left_out(left_out, each) for each in moves for left_out in text.unused),
+        prediction=tuple(_moved_prediction(names, each) for each in moves for names in text.prediction),
         ignored_keys=_OTHER_PARTS | ignored_keys,
         text_keys=text_keys,
         old_keys=old_keys or {},
@@ -160,6 +161,19 @@ def _moved_experts(names: ExpertNames, moves: Moves) -> ExpertNames:
 
 def _moved_tables(names: TableNames, moves: Moves) -> TableNames:
     return TableNames(*(_moved(name, moves) for name in names.names()))
+
+
+def _moved_prediction(names: PredictionNames, moves: Moves) -> PredictionNames:
+    return PredictionNames(
+        stack=_moved(names.stack, moves),
+        layer=_moved(names.layer, moves),
+        project=_moved(names.project, moves),
+        embed_norm=_moved(names.embed_norm, moves),
+        hidden_norm=_moved(names.hidden_norm, moves),
+        norm=_moved(names.norm, moves),
+        embed=None if names.embed is None else _moved(names.embed, moves),
+        head=None if names.head is None else _moved(names.head, moves),
+    )
 
 
 def _moved_left_out(left_out: LeftOut, moves: Moves) -> LeftOut:

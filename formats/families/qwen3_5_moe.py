@@ -8,7 +8,7 @@ from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.qwen3_next import GATED_DELTA_NAMES, MTP_LAYER, read_gated_delta
+from moe_pack.formats.families.qwen3_next import GATED_DELTA_NAMES, MTP_LAYER, MTP_NAMES, read_gated_delta
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
@@ -57,6 +57,7 @@ QWEN3_5_MOE_TEXT = Family(
     dense_names=_NAMES,
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(MTP_LAYER,),
+    prediction=(MTP_NAMES,),
     ignored_keys=_IGNORED,
 )
 QWEN3_5_MOE = within(

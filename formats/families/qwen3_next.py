@@ -5,7 +5,7 @@ Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 
 from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
+from moe_pack.formats.families.family import Family, LeftOut, PredictionNames
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
@@ -77,6 +77,15 @@ GATED_DELTA_NAMES = {
     "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
 }
 MTP_LAYER = LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run")
+# A layer with attention, whatever the layer before it has; embedding and head are the model's own.
+MTP_NAMES = PredictionNames(
+    stack="model.layers.{i}.",
+    layer="mtp.layers.0.",
+    project="mtp.fc.weight",
+    embed_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    norm="mtp.norm.weight",
+)
 
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
@@ -95,4 +104,5 @@ QWEN3_NEXT = Family(
     },
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     unused=(MTP_LAYER,),
+    prediction=(MTP_NAMES,),
 )

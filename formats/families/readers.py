@@ -17,7 +17,7 @@ from typing import Literal
 
 from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import PLAIN, SCALE_BLOCK, ExpertNames, LeftOut, Quantization
+from moe_pack.formats.families.family import PLAIN, SCALE_BLOCK, ExpertNames, LeftOut, PredictionNames, Quantization
 from moe_pack.formats.parts import (
     PROJECTIONS,
     AttentionSpec,
@@ -287,6 +287,18 @@ PREDICTION_LAYER = LeftOut(
     "model.layers.{n}.*",
     "a multi-token-prediction layer, which plain decoding does not run",
     sign="model.layers.{n}.eh_proj.weight",
+)
+# Its names: those of DeepSeek-V3, which GLM-4.5 has too. Source: DeepSeek-V3's README_WEIGHTS.md, which says that
+# embedding and head are the model's own.
+PREDICTION_NAMES = PredictionNames(
+    stack="model.layers.{i}.",
+    layer="model.layers.{n}.",
+    project="model.layers.{n}.eh_proj.weight",
+    embed_norm="model.layers.{n}.enorm.weight",
+    hidden_norm="model.layers.{n}.hnorm.weight",
+    norm="model.layers.{n}.shared_head.norm.weight",
+    embed="model.layers.{n}.embed_tokens.weight",
+    head="model.layers.{n}.shared_head.head.weight",
 )
 
 

@@ -26,6 +26,7 @@ import click
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import ChatTemplate, Sampler, Text, generate
+from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
@@ -106,13 +107,17 @@ class Conversation:
     """The messages of a conversation, and what the user's entries do to them.
 
     Args:    text: of a pack that has a chat template.   decoder: with the context of the conversation.
+             drafts: of the decoder's engine; None: each token runs alone.
     """
 
-    def __init__(self, text: Text, decoder: Decoder, options: ChatOptions, screen: Screen) -> None:
+    def __init__(
+        self, text: Text, decoder: Decoder, options: ChatOptions, screen: Screen, drafts: Drafts | None = None
+    ) -> None:
         assert text.chat_template is not None, "packs without a chat template are refused before"
         self._template: ChatTemplate = text.chat_template
         self._style = style_of(self._template.source())
         self._text, self._decoder, self._options, self._screen = text, decoder, options, screen
+        self._drafts = drafts
         self._system: str | None = None
         self._turns: list[Message] = []
         self._num_answers = 0
@@ -262,7 +267,7 @@ class Conversation:
         try:
             if not self._read(left, prompt):
                 return None
-            for token in generate(self._decoder, left, sampler, most, self._text.answer_end_ids):
+            for token in generate(self._decoder, left, sampler, most, self._text.answer_end_ids, self._drafts):
                 clock.tick()
                 self._take(answer, parser.push(stream.push(token)))
                 if self._is_stopped or clock.num_tokens == most:
@@ -439,14 +444,14 @@ def _typed() -> str:
     return ""
 
 
-def converse(name: str, text: Text, decoder: Decoder, options: ChatOptions) -> None:
+def converse(name: str, text: Text, decoder: Decoder, options: ChatOptions, drafts: Drafts | None = None) -> None:
     """Holds a conversation on the terminal until the user ends it.
 
-    Args:    name: of the model.   text: of a pack that has a chat template.
+    Args:    name: of the model.   text: of a pack that has a chat template.   drafts: as in `Conversation`.
     Raises:  RunError, PackError if the engine fails; KeyboardInterrupt for SIGTERM, or many Ctrl-C in one answer.
     """
     terminal = _Terminal()
-    conversation = Conversation(text, decoder, options, terminal)
+    conversation = Conversation(text, decoder, options, terminal, drafts)
     terminal.say(f"{name}: a conversation of up to {decoder.cache.context_tokens:,} tokens. /help lists the commands.")
     terminal.say("Ctrl-C ends an answer, Ctrl-D or /exit the conversation. A \\ at the end of a line continues it.")
     goes_on = True

@@ -233,7 +233,7 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
         try:
-            for token in generate(engine.decoder, prompt_ids, sampler, options.num_tokens, end_ids):
+            for token in generate(engine.decoder, prompt_ids, sampler, options.num_tokens, end_ids, engine.drafts):
                 clock.tick()
                 piece = stream.push(token)
                 last = piece or last
@@ -255,8 +255,11 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
         spec, number = pack.spec, options.bench.prompt_tokens or 128
         prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
         context = _context_for(pack, options, number)
-        engine = stack.enter_context(_open_engine(pack, options.engine, context, Sequences()))
-        times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens)
+        chosen = options.engine
+        if chosen.draft == "auto":  # random tokens say nothing about drafts
+            chosen = replace(chosen, draft="off")
+        engine = stack.enter_context(_open_engine(pack, chosen, context, Sequences()))
+        times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens, engine.drafts)
         show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
 
 
@@ -276,7 +279,7 @@ def _converse(folder: Path, options: RunOptions) -> None:
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         chosen = ChatOptions(options.sampling, options.max_tokens, options.stats)
         try:
-            converse(folder.resolve().name, text, engine.decoder, chosen)
+            converse(folder.resolve().name, text, engine.decoder, chosen, engine.drafts)
         finally:
             if options.stats:
                 _show(report_lines(report(engine)))

@@ -248,7 +248,9 @@ class _Server:
         )
         for fallback in engine.fallbacks:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
-        scheduler = opened.enter_context(closing(BatchScheduler(engine.decoder, text, options.queue, sessions)))
+        scheduler = opened.enter_context(
+            closing(BatchScheduler(engine.decoder, text, options.queue, sessions, engine.drafts))
+        )
         service = _service_of(pack, text, scheduler, options.model_name)
         live = live_counts(engine)
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector, dense_roles
 from moe_pack.formats.codecs import e2m1_values, powers_of_two
-from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix
+from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix, SourceReader
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, StoredMatrix
 from moe_pack.runtime.model.mixers import LaterRows, RowTable
@@ -23,66 +23,66 @@ from moe_pack.runtime.model.rotation import Rotation
 _MXFP4_GROUP = 32  # values that share a scale
 
 
-def read_codes(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_codes(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
     """Returns the codes of rows of a coded matrix, one in a byte: u8 [stop - start, num_cols].
 
     `fp8` is E4M3, `mxfp4` E2M1, `packed` the value plus half the number of codes.
     """
-    codes = torch.from_numpy(checkpoint.rows(source, start, stop))
+    codes = torch.from_numpy(reader.rows(source, start, stop))
     if source.codec == "mxfp4" or source.num_bits == 4:  # byte j has the codes of values 2 j and 2 j + 1
         codes = torch.stack((codes & 15, codes >> 4), dim=1)
     return codes.view(stop - start, source.num_cols)
 
 
-def read_scales(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_scales(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
     """Returns the scales of rows of a coded matrix, for each row its own.
 
     Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
              `packed`: float32 [stop - start, groups].
     """
-    scales = torch.from_numpy(checkpoint.scales(source, start, stop))
+    scales = torch.from_numpy(reader.scales(source, start, stop))
     if source.codec == "mxfp4":
         return scales
-    blocks = scales.view(TORCH_DTYPES[checkpoint.scale_dtype(source)]).to(torch.float32)
+    blocks = scales.view(TORCH_DTYPES[reader.scale_dtype(source)]).to(torch.float32)
     if source.codec == "packed":
         return blocks
     return blocks[torch.arange(start, stop) // SCALE_BLOCK - start // SCALE_BLOCK]
 
 
-def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_rows(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
     """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
 
     Returns: the source's dtype; float32 for FP8 and packed codes, bfloat16 for MXFP4 codes, which is exact.
     """
     if source.codec == "plain":
-        raw = torch.from_numpy(checkpoint.rows(source, start, stop))
-        return raw.view(TORCH_DTYPES[checkpoint.dtype(source)]).view(stop - start, source.num_cols)
-    codes, scales = (read(checkpoint, source, start, stop) for read in (read_codes, read_scales))
+        raw = torch.from_numpy(reader.rows(source, start, stop))
+        return raw.view(TORCH_DTYPES[reader.dtype(source)]).view(stop - start, source.num_cols)
+    codes, scales = (read(reader, source, start, stop) for read in (read_codes, read_scales))
     return _weights(source, codes, scales)
 
 
-def weights_dtype(checkpoint: Checkpoint, source: SourceMatrix) -> torch.dtype:
+def weights_dtype(reader: SourceReader, source: SourceMatrix) -> torch.dtype:
     """Returns the dtype of the tensors that `read_rows` returns."""
     exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16, "packed": torch.float32}
-    return exact.get(source.codec) or TORCH_DTYPES[checkpoint.dtype(source)]
+    return exact.get(source.codec) or TORCH_DTYPES[reader.dtype(source)]
 
 
-def read_neurons(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
+def read_neurons(reader: SourceReader, source: SourceMatrix) -> Tensor:
     """Reads a matrix of an expert with a row for each neuron: [f, d] in the dtype of `read_rows`, maybe transposed."""
-    matrix = read_rows(checkpoint, source, 0, source.num_rows)
+    matrix = read_rows(reader, source, 0, source.num_rows)
     return matrix.T if source.neurons == "columns" else matrix
 
 
-def read_vector(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
+def read_vector(reader: SourceReader, source: SourceMatrix) -> Tensor:
     """Reads a vector of the source, float32 [n]."""
-    return read_rows(checkpoint, source, 0, source.num_rows).flatten().to(torch.float32)
+    return read_rows(reader, source, 0, source.num_rows).flatten().to(torch.float32)
 
 
-def load_matrix(checkpoint: Checkpoint, source: SourceMatrix, device: torch.device) -> Matrix:
+def load_matrix(reader: SourceReader, source: SourceMatrix, device: torch.device) -> Matrix:
     """Reads a whole matrix into memory, in the source's bytes."""
     if source.codec == "plain":
-        return StoredMatrix(read_rows(checkpoint, source, 0, source.num_rows).to(device))
-    codes, scales = (read(checkpoint, source, 0, source.num_rows) for read in (read_codes, read_scales))
+        return StoredMatrix(read_rows(reader, source, 0, source.num_rows).to(device))
+    codes, scales = (read(reader, source, 0, source.num_rows) for read in (read_codes, read_scales))
     return _CodedMatrix(source, codes.to(device), scales.to(device))
 
 

@@ -14,6 +14,7 @@ router logits and all sums are float32.
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.model.caches import (
     Batch,
     CachedSequence,
+    Chosen,
     KVCache,
     LayerCache,
     LayerRopes,
@@ -46,7 +48,7 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
-from moe_pack.runtime.model.mixers import NgramRows
+from moe_pack.runtime.model.mixers import LayerState, NgramRows
 from moe_pack.runtime.model.weights import Weights
 
 
@@ -76,6 +78,7 @@ class Decoder:
         self._weights, self.chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
         self._ropes = LayerRopes(spec, self.device)
+        self._verified = torch.empty((0, 0))  # hidden states of the tokens that `verify` appended last
 
         def sequence() -> CachedSequence:
             cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
@@ -142,6 +145,69 @@ class Decoder:
                 logits[i] = self.extend(sequence, [token])
         return torch.stack([row for row in logits if row is not None])
 
+    def most_verified(self, sequence: CachedSequence) -> int:
+        """Returns how many tokens `verify` may append to a sequence now.
+
+        It is 1 where tokens cannot be taken back, or where all positions get other angles.
+        """
+        before = sequence.num_tokens
+        most = min(
+            sequence.cache.context_tokens - before,
+            self.chunk_tokens,
+            sequence.cache.most_taken_back,
+            self.spec.router.capacity or self.chunk_tokens,
+        )
+        while most > 1 and sequence.num_long(before + most) > sequence.num_long(before):
+            most -= 1
+        return max(most, 1)
+
+    @torch.inference_mode()
+    def verify(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
+        """Appends tokens to a sequence in one pass; returns the logits after each, float32 [n, vocabulary].
+
+        With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops the
+        tokens that turn out to be wrong. Where the cache has states, it leads back to the position before these tokens,
+        and no longer to the one that was saved last.
+        Args:    ids: at most `most_verified`.
+        Raises:  RunError as `next_logits`, before anything runs.
+        """
+        if len(ids) == 1:
+            return self.extend(sequence, ids)[None]
+        assert len(ids) <= self.most_verified(sequence), "what cannot be taken back is not verified"
+        self._check_ids(sequence, ids)
+        sequence.cache.save()
+        self._verified = self._append_alone(sequence, ids)
+        return self._head(self._verified)
+
+    @torch.inference_mode()
+    def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Keeps the first tokens of a sequence, of those that the last `verify` appended at least one.
+
+        Where the cache has states, the kept tokens run again, from the states before them.
+        """
+        num_dropped = sequence.num_tokens - num_tokens
+        if not num_dropped:
+            return
+        if not sequence.cache.states:
+            sequence.cut_to(num_tokens)
+            sequence.hidden = self._verified[-1 - num_dropped]
+            return
+        start = sequence.num_tokens - len(self._verified)
+        kept = sequence.ids[start:num_tokens]
+        sequence.cut_to(start)
+        self._append_alone(sequence, kept)
+
+    def _append_alone(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
+        """Appends tokens to a sequence in one pass, as if each had its own; returns the hidden states, [n, d]."""
+        before, rows = sequence.num_tokens, list[NgramRows | None]()
+        sequence.ids[before:] = ids
+        with self._alone([sequence], rows):
+            for i in range(before, before + len(ids)):
+                rows.append(self._rows(sequence.ids, i, i + 1))
+            hidden = self._pass(_TokenPass(sequence, rows), torch.tensor(ids))
+        sequence.hidden = hidden[-1]
+        return hidden
+
     def logits(self, ids: list[int]) -> Tensor:
         """Appends tokens to the sequence; returns the logits after each of them, float32 [T, vocabulary].
 
@@ -176,8 +242,9 @@ class Decoder:
         try:
             with closing(self._chunks(sequence.ids, len(new))) as chunks:
                 for tokens, rows in chunks:
-                    piece = self._pass([sequence], tokens, [rows], [len(sequence.ids)])
+                    piece = self._pass(_Pass([sequence], [rows], len(tokens), [len(sequence.ids)]), tokens)
                     hidden = [piece] if last_only else [*hidden, piece]
+                    sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
             _keep_what_is_whole(cache, kept)
             raise
@@ -186,15 +253,25 @@ class Decoder:
     @torch.inference_mode()
     def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
         """Returns the logits after a token of each sequence, float32 [n, vocabulary]."""
-        before = [sequence.num_tokens for sequence in sequences]
         rows: list[NgramRows | None] = []
-        try:
+        with self._alone(sequences, rows):
             for sequence, token in zip(sequences, ids, strict=True):
                 sequence.ids[sequence.num_tokens :] = [token]
                 rows.append(self._rows(sequence.ids, sequence.num_tokens, sequence.num_tokens + 1))
+            hidden = self._pass(
+                _Pass(sequences, rows, 1, [len(sequence.ids) for sequence in sequences]), torch.tensor(ids)
+            )
+            for sequence, own in zip(sequences, hidden, strict=True):
+                sequence.hidden = own
+            return self._head(hidden)
+
+    @contextmanager
+    def _alone(self, sequences: list[CachedSequence], rows: list[NgramRows | None]) -> Iterator[None]:
+        """Computes each token of a pass as if it were alone; closes its rows, and drops what a failed pass leaves."""
+        before = [sequence.num_tokens for sequence in sequences]
+        try:
             with self._weights.operations.tokens_alone(), self._as_batch():
-                hidden = self._pass(sequences, torch.tensor(ids), rows, [len(sequence.ids) for sequence in sequences])
-                return self._head(hidden)
+                yield
         except BaseException:
             for sequence, kept in zip(sequences, before, strict=True):
                 _keep_what_is_whole(sequence.cache, kept)
@@ -249,16 +326,9 @@ class Decoder:
         tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
         return NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
 
-    def _pass(
-        self, sequences: list[CachedSequence], ids: Tensor, rows: list[NgramRows | None], num_tokens: list[int]
-    ) -> Tensor:
-        """Runs one forward pass; returns the hidden states after the last layer, float32 [T, d].
-
-        Args:    ids: int64 [T], equally many new tokens of each sequence.   rows: of each sequence's tokens.
-                 num_tokens: of each sequence when all its new tokens have run.
-        """
+    def _pass(self, batch: "_Pass", ids: Tensor) -> Tensor:
+        """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d]."""
         weights = self._weights
-        batch = _Pass(sequences, rows, len(ids) // len(sequences), num_tokens)
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
             x = batch.add_ngrams(x, weights, layer)
@@ -266,8 +336,7 @@ class Decoder:
             if not self.spec.has_second(layer):
                 continue
             x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))
-        for sequence in sequences:
-            sequence.cache.num_tokens += batch.num_new
+        batch.end(x)
         return x
 
     def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
@@ -323,13 +392,14 @@ def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
 class _Pass:
     """The sequences of a forward pass: their rows of x, and the parts of a layer in which each is on its own.
 
-    Args:    num_new: new tokens of each sequence.   num_tokens: of each sequence when all its new tokens have run.
+    Args:    rows: of each sequence's tokens in n-gram tables.   num_new: new tokens of each sequence.   num_tokens: of
+             each sequence when all its new tokens have run.
     """
 
     def __init__(
         self, sequences: list[CachedSequence], rows: list[NgramRows | None], num_new: int, num_tokens: list[int]
     ) -> None:
-        self.num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
+        self._num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
         self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
         starts = [sequence.num_tokens for sequence in sequences]
         self._angles = joined_angles(
@@ -339,14 +409,20 @@ class _Pass:
             ]
         )
 
+    def end(self, x: Tensor) -> None:
+        """Counts the new tokens, when all layers have run, and shows their hidden states to who follows a sequence."""
+        for sequence, hidden in zip(self._sequences, x.chunk(len(self._sequences)), strict=True):
+            if sequence.follower is not None:
+                sequence.follower.follow(sequence.ids, sequence.num_tokens, hidden)
+            sequence.cache.num_tokens += self._num_new
+
     def add_ngrams(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
         """Returns hidden states with a layer's n-grams added, as `layer.add_ngrams` does for one sequence."""
         if weights.spec.ngrams_of(layer) is None:
             return x
         pieces = []
-        for sequence, own, rows in zip(self._sequences, self._rows, self._ngram_rows, strict=True):
-            cache = sequence.cache
-            state = cache.trial_of_ngrams(layer) if is_trial else cache.of_ngrams(layer)
+        each = zip(self._rows, self._ngram_rows, self._ngram_states(layer, is_trial), strict=True)
+        for own, rows, state in each:
             pieces.append(add_ngrams(x[own], rows, weights, layer, state))
         return torch.cat(pieces)
 
@@ -355,7 +431,42 @@ class _Pass:
 
         Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
         """
-        caches = [each.cache.trial(layer) if is_trial else each.cache.of(layer) for each in self._sequences]
+        caches = self._caches(layer, is_trial)
         kept = tuple(SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
         angles = self._angles[weights.spec.attention_kind(layer)]
         return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), angles)
+
+    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+        caches = [sequence.cache for sequence in self._sequences]
+        return [cache.trial(layer) if is_trial else cache.of(layer) for cache in caches]
+
+    def _ngram_states(self, layer: int, is_trial: bool) -> list[LayerState | None]:
+        caches = [sequence.cache for sequence in self._sequences]
+        return [cache.trial_of_ngrams(layer) if is_trial else cache.of_ngrams(layer) for cache in caches]
+
+
+class _TokenPass(_Pass):
+    """Some new tokens of one sequence, which have a pass together and are computed as if each had its own.
+
+    Every token is treated as a sequence that is one token longer than the one before it. All of them have the same
+    caches, in which each finds what the tokens before it have just entered.
+    """
+
+    def __init__(self, sequence: CachedSequence, rows: list[NgramRows | None]) -> None:
+        start, num_new = sequence.num_tokens, len(rows)
+        super().__init__([sequence], [None], num_new, [start + num_new])
+        self._ngram_rows = rows
+        self._rows = [slice(i, i + 1) for i in range(num_new)]
+        self._chosen = [Chosen() for _ in rows]  # a layer's choice is for one token
+
+    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+        (cache,) = super()._caches(layer, is_trial)
+        if isinstance(cache, LayerState):
+            return [cache] * len(self._rows)
+        return [
+            replace(cache, num_tokens=cache.num_tokens + i, chosen=replace(chosen) if is_trial else chosen)
+            for i, chosen in enumerate(self._chosen)
+        ]
+
+    def _ngram_states(self, layer: int, is_trial: bool) -> list[LayerState | None]:
+        return super()._ngram_states(layer, is_trial) * len(self._rows)

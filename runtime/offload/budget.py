@@ -45,10 +45,14 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for."""
+    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for.
+
+    `draft_bytes`: of what drafts them: a prediction layer; 0 if nothing needs memory to draft.
+    """
 
     number: int = 1
     checkpoints: int = 0
+    draft_bytes: int = 0
 
 
 ONE_SEQUENCE = Sequences()
@@ -59,7 +63,7 @@ class FixedParts:
     """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
 
     `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `overhead`: of
-    the GPU's driver.
+    the GPU's driver.   `drafts`: of a prediction layer.
     """
 
     dense: int = 0
@@ -67,11 +71,12 @@ class FixedParts:
     workspace: int = 0
     predictors: int = 0
     overhead: int = 0
+    drafts: int = 0
 
     @property
     def num_bytes(self) -> int:
         """The sum of all parts."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.overhead
+        return self.dense + self.cache + self.workspace + self.predictors + self.overhead + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,8 @@ def divide_or_refuse(
     ]
     if fixed.predictors:
         parts.append(f"{size_text(fixed.predictors)} of predictors")
+    if fixed.drafts:
+        parts.append(f"{size_text(fixed.drafts)} of the prediction layer")
     if fixed.overhead:
         parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
     raise RunError(
@@ -190,8 +197,8 @@ def divide_or_refuse(
 class BudgetPlan:
     """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
 
-    `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before it.
-    `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
+    `workspace`, `predictors`, `drafts`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before
+    it.   `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
     """
 
     budget: int
@@ -205,6 +212,7 @@ class BudgetPlan:
     chunk_tokens: int
     selectors: int = 0
     num_selectors: int = 0
+    drafts: int = 0
 
     @property
     def arena(self) -> int:
@@ -214,7 +222,8 @@ class BudgetPlan:
     @property
     def spent(self) -> int:
         """The sum of all parts; never more than the budget."""
-        return self.dense + self.cache + self.workspace + self.predictors + self.selectors + self.arena
+        fixed = self.dense + self.cache + self.workspace + self.predictors + self.drafts
+        return fixed + self.selectors + self.arena
 
     @property
     def left(self) -> int:
@@ -224,11 +233,13 @@ class BudgetPlan:
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
         """The parts with their names; their sum is the budget."""
+        drafts = (MemoryPart("prediction layer", self.drafts),) if self.drafts else ()
         return (
             MemoryPart("dense weights", self.dense),
             MemoryPart("key-value cache", self.cache),
             MemoryPart("workspace", self.workspace),
             MemoryPart("predictors", self.predictors),
+            *drafts,
             MemoryPart("resident selectors", self.selectors),
             MemoryPart("pages of experts", self.arena),
             MemoryPart("left over", self.left),
@@ -262,7 +273,7 @@ def cpu_needs(
         workspace += whole_pass_bytes(spec, chunk_tokens, context_tokens)
         cache = cache_bytes(spec, context_tokens, chunk_tokens)
         cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens)
-        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes)
+        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes, drafts=sequences.draft_bytes)
 
     longest, shortest = most_chunk_tokens(context_tokens), max(LEAST_PREFILL_TOKENS, sequences.number)
     return MemoryNeeds(fixed, max(longest, shortest), shortest, int(experts.max()), int(experts.sum()), usual_share=4)
@@ -313,6 +324,7 @@ def divide_budget(
         chunk,
         selectors,
         num_selectors,
+        fixed.drafts,
     )
 
 
@@ -450,6 +462,17 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) 
     many = max(many, rounded)
     floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
     return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
+
+
+def most_verified_tokens(spec: ModelSpec, chunk_tokens: int, most: int) -> int:
+    """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
+
+    Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
+    Returns: 1 to `most`.
+    """
+    workspace = workspace_bytes(spec, chunk_tokens)
+    fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
+    return next(fits, 1)
 
 
 def _attention_width(attention: AttentionSpec) -> int:

@@ -188,7 +188,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         inputs = to_experts(inputs, self, layer_idx)
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:
-            self._recorder.routed(layer_idx, experts.numpy())
+            self._recorder.routed(layer_idx, experts.numpy(), is_decoding)
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)

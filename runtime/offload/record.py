@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
@@ -44,12 +45,21 @@ class Passes:
 
     `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: the mean scores of all
     experts that policies got in each pass; None if they are not known.   `popularity` f32 [L, E]: as in `CacheFacts`.
+    `decode` u8 [C]: 1 for passes of decode, whose tokens may be those of several sequences, or of a draft; None: passes
+    of one token are of decode.
     """
 
     routes: Array
     chunks: Array
     scores: Array | None
     popularity: Array
+    decode: Array | None = None
+
+    @property
+    def is_decode(self) -> NDArray[np.bool_]:
+        """Which passes are of decode: bool [C]."""
+        found: NDArray[np.bool_] = self.chunks == 1 if self.decode is None else self.decode == 1
+        return found
 
     @property
     def num_experts(self) -> int:
@@ -126,6 +136,8 @@ def write_recording(recording: Recording, path: Path) -> None:
     }
     if passes.scores is not None:
         arrays["scores"] = passes.scores
+    if passes.decode is not None:
+        arrays["decode"] = passes.decode
     raw = assemble((name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items())
     temporary = _temporary(path)
     try:
@@ -173,7 +185,8 @@ def read_recording(path: Path) -> Recording:
         raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run again")
     facts = load(RecordingFacts, values, f"{place}: facts", RunError)
     _check_values(arrays, place)
-    passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), arrays["popularity"])
+    popularity, decode = arrays["popularity"], arrays.get("decode")
+    passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), popularity, decode)
     return Recording(facts, passes, _requests_of(arrays, place), arrays["hits"], arrays["needed"])
 
 
@@ -198,6 +211,8 @@ def _read_arrays(path: Path) -> dict[str, Array]:
     }
     if "scores" in entries:
         expected_forms["scores"] = ("F16", (C, L, E))
+    if "decode" in entries:
+        expected_forms["decode"] = ("U8", (C,))
     for name in [*expected_forms, *entries]:
         if name not in expected_forms or name not in entries:
             raise RunError(
@@ -226,6 +241,7 @@ def _check_values(arrays: Mapping[str, Array], place: str) -> None:
         "chunks": (chunks == 0).any() or int(chunks.sum(dtype=np.int64)) != len(routes),
         "hits": (arrays["hits"] > arrays["needed"]).any() or (arrays["needed"] > E).any(),
         "scores": scores is not None and not np.isfinite(scores).all(),
+        "decode": "decode" in arrays and (arrays["decode"] > 1).any(),
     }
     for name, is_wrong in faults.items():
         if is_wrong:
@@ -277,20 +293,24 @@ class Recorder:
         self._keeps_scores = keeps_scores
         self._routes: list[Array] = []  # [T, k], layer by layer
         self._scores: list[Array] = []  # [E], likewise
+        self._decode: list[bool] = []  # likewise
         self._hits: list[int] = []
         self._needed: list[int] = []
         self._requests: list[PrefetchRequest] = []
         self._num_events = 0
         self._whole = (0, 0)  # events and requests until the end of the last whole pass
 
-    def routed(self, layer_idx: int, routes: Array) -> None:
+    def routed(self, layer_idx: int, routes: Array, is_decode: bool | None = None) -> None:
         """Records the routes [T, k], of any integer dtype, of a layer, before its schedule begins.
+
+        Args:    is_decode: whether the pass is of decode; None: one of a single token is.
 
         A pass that was broken off, for example by an error, is forgotten when the next begins.
         """
         if layer_idx == 0:
             self._forget_broken_pass()
         self._routes.append(routes.astype("<u2"))
+        self._decode.append(len(routes) == 1 if is_decode is None else is_decode)
 
     def layer_ended(self, num_hits: int, num_needed: int, scores: Array | None) -> None:
         """Records the counts of a layer at the end of its schedule."""
@@ -316,10 +336,13 @@ class Recorder:
         L, E = self._popularity.shape
         num_passes = len(self._hits) // L
         of_passes = [self._routes[start : start + L] for start in range(0, num_passes * L, L)]
+        chunks = np.array([len(layers[0]) for layers in of_passes], "<u4")
+        decode = np.array(self._decode[: num_passes * L : L], "<u1")
         empty = np.empty((0, L, self._num_active), "<u2")
         passes = Passes(
             routes=np.concatenate([empty, *(np.stack(layers, axis=1) for layers in of_passes)]),
-            chunks=np.array([len(layers[0]) for layers in of_passes], "<u4"),
+            chunks=chunks,
+            decode=None if np.array_equal(decode, chunks == 1) else decode,
             scores=np.array(self._scores, "<f2").reshape(num_passes, L, E) if self._keeps_scores else None,
             popularity=self._popularity.astype("<f4"),
         )
@@ -329,7 +352,7 @@ class Recorder:
     def _forget_broken_pass(self) -> None:
         num_layers = len(self._hits) // len(self._popularity) * len(self._popularity)
         if len(self._routes) > num_layers:
-            for values in (self._routes, self._scores, self._hits, self._needed):
+            for values in (self._routes, self._decode, self._scores, self._hits, self._needed):
                 del values[num_layers:]
             self._num_events = self._whole[0]
             del self._requests[self._whole[1] :]

@@ -65,7 +65,7 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The counts of a replay: of passes of several tokens, and of passes of one.
+    """The counts of a replay: of the passes of prefill, and of decode.
 
     `prediction`: where predictions came from; `not replayable`: the policy predicts from what routes do not tell.
     """
@@ -233,9 +233,9 @@ def _prefetches(
 def _replay(
     passes: Passes, cache: ExpertCache, extent_bytes: Array, result: ReplayResult, prefetches: _NoPrefetch
 ) -> None:
-    scores = passes.scores
+    scores, is_decode = passes.scores, passes.is_decode
     for pass_idx, layers in enumerate(passes.needed()):
-        counts = result.decode if passes.chunks[pass_idx] == 1 else result.prefill
+        counts = result.decode if is_decode[pass_idx] else result.prefill
         counts.num_tokens += int(passes.chunks[pass_idx])
         _count_prefetches(prefetches.before_pass(cache, pass_idx), extent_bytes, counts)
         for layer_idx, experts in enumerate(layers):

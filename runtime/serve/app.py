@@ -152,6 +152,8 @@ class _Counts(Collector):
         yield CounterMetricFamily("moe_serve_prefill_seconds", "Seconds of prefill.", counts.prefill_s)
         yield CounterMetricFamily("moe_serve_decode_seconds", "Seconds of decode.", counts.decode_s)
         yield CounterMetricFamily("moe_serve_decode_steps", "Forward passes of decode.", counts.decode_steps)
+        yield CounterMetricFamily("moe_serve_drafted_tokens", "Drafted tokens that were verified.", counts.drafted)
+        yield CounterMetricFamily("moe_serve_accepted_tokens", "Of these, the ones that were right.", counts.accepted)
 
 
 async def _refuse(http: HttpRequest, fault: Exception) -> Response:

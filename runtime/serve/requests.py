@@ -109,7 +109,11 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCounts:
-    """Counts since the start, and what is going on now. `decode_s` and `prefill_s` are seconds of computation."""
+    """Counts since the start, and what is going on now.
+
+    `decode_s`, `prefill_s`: seconds of computation.   `drafted`: tokens that were verified behind another, of which
+    `accepted` were right.
+    """
 
     running: int
     waiting: int
@@ -121,6 +125,8 @@ class SchedulerCounts:
     prefill_s: float
     decode_s: float
     decode_steps: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler(Protocol):

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe_pack.formats import RunError
 from moe_pack.formats.errors import MoePackError
 from moe_pack.runtime import Sampler, Text
+from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence
 from moe_pack.runtime.sampling import check_sampling
@@ -185,16 +186,23 @@ class BatchScheduler:
     `failure`: what ended the thread, in words; None while it runs.
 
     Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: where sequences go that
-             leave a slot, and from where they come back; None: nowhere.
+             leave a slot, and from where they come back; None: nowhere.   drafts: while one request alone is past its
+             prompt, several of its tokens may come from one pass; the answer is the same.
     """
 
     def __init__(
-        self, decoder: Decoder, text: Text, most_waiting: int = 64, sessions: SessionStore | None = None
+        self,
+        decoder: Decoder,
+        text: Text,
+        most_waiting: int = 64,
+        sessions: SessionStore | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.context_tokens = decoder.sequences[0].cache.context_tokens
         self._slots = tuple(Slot(sequence) for sequence in decoder.sequences)
         self.failure: str | None = None
         self._decoder, self._text, self._most_waiting, self._sessions = decoder, text, most_waiting, sessions
+        self._drafts = drafts
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closing = False
@@ -247,6 +255,8 @@ class BatchScheduler:
                 prefill_s=self._prefill_s,
                 decode_s=self._decode_s,
                 decode_steps=self._steps,
+                drafted=0 if self._drafts is None else self._drafts.counts.drafted,
+                accepted=0 if self._drafts is None else self._drafts.counts.accepted,
             )
 
     def slots(self) -> tuple[Slot, ...]:
@@ -299,6 +309,8 @@ class BatchScheduler:
         decoding = [slot for slot in self._slots if slot.state == "decode"]
         if filling and (not decoding or self._owed_s <= 0):
             self._fill(min(filling, key=lambda slot: slot.used), bool(decoding))
+        elif len(decoding) == 1 and self._drafts is not None:
+            self._decode_drafted(decoding[0], self._drafts)
         elif decoding:
             self._decode(decoding)
         return True
@@ -398,7 +410,7 @@ class BatchScheduler:
             sequence.save_checkpoint()
         if not job.left:
             sequence.save_checkpoint()
-            self._choose(slot, logits)
+            self._choose(slot, logits, sequence.num_tokens)
         seconds = time.perf_counter() - began
         self._owed_s = seconds if others_decode else 0.0
         with self._changed:
@@ -416,18 +428,40 @@ class BatchScheduler:
                 self._end(slot, "error", str(fault))
             return
         for slot, row in zip(slots, logits, strict=True):
-            self._choose(slot, row)
+            self._choose(slot, row, slot.sequence.num_tokens)
+        self._note_step(began)
+
+    def _decode_drafted(self, slot: Slot, drafts: Drafts) -> None:
+        """Does the same for one slot, with a draft behind its token."""
+        job, began = slot.job, time.perf_counter()
+        assert job is not None and job.next_token is not None, "a slot in decode"
+
+        def take(logits: Tensor, num_tokens: int) -> int | None:
+            self._choose(slot, logits, num_tokens)
+            return None if slot.job is None else job.next_token
+
+        try:
+            drafts.begin(job)
+            most = job.request.max_tokens - job.completion_tokens
+            drafts.advance(self._decoder, slot.sequence, job.next_token, most, take)
+        except MoePackError as fault:
+            self._end(slot, "error", str(fault))
+            return
+        self._note_step(began)
+
+    def _note_step(self, began: float) -> None:
         seconds = time.perf_counter() - began
         self._owed_s -= seconds
         with self._changed:
             self._decode_s += seconds
             self._steps += 1
 
-    def _choose(self, slot: Slot, logits: Tensor) -> None:
+    def _choose(self, slot: Slot, logits: Tensor, num_tokens: int) -> None:
+        """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over."""
         job = slot.job
         assert job is not None, "a slot at work"
         try:
-            reason = job.take(logits, slot.sequence.num_tokens >= self.context_tokens)
+            reason = job.take(logits, num_tokens >= self.context_tokens)
         except RunError as fault:
             self._end(slot, "error", str(fault))
             return

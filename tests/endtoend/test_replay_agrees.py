@@ -13,11 +13,13 @@ from native import operations_limited_to
 from streaming import budget_for
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime import Engine, EngineOptions, Sampler, generate
 from moe_pack.runtime.choices import cache_facts
+from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, Routing, read_recording, replay
+from moe_pack.runtime.sampling import SamplingOptions
 
 CONTEXT = 80
 NUM_PROMPT = 30
@@ -74,6 +76,33 @@ def test_replay_gives_the_hits_that_the_engine_counted(
                 )
                 assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
                 assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
+
+
+def test_replay_counts_verified_passes_as_decode(folder: Path, new_folder: Callable[[], Path]) -> None:
+    draw = torch.Generator().manual_seed(4)
+    some = torch.randint(0, 4000, (10,), generator=draw).tolist()
+    for policy, prefetches, num_experts in (("lru", False, 6), ("edgemoe", True, 9), ("importance", False, 4)):
+        with case(policy, prefetches, num_experts):
+            record = new_folder() / "routes.safetensors"
+            with Pack(folder) as opened:
+                budget = budget_for(opened, num_experts, CONTEXT)
+                name = PRESETS[policy].name
+                options = EngineOptions(budget_bytes=budget, policy=name, prefetches=prefetches, record=record)
+                with Engine(opened, options, CONTEXT) as engine:
+                    assert isinstance(engine.decoder, Decoder)
+                    drafts = Drafts(NgramDrafter(), None)
+                    sampler = Sampler(SamplingOptions(temperature=0))
+                    tokens = [*generate(engine.decoder, [*some, *some], sampler, 50, frozenset(), drafts)]
+                    counted, plan = engine.weights, engine.plan
+                assert plan is not None and len(tokens) == 50
+                found = read_recording(record)
+                facts, sizes = cache_facts(opened, plan, Routing.open(opened)), opened.index.size.astype(np.int64)
+                played = replay(found.passes, facts, sizes, PRESETS[policy], record=found)
+            assert drafts.counts.drafted > 0 and (found.passes.chunks[found.passes.is_decode] > 1).any()
+            assert found.passes.chunks[found.passes.is_decode].sum() == drafts.counts.passes + drafts.counts.drafted
+            for phase in ("prefill", "decode"):
+                own, other = getattr(played, phase), getattr(counted, phase)
+                assert (own.num_hits, own.num_needed) == (other.hits, other.needed), phase
 
 
 def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Path) -> None:

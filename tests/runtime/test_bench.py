@@ -73,7 +73,7 @@ def test_json_has_every_fact_and_they_agree(demo: Path) -> None:
         "synthetic", "prompt_tokens", "prefill_s", "prefill_tokens_per_s", "generated_tokens", "decode_s",
         "decode_tokens_per_s", "median_token_ms", "peak_resident_bytes", "seed", "computed_by", "dense_bytes",
         "kv_cache_bytes", "context_tokens", "experts_asked_for_bytes", "anonymous_bytes", "stream", "gpu",
-        "fallbacks",
+        "drafts", "why_no_drafts", "fallbacks",
     ]  # fmt: skip
     assert facts["prefill_tokens_per_s"] == pytest.approx(9 / facts["prefill_s"])
     assert facts["decode_tokens_per_s"] > 0

@@ -84,8 +84,8 @@ def test_without_a_seed_every_call_differs(demo: Path) -> None:
 
 
 def test_the_report_says_what_ran(demo: Path) -> None:
-    budget = tight_budget(demo)
-    with load(demo, budget, context_tokens=CONTEXT, options=EngineOptions(policy="corm", threads=1)) as model:
+    budget, options = tight_budget(demo), EngineOptions(policy="corm", threads=1, draft="off")
+    with load(demo, budget, context_tokens=CONTEXT, options=options) as model:
         before = model.report()
         assert before.stream is not None
         assert before.stream.decode.experts_needed == before.stream.prefill.experts_needed == 0

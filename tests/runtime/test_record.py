@@ -42,7 +42,7 @@ def assert_equal(found: Recording, expected: Recording) -> None:
     assert found.facts == expected.facts and found.requests == expected.requests
     np.testing.assert_array_equal(found.hits, expected.hits)
     np.testing.assert_array_equal(found.needed, expected.needed)
-    for name in ("routes", "chunks", "scores", "popularity"):
+    for name in ("routes", "chunks", "scores", "popularity", "decode"):
         np.testing.assert_array_equal(getattr(found.passes, name), getattr(expected.passes, name))
 
 
@@ -51,6 +51,15 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path, with_scores: bo
     write_recording(small(with_scores), tmp_path / "routes.safetensors")
     assert_equal(read_recording(tmp_path / "routes.safetensors"), small(with_scores))
     assert os.listdir(tmp_path) == ["routes.safetensors"]
+
+
+def test_a_pass_of_several_tokens_may_be_of_decode(tmp_path: Path) -> None:
+    recording = small()
+    assert recording.passes.is_decode.tolist() == [False, True]
+    marked = replace(recording, passes=replace(recording.passes, decode=np.array([1, 1], "<u1")))
+    write_recording(marked, tmp_path / "r")
+    assert_equal(read_recording(tmp_path / "r"), marked)
+    assert read_recording(tmp_path / "r").passes.is_decode.tolist() == [True, True]
 
 
 def test_a_record_takes_the_place_of_one_that_is_there(tmp_path: Path) -> None:

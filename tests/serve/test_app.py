@@ -269,6 +269,8 @@ def test_metrics_count_what_happened() -> None:
         (("moe_serve_prefill_seconds_total",), 0.5),
         (("moe_serve_decode_seconds_total",), 1.5),
         (("moe_serve_decode_steps_total",), 7),
+        (("moe_serve_drafted_tokens_total",), 5),
+        (("moe_serve_accepted_tokens_total",), 4),
     ):
         with case(name):
             assert found[name] == value

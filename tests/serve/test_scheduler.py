@@ -17,6 +17,7 @@ from models import PackMaker, pack
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Text
+from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.sampling import SamplingOptions
@@ -73,6 +74,7 @@ def served(
     most_waiting: int = 64,
     sessions: SessionStore | None = None,
     context: int = CONTEXT,
+    drafts: Drafts | None = None,
 ) -> Iterator[Served]:
     with Pack(folder) as opened:
         sequences = Sequences(number, checkpoints=2)
@@ -81,7 +83,7 @@ def served(
         with Engine(opened, options, context, sequences=sequences) as engine:
             assert isinstance(engine.decoder, Decoder)
             text = Text(opened)
-            with closing(BatchScheduler(engine.decoder, text, most_waiting, sessions)) as scheduler:
+            with closing(BatchScheduler(engine.decoder, text, most_waiting, sessions, drafts)) as scheduler:
                 yield Served(scheduler, text, engine)
 
 
@@ -102,8 +104,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(demo_pack: PackMaker) -> No
                 one.engine.decoder.reset()
                 alone.append(one.run(each))
         with served(demo_pack("none", 4), number=3, budget=budget) as several:
-            for slot in several.scheduler.slots():
-                slot.sequence.num_kept = lambda prompt: 0  # type: ignore[method-assign]  # what is kept changes rounding
+            keep_nothing(several)
             answers = []
             for each in wanted:
                 answers.append(several.submit(each)[1])
@@ -114,6 +115,47 @@ def test_an_answer_does_not_depend_on_its_neighbours(demo_pack: PackMaker) -> No
             assert counts.num_requests == 8 and counts.running == counts.waiting == 0
             assert counts.generated_tokens == sum(len(each.tokens) for each in alone)
             assert counts.decode_steps < counts.generated_tokens, "several sequences shared steps"
+
+
+def test_drafts_change_no_answer_and_no_count(demo_pack: PackMaker) -> None:
+    """A request alone is drafted, its stop texts and ends too; next to another it is not."""
+    with served(demo_pack("none", 4), number=2) as server:
+        ids = server.text.encode(f"{WORDS}. {WORDS}. {WORDS[:20]}")
+        seeded = SamplingOptions(temperature=0.7, seed=3)
+        plain = server.run(request(ids, 60))
+        wanted = [
+            request(ids, 60),
+            request(ids, 60, seeded),
+            replace(request(ids, 60), stop=(plain.text[40:44],)),
+            replace(request(ids, 60), end_ids=frozenset([plain.tokens[30]])),
+            request(ids, 500),  # until the context is full
+        ]
+        keep_nothing(server)
+        expected = [server.run(each) for each in wanted]
+    drafts = Drafts(NgramDrafter(), None)
+    with served(demo_pack("none", 4), number=2, drafts=drafts) as server:
+        keep_nothing(server)
+        for own, each in zip(expected, wanted, strict=True):
+            with case(each.max_tokens, each.stop, each.end_ids, each.sampling):
+                found = server.run(each)
+                assert (found.tokens, found.text) == (own.tokens, own.text)
+                assert found.end is not None and own.end is not None
+                assert found.end.reason == own.end.reason
+                assert found.end.completion_tokens == own.end.completion_tokens
+        accepted = drafts.counts.accepted
+        assert accepted > 20
+        both = [server.submit(each)[1] for each in wanted[:2]]
+        assert [each.wait().tokens for each in both] == [each.tokens for each in expected[:2]]
+    counts = server.scheduler.counts()
+    assert counts.generated_tokens == sum(each.end.completion_tokens for each in (*expected, *both) if each.end)
+    assert counts.decode_steps <= counts.generated_tokens - accepted
+    assert counts.drafted >= counts.accepted >= accepted
+
+
+def keep_nothing(server: Served) -> None:
+    """Makes every prompt run whole: what is kept changes rounding."""
+    for slot in server.scheduler.slots():
+        slot.sequence.num_kept = lambda prompt: 0  # type: ignore[method-assign]  # of this server alone
 
 
 def test_what_was_computed_is_taken_up_again(demo_pack: PackMaker) -> None:

@@ -84,7 +84,7 @@ class ScriptedScheduler:
     def counts(self) -> SchedulerCounts:
         running = sum(not ticket.ended.is_set() for ticket in self.tickets)
         tokens = sum(len(request.prompt_ids) for request in self.requests)
-        return SchedulerCounts(running, 0, self.most, len(self.requests), tokens, 0, self.generated, 0.5, 1.5, 7)
+        return SchedulerCounts(running, 0, self.most, len(self.requests), tokens, 0, self.generated, 0.5, 1.5, 7, 5, 4)
 
     def close(self) -> None:
         """Ends all that still runs."""

@@ -425,6 +425,11 @@ class KVCache:
             num_tokens = saved if saved is not None and saved <= num_tokens else 0
         return num_tokens if all(ring.reaches(num_tokens, self._num_tokens) for ring in self._rings) else 0
 
+    @property
+    def most_taken_back(self) -> int:
+        """The most tokens of a pass that can be taken back, wherever the sequence is; states need `save` before it."""
+        return min((ring.tensor.shape[ring.dim] - ring.window for ring in self._rings), default=self.context_tokens)
+
     def return_to(self, num_tokens: int) -> None:
         """Goes back to a position that is `reachable`."""
         assert self.reachable(num_tokens) == num_tokens, "the cache does not lead back there"

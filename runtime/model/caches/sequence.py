@@ -9,8 +9,10 @@ used for longest for the next.
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from moe_pack.formats import ModelSpec
 from moe_pack.runtime.model.caches.kv_cache import Angles, Checkpoint, KVCache, LayerRopes
@@ -19,16 +21,32 @@ LEAST_KEPT = 16  # tokens of a beginning; fewer are not worth the other rounding
 _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute
 
 
+class Follower(Protocol):
+    """Follows the hidden states of a sequence, for drafts."""
+
+    def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
+        """Takes note of hidden states float32 [T, w], after the last layer and before the final norm.
+
+        Args:    ids: the sequence with the tokens that have them.   first: the position of the first of these; a
+                 position that was there before, and all after it, are new.
+        """
+        ...
+
+
 class CachedSequence:
     """The tokens of a sequence, and the keys, values and states of those that have run.
 
-    `ids`: the tokens; while a pass runs, its new ones are already there.   `cache`: of the others.
+    `ids`: the tokens; while a pass runs, its new ones are already there.   `cache`: of the others.   `hidden`: the
+    hidden states of the last token that ran, after the last layer and before the final norm, float32 [w]; None before
+    the first. The decoder sets it, for drafts.   `follower`: who gets those of all tokens; None: nobody.
     Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
     """
 
     def __init__(self, spec: ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
         self.ids: list[int] = []
+        self.hidden: Tensor | None = None
+        self.follower: Follower | None = None
         number = 0 if cache.is_cut_anywhere else num_checkpoints
         self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
         self._ropes = ropes
