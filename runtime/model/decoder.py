@@ -237,18 +237,29 @@ class Decoder:
         if is_again:
             # From here on every position has other angles, and everything that was computed depends on them.
             new, cache.num_tokens = sequence.ids, 0
-        kept = cache.num_tokens
+        kept, num_left = cache.num_tokens, len(new)
+        ends_early = last_only and self._may_end_early(sequence)
         hidden: list[Tensor] = []
         try:
-            with closing(self._chunks(sequence.ids, len(new))) as chunks:
+            with closing(self._chunks(sequence.ids, len(new))) as chunks, self._told(is_prompt=len(new) > 1):
                 for tokens, rows in chunks:
-                    piece = self._pass(_Pass([sequence], [rows], len(tokens), [len(sequence.ids)]), tokens)
+                    num_left -= len(tokens)
+                    batch = _Pass([sequence], [rows], len(tokens), [len(sequence.ids)])
+                    piece = self._pass(batch, tokens, ends_early and not num_left)
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
             _keep_what_is_whole(cache, kept)
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
+
+    def _may_end_early(self, sequence: CachedSequence) -> bool:
+        """Whether the last layer's experts may run for the last token of a prompt alone.
+
+        Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
+        number of tokens at most; a GPU computes whole passes.
+        """
+        return self.device.type == "cpu" and sequence.follower is None and not self.spec.router.capacity
 
     @torch.inference_mode()
     def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
@@ -270,7 +281,7 @@ class Decoder:
         """Computes each token of a pass as if it were alone; closes its rows, and drops what a failed pass leaves."""
         before = [sequence.num_tokens for sequence in sequences]
         try:
-            with self._weights.operations.tokens_alone(), self._as_batch():
+            with self._weights.operations.tokens_alone(), self._told(is_batch=True):
                 yield
         except BaseException:
             for sequence, kept in zip(sequences, before, strict=True):
@@ -282,16 +293,16 @@ class Decoder:
                     each.close()
 
     @contextmanager
-    def _as_batch(self) -> Iterator[None]:
-        """Tells weights that run experts themselves that each token is of a sequence of its own."""
+    def _told(self, is_batch: bool = False, is_prompt: bool = False) -> Iterator[None]:
+        """Tells weights that run experts themselves what the tokens of a pass are."""
         runner = self._weights if isinstance(self._weights, ExpertRunner) else None
         if runner is not None:
-            runner.is_batch = True
+            runner.is_batch, runner.is_prompt = is_batch, is_prompt
         try:
             yield
         finally:
             if runner is not None:
-                runner.is_batch = False
+                runner.is_batch = runner.is_prompt = False
 
     def _check_ids(self, sequence: CachedSequence, ids: list[int]) -> None:
         if sequence.num_tokens + len(ids) > sequence.cache.context_tokens:
@@ -326,13 +337,18 @@ class Decoder:
         tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
         return NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
 
-    def _pass(self, batch: "_Pass", ids: Tensor) -> Tensor:
-        """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d]."""
-        weights = self._weights
+    def _pass(self, batch: "_Pass", ids: Tensor, ends_early: bool = False) -> Tensor:
+        """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d].
+
+        Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
+        """
+        weights, last = self._weights, self.spec.num_hidden_layers - 1
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
             x = batch.add_ngrams(x, weights, layer)
             x = batch.add_attention(x, weights, layer)
+            if ends_early and layer == last:
+                x, ids = x[-1:], ids[-1:]
             if not self.spec.has_second(layer):
                 continue
             x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))

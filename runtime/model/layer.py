@@ -390,10 +390,12 @@ class ExpertRunner(ABC):
     """Weights that run the routed experts of a layer themselves, wherever the experts are.
 
     They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
-    `is_batch`: whether each token of the running pass is the next one of a sequence of its own; the decoder sets it.
+    `is_batch`: whether each token of the running pass is the next one of a sequence of its own.   `is_prompt`: whether
+    the pass is of several tokens of one sequence, even if a layer's experts run for one of them. The decoder sets both.
     """
 
     is_batch = False
+    is_prompt = False
 
     @abstractmethod
     def run_experts(

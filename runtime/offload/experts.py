@@ -176,7 +176,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         Args:    experts, router_weights: int64 and float32 [T, k].
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
-        is_decoding = len(x) == 1 or self.is_batch
+        is_decoding = self._is_decoding(len(x))
         counts = self.decode if is_decoding else self.prefill
         self.store.shares.is_decoding = is_decoding
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
@@ -280,13 +280,17 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             counts.mispredicted += num_wrong
             if num_wrong:
                 chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
-        elif alpha is not None and (len(x) == 1 or self.is_batch):
+        elif alpha is not None and self._is_decoding(len(x)):
             chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit
             experts = torch.from_numpy(chosen)
             router_weights = weights_of_experts(logits, experts, self, layer)
         return experts, router_weights, scores.mean(axis=0)
+
+    def _is_decoding(self, num_tokens: int) -> bool:
+        """Whether tokens of a layer are the next ones of their sequences."""
+        return self.is_batch or (num_tokens == 1 and not self.is_prompt)
 
     def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:
         """Returns as many predicted experts as a token uses if they are to run; None if the layer's router chooses."""

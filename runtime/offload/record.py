@@ -309,6 +309,8 @@ class Recorder:
         """
         if layer_idx == 0:
             self._forget_broken_pass()
+        if layer_idx > 0:  # the last layer may run for the last token of a pass alone: the same experts are needed
+            routes = np.broadcast_to(routes[-1:], self._routes[-1].shape) if len(routes) == 1 else routes
         self._routes.append(routes.astype("<u2"))
         self._decode.append(len(routes) == 1 if is_decode is None else is_decode)
 

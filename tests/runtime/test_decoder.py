@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import case
 from models import TinyMixtral, pack
+from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
@@ -74,6 +76,36 @@ def test_a_prompt_longer_than_a_prefill_chunk_gives_the_same_logits(tmp_path: Pa
         resumed = decoder.logits(ids[700:])
     assert (logits - reference_logits(source, ids)).abs().max() < TOLERANCE
     assert (logits[700:] - resumed).abs().max() < TOLERANCE
+
+
+class Routes:
+    """An observer that keeps what ran, by layer."""
+
+    def __init__(self) -> None:
+        self.of = dict[int, list[NDArray[np.int64]]]()
+
+    def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
+        self.of.setdefault(layer_idx, []).append(experts)
+
+    def fetched(self, layer_idx: int, expert: int) -> None:
+        assert layer_idx in self.of, "its router chose it"
+
+
+def test_the_last_layers_experts_run_for_the_last_token_of_a_prompt_alone(tmp_path: Path) -> None:
+    pack(SHAPES["plain"].write(tmp_path / "source"), tmp_path / "packed")
+    ids = [(11 * i + 3) % 96 for i in range(20)]
+    with Pack(tmp_path / "packed") as opened:
+        weights, routes = PackWeights(opened, CPU), Routes()
+        expected = Decoder(weights, 64).logits(ids)
+        weights.observer = routes
+        decoder = Decoder(weights, 64, chunk_tokens=8)
+        assert (decoder.next_logits(ids) - expected[-1]).abs().max() < TOLERANCE
+        assert [len(each) for each in routes.of[0]] == [8, 8, 4]
+        assert [len(each) for each in routes.of[max(routes.of)]] == [8, 8, 1]
+        routes.of.clear()
+        decoder.reset()
+        assert (decoder.logits(ids) - expected).abs().max() < TOLERANCE
+        assert [len(each) for each in routes.of[max(routes.of)]] == [8, 8, 4], "all tokens are asked for"
 
 
 def test_quantized_dense_matrices_run(tmp_path: Path, tiny_source: Path) -> None:
