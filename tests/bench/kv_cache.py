@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import Decoder, NativeOperations, Operations, open_weights, operations_for
-from moe_pack.runtime.model.caches import storage
+from moe_pack.runtime.model.caches import KvDtype, storage
 
 CPU = torch.device("cpu")
 
