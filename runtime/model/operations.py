@@ -495,16 +495,26 @@ class NativeOperations(Operations):
         token, a chunk is one. It attends to all positions of a window, not to blocks. What it lacks is computed in
         torch.
         """
-        if spec.value_dim != spec.head_dim or chosen is not None or cache.reads_blocks:
+        if spec.value_dim != spec.head_dim or chosen is not None:
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)
         if spec.chunked and window is not None and len(projected[0]) == 1:
             window = cache.num_tokens % window + 1
         elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
         head_norms, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        cached = cache.keys, cache.values
+        cached, (key_rows, _) = (cache.keys, cache.values), cache.rows
         return self.kernels.attend(
-            projected, head_norms, eps, angles, interleaved, cached, cache.num_tokens, spec, window, sinks
+            projected,
+            head_norms,
+            eps,
+            angles,
+            interleaved,
+            cached,
+            key_rows.dtype,
+            cache.num_tokens,
+            spec,
+            window,
+            sinks,
         )
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:

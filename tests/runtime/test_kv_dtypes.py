@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -12,15 +13,17 @@ import torch
 from cases import case
 from families import NUM_POSITIONS, Tiny, token_ids, write
 from models import PackMaker
+from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import CheckpointWeights, Decoder, attention, operations
-from moe_pack.runtime.model.caches import KVCache, KvDtype, kv_cache
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, attention, operations
+from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, kv_cache
 from moe_pack.runtime.model.caches.storage import RowStorage, rotation
+from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.weights import Weights
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
@@ -107,6 +110,62 @@ FAMILIES = (
     Tiny("llama4_text", "chunks"),
     Tiny("mimo_v2_flash", "values of another size"),
 )
+
+
+def coded_cache(dtype: KvDtype, shape: tuple[int, int, int], num_tokens: int) -> LayerCache:
+    storage = RowStorage(dtype, shape[2:])
+    keys, values = drawn(2, *shape)
+    return LayerCache(storage.encode(keys), storage.encode(values), num_tokens, storage=(storage, storage))
+
+
+# Tokens, positions before them, places, a window, and the values of a head. Rings, tiles that wrap, several blocks.
+SHAPES = (
+    (1, 700, 701, None, 64),
+    (5, 300, 320, None, 128),
+    (130, 17, 147, None, 80),
+    (3, 0, 5, None, 6),
+    (1, 100, 10, 10, 32),
+    (9, 95, 48, 40, 96),
+    (1, 600, 300, 300, 64),
+)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin reads, in torch, the bytes that the kernel wrote, which are those that torch would write."""
+    native, kv_heads, group = operations_limited_to(instruction_set), 2, 3
+    for (num_tokens, start, places, window, d), dtype in product(SHAPES, ROUNDED):
+        with case(num_tokens, start, places, d, dtype), monkeypatch.context() as patch:
+            spec = GroupedQuerySpec("grouped_query", 6, kv_heads, d, window, d**-0.5, (), "head")
+            projected = tuple(drawn(num_tokens, heads * d) for heads in (kv_heads * group, kv_heads, kv_heads))
+            turns = 9 * drawn(num_tokens, d // 2)
+            norms = HeadNorms(1 + drawn(d) / 4, 1 - drawn(d) / 4, 1e-5)
+            given = (projected, norms, (turns.cos(), turns.sin()), False)
+            cache, written = (coded_cache(dtype, (kv_heads, places, d), start) for _ in range(2))
+            sinks = drawn(6)
+            found = native.attend(*given, cache, spec, window, sinks)
+            TORCH.attend(*given, written, spec, window, sinks)
+            for own, other in ((cache.keys, written.keys), (cache.values, written.values)):
+                # A value between two codes may become either.
+                assert own.shape == other.shape and (own != other).sum() <= 1 + own.numel() // 10_000
+            patch.setattr(LayerCache, "append", lambda *_: None)
+            expected = TORCH.attend(*given, cache, spec, window, sinks)
+            assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
+
+
+def test_what_is_not_finite_makes_its_row_so() -> None:
+    for dtype in CODED:
+        for fault in (float("nan"), float("inf"), -float("inf")):
+            with case(dtype, fault):
+                native, cache = operations_limited_to("portable"), coded_cache(dtype, (1, 4, 64), 0)
+                k, v = drawn(2, 64), drawn(2, 64)
+                k[0, 3] = fault
+                spec = GroupedQuerySpec("grouped_query", 1, 1, 64, None, 0.125, (), "none")
+                angles = torch.ones(2, 0), torch.zeros(2, 0)
+                found = native.attend((drawn(2, 64), k, v), None, angles, False, cache, spec, None, None)
+                assert found.isnan().all(), "every query sees the first key"
+
+
 THOROUGH = ("mixtral", "deepseek_v2")  # with every dtype; the others with the last
 
 

@@ -12,6 +12,7 @@
 #include "codes_avx2.h"
 #include "floats_avx2.h"
 #include "recurrence_vector.h"
+#include "cached_decode.h"
 
 namespace moe_pack {
 namespace {
@@ -64,7 +65,7 @@ namespace moe_pack {
 
 const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve,
+    exponentials, decode_cached, rotate, recur, convolve,
 };
 
 }  // namespace moe_pack

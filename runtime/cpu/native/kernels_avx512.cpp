@@ -12,6 +12,7 @@
 #include "codes_avx512.h"
 #include "floats_avx512.h"
 #include "recurrence_vector.h"
+#include "cached_decode.h"
 
 namespace moe_pack {
 namespace {
@@ -63,7 +64,7 @@ namespace moe_pack {
 
 const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve,
+    exponentials, decode_cached, rotate, recur, convolve,
 };
 
 }  // namespace moe_pack
