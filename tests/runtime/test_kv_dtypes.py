@@ -73,7 +73,9 @@ def test_rows_hold_what_their_description_says() -> None:
                 assert stored.shape == (5, storage.row_bytes) and stored.dtype == torch.uint8
                 plain = torch.tensor([read_row(bytes(row.numpy()), dtype, widths) for row in stored])
                 rotated = []
-                for part, found in zip(values.split(widths, dim=1), plain.split(widths, dim=1), strict=True):
+                for part, found in zip(
+                    torch.split(values, list(widths), 1), torch.split(plain, list(widths), 1), strict=True
+                ):
                     signs, matrix = rotation(part.shape[1], CPU)
                     pieces = (part * signs).view(5, -1, len(matrix)) @ matrix
                     # A code is off by half a step, and 16 bits of scales and minima by a part of the largest value.
@@ -137,10 +139,10 @@ def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch
     for (num_tokens, start, places, window, d), dtype in product(SHAPES, ROUNDED):
         with case(num_tokens, start, places, d, dtype), monkeypatch.context() as patch:
             spec = GroupedQuerySpec("grouped_query", 6, kv_heads, d, window, d**-0.5, (), "head")
-            projected = tuple(drawn(num_tokens, heads * d) for heads in (kv_heads * group, kv_heads, kv_heads))
+            q, k, v = (drawn(num_tokens, heads * d) for heads in (kv_heads * group, kv_heads, kv_heads))
             turns = 9 * drawn(num_tokens, d // 2)
             norms = HeadNorms(1 + drawn(d) / 4, 1 - drawn(d) / 4, 1e-5)
-            given = (projected, norms, (turns.cos(), turns.sin()), False)
+            given = ((q, k, v), norms, (turns.cos(), turns.sin()), False)
             cache, written = (coded_cache(dtype, (kv_heads, places, d), start) for _ in range(2))
             sinks = drawn(6)
             found = native.attend(*given, cache, spec, window, sinks)
@@ -239,7 +241,7 @@ def test_a_budget_has_the_bytes_of_codes(demo_pack: PackMaker) -> None:
         assert isinstance(spec.attention, GroupedQuerySpec)
         rows = 2 * spec.num_hidden_layers * spec.attention.num_kv_heads * context
         assert spec.attention.head_dim == 32
-        for dtype, row_bytes in (("f32", 128), ("bf16", 64), ("q8", 34), ("q4", 20)):
+        for dtype, row_bytes in zip(get_args(KvDtype), (128, 64, 34, 20), strict=True):
             sequences = Sequences(3, kv_dtype=dtype)
             least.append(least_budget(opened.layout, context, 0, sequences))
             options = EngineOptions(budget_bytes=least[-1], kv_dtype=dtype)
