@@ -128,7 +128,7 @@ def test_keys_and_values_of_eight_bits_are_planned_where_those_of_float32_fit_in
             assert (kv_text(target) or "").endswith("give moe-run --kv-dtype q8 too" if kv_dtype else "")
     asked = Target(least["q8"], "cpu", kv_dtype="f32")
     assert with_kv_dtype(asked, spec, dtypes) == asked, "what is asked for stays"
-    target, model = Target(2 * least["q8"], "cpu", kv_dtype="q8"), PlanningModel(spec, dtypes, random_losses(spec))
+    target, model = Target(GIB, "cpu", kv_dtype="q8"), PlanningModel(spec, dtypes, random_losses(spec))
     planned = planner_for(target, model, None, None).plan(10.0)
     shares = {share.name: share.num_bytes for share in planned.speed.shares}
     assert shares["key-value cache"] == cache_bytes(spec, context, 16, "q8")
