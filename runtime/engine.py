@@ -43,6 +43,7 @@ from moe_pack.runtime.model import (
     PackWeights,
     open_weights,
 )
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, chosen_mode, read_numerics
 from moe_pack.runtime.offload import (
     EXACT,
@@ -136,7 +137,9 @@ class Engine:
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
         self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
-        self._sequences, self._option_names = sequences, option_names
+        kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
+        self._sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
+        self._option_names = option_names
         self._measure_disk = measure_disk
         if options.verify == "full":
             audit(pack, progress)
@@ -320,6 +323,7 @@ class Engine:
             self._context_tokens,
             self.device,
             max(chunk_tokens, number),
+            self._sequences.kv_dtype,
             num_sequences=number,
             num_checkpoints=checkpoints,
         )
@@ -413,7 +417,7 @@ class Engine:
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
         facts = torch.cuda.get_device_properties(self.device)
         check_capability(facts.name, (facts.major, facts.minor))
-        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
+        cache_dtype: KvDtype = "f32" if options.kv_dtype == "f32" else "bf16"
         request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 

@@ -12,6 +12,7 @@ from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -19,7 +20,6 @@ ReadOption = Literal["auto", "direct", "pread", "map"]
 VerifyOption = Literal["lazy", "full", "off"]
 KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 MissesOption = Literal["auto", "cpu", "pull"]
-KvDtype = Literal["f32", "bf16"]
 DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
@@ -128,7 +128,8 @@ class EngineOptions:
         default=None,
         metadata=option(
             "--kv-dtype",
-            help="Keys and values in 32 or 16 bit; the CPU has f32 only.  [default: f32; on a GPU bf16]",
+            help="How keys and values are stored: in 32 or 16 bit, or, on the CPU, as codes of about 9 or 5 bits (q8, "
+            "q4), which CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
         ),
     )
     policy: Literal["auto"] | PolicyName = field(
@@ -244,10 +245,9 @@ class EngineOptions:
             chosen["--trust-experts"] = approximations.runs_predicted
             for name in (name for name, is_given in chosen.items() if is_given):
                 raise RunError(f"{name} does not support models with experts that return their input; remove it")
-        names = given(self, mark=_GPU)
-        if self.kv_dtype == "bf16":
-            names.append("--kv-dtype bf16")
-        if names:
+        if spec.encoder is not None and self.kv_dtype not in (None, "f32"):
+            raise RunError(f"--kv-dtype {self.kv_dtype} does not support models with an encoder; remove it")
+        if names := given(self, mark=_GPU):
             raise RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
@@ -259,6 +259,8 @@ class EngineOptions:
         """
         if (part := cpu_only(spec)) is not None:
             raise RunError(f"--device cuda does not support models with {part}; use --device cpu")
+        if self.kv_dtype in ("q8", "q4"):
+            raise RunError(f"--kv-dtype {self.kv_dtype} needs --device cpu; with --device cuda use bf16 or f32")
         if self.read == "map":
             raise RunError("--read map needs --device cpu; remove one of them")
         if self.numerics == "fastest":

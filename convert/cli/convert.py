@@ -59,8 +59,10 @@ from moe_pack.convert.plan import (
     Target,
     check_budget,
     defaults_text,
+    kv_text,
     planner_for,
     read_plan,
+    with_kv_dtype,
 )
 from moe_pack.convert.plan.rotation import ROTATE_CHOICE_OPTION, PlanRotation, check_rotation
 from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
@@ -412,6 +414,7 @@ def _narrowed(target: Target, options: ConvertOptions) -> Target:
 def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
     """Makes the pack for a target, or continues an earlier run, and prints its loss."""
     dtypes = dense_dtypes(checkpoint)
+    target = with_kv_dtype(target, checkpoint.spec, dtypes)
     check_budget(target, checkpoint.spec, dtypes)
     text = Text(FolderFiles(checkpoint.folder))
     tokens = _eval_tokens(checkpoint, text, options)
@@ -472,6 +475,8 @@ def _planner(model: PlanningModel, profile: Profile, target: Target, output: Pat
     facts = known_facts(output)
     for line in defaults_text(target, model.spec, facts):
         _tell(f"by default {line}")
+    if (stored := kv_text(target)) is not None:
+        _tell(stored)
     return planner_for(target, model, profile, facts)
 
 
@@ -491,7 +496,8 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
 def _run_line(output: Path, target: Target) -> str:
     budget = _budget_text(target.budget_bytes)
     if target.device == "cpu":
-        return f"run it: moe-run {output} --budget {budget}"
+        kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
+        return f"run it: moe-run {output} --budget {budget}{kv_dtype}"
     line = f"run it: moe-run {output} --device cuda --budget {budget}"
     return (
         line

@@ -23,6 +23,7 @@ from moe_pack.convert.plan import (
     decision_lines,
     defaults_text,
     gap_text,
+    kv_text,
     model_text,
     option_json,
     option_lines,
@@ -30,6 +31,7 @@ from moe_pack.convert.plan import (
     planner_for,
     preset_decision,
     share_lines,
+    with_kv_dtype,
 )
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import (
@@ -171,6 +173,7 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     rotation = PlanRotation() if profile is None else PlanRotation(profile.rotation())
     repeats = usual_repeats(spec.expert.source_size) if losses.quantizer == "calibrated" and not lossless else 0
     model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
+    target = with_kv_dtype(target, spec, dtypes)
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 
 
@@ -217,6 +220,8 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
     yield request.origin
     for line in request.defaults:
         yield f"by default {line}"
+    if (stored := kv_text(target)) is not None:
+        yield stored
     yield ""
     yield from option_lines(offers, losses)
     if len(offers) > 1:

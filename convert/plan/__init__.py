@@ -19,7 +19,16 @@ from moe_pack.convert.plan.planned import (
     share_lines,
 )
 from moe_pack.convert.plan.planner import Planner
-from moe_pack.convert.plan.target import LossLimit, Target, check_budget, defaults_text, held_out_passes, planner_for
+from moe_pack.convert.plan.target import (
+    LossLimit,
+    Target,
+    check_budget,
+    defaults_text,
+    held_out_passes,
+    kv_text,
+    planner_for,
+    with_kv_dtype,
+)
 
 __all__ = [
     "Decision",
@@ -35,6 +44,7 @@ __all__ = [
     "defaults_text",
     "gap_text",
     "held_out_passes",
+    "kv_text",
     "model_text",
     "option_json",
     "option_lines",
@@ -43,4 +53,5 @@ __all__ = [
     "preset_decision",
     "read_plan",
     "share_lines",
+    "with_kv_dtype",
 ]

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import cache_values, first_moe_layers, state_values
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
-from moe_pack.runtime.gpu.fit import BF16_BYTES
 from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
 from moe_pack.runtime.machine import disk_cutover
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import (
     BudgetPlan,
     CacheFacts,
@@ -38,7 +38,13 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     expert_pages,
 )
-from moe_pack.runtime.offload.budget import begin_block, extent_bytes, resident_selectors, selector_heat
+from moe_pack.runtime.offload.budget import (
+    begin_block,
+    cache_bytes,
+    extent_bytes,
+    resident_selectors,
+    selector_heat,
+)
 from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 
 Array = NDArray[Any]
@@ -204,6 +210,7 @@ def estimate_on_cpu(
     recall: float | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
+    kv_dtype: KvDtype = "f32",
 ) -> TokenEstimate:
     """Estimates how fast a pack of this layout decodes on the CPU within a budget.
 
@@ -211,7 +218,7 @@ def estimate_on_cpu(
              do not run.   passes: routes to replay, of text not used for calibration; if None, independent draws from
              `popularity`.   recall: the share of the next layer's experts that the best predictor finds; None if no
              profile says it.   seen_tokens: tokens in the key-value cache.   is_rough: replays few tokens and one
-             policy, for a search among plans.
+             policy, for a search among plans.   kv_dtype: of that cache.
     Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
     """
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
@@ -237,7 +244,8 @@ def estimate_on_cpu(
     fetching = fetched_from_disk(
         layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
     )
-    return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, seen_tokens)
+    dense = dense_seconds(layout, machine, seen_tokens, kv_dtype)
+    return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, dense)
 
 
 def planned_heat(layout: PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
@@ -460,11 +468,14 @@ def _row_seconds(expert: ExpertLayout, machine: Machine) -> tuple[float, float]:
     return expert.num_rows * seconds(expert.selector) if expert.selector else 0.0, seconds(expert.records)
 
 
-def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:
+def dense_seconds(
+    layout: PackLayout, machine: Machine, seen_tokens: int, kv_dtype: KvDtype | None = None
+) -> tuple[float, float]:
     """Returns the seconds of the dense part for one token, and the bytes that it reads.
 
     The embedding does not count, unless it is the head too: a token reads one row of it, and one of a table to experts.
-    The key-value cache is float32 on the CPU and bfloat16 on a GPU; states are float32.
+    States are read and written.
+    Args:    kv_dtype: of the key-value cache; None: what the device has by default.
     """
     seconds = num_bytes = 0.0
     for dense in layout.dense:
@@ -474,8 +485,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
         rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
-    cached = (4 if machine.kind == "cpu" else BF16_BYTES) * cache_values(layout.spec, seen_tokens, 1)
-    cached += 2 * 4 * state_values(layout.spec)  # read and written
+    cached = cache_bytes(layout.spec, seen_tokens, 1, kv_dtype or ("f32" if machine.kind == "cpu" else "bf16"))
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
@@ -605,11 +615,11 @@ def _token_estimate(
     fetching: FetchCosts,
     predicted: Array,
     policy: PolicyName,
-    seen_tokens: int,
+    dense: tuple[float, float],
 ) -> TokenEstimate:
     L = len(layout.experts)
     computing, reading = _expert_table(layout, running, lambda e, share: expert_seconds(e, share, machine))
-    dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
+    dense_s, dense_bytes = dense
     k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
     num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
     fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s

@@ -45,7 +45,8 @@ from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
 from moe_pack.formats.spec import record_matrices, selector_matrices
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat
-from moe_pack.runtime.offload import Passes, divide_budget, least_budget
+from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.offload import Passes, Sequences, divide_budget, least_budget
 from moe_pack.runtime.offload.budget import AS_TARGET, Division, MemoryPart, extent_bytes
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
@@ -309,7 +310,21 @@ def speed_estimate(shares: tuple[MemoryPart, ...], token: TokenEstimate) -> Spee
 
 
 class CpuTier(MachineTier):
-    """Host memory over the disk: the tier of `--device cpu`."""
+    """Host memory over the disk: the tier of `--device cpu`.
+
+    Args:    kv_dtype: of the key-value cache.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        routing: RoutingFacts,
+        budget_bytes: int,
+        context_tokens: int,
+        kv_dtype: KvDtype = "f32",
+    ) -> None:
+        super().__init__(machine, routing, budget_bytes, context_tokens)
+        self._sequences = Sequences(kv_dtype=kv_dtype)
 
     def estimate(
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
@@ -324,6 +339,7 @@ class CpuTier(MachineTier):
             routing.predictor_bytes,
             AS_TARGET,
             heat,
+            self._sequences,
         )
         token = estimate_on_cpu(
             layout,
@@ -335,12 +351,13 @@ class CpuTier(MachineTier):
             routing.recall,
             self._seen_tokens,
             is_rough,
+            self._sequences.kv_dtype,
         )
         return speed_estimate(plan.parts, token)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
-        return least_budget(layout, self._context_tokens, self._routing.predictor_bytes)
+        return least_budget(layout, self._context_tokens, self._routing.predictor_bytes, self._sequences)
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to read an expert whole, or its selector and running rows if that is faster."""

@@ -238,7 +238,8 @@ class _Server:
         context, sequences = self._sizes(pack)
         sessions = None  # a wrong folder is refused before the engine takes its time
         if options.sessions is not None:
-            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes)
+            kv_dtype = options.engine.kv_dtype or "f32"
+            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes, kv_dtype)
         engine = opened.enter_context(self._open_engine(pack, context, sequences))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
@@ -268,7 +269,9 @@ class _Server:
                 raise RunError("--parallel: with --device cuda one request runs at a time; remove --parallel")
             return context, Sequences(1)
         chunk = most_chunk_tokens(context)
-        each = cache_bytes(spec, context, chunk) + _CHECKPOINTS * checkpoint_bytes(spec, context, chunk)
+        kv_dtype = options.engine.kv_dtype or "f32"
+        each = cache_bytes(spec, context, chunk, kv_dtype)
+        each += _CHECKPOINTS * checkpoint_bytes(spec, context, chunk, kv_dtype)
         number = options.parallel
         if number is None:
             memory = options.engine.budget_bytes or available_bytes()

@@ -50,6 +50,7 @@ _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
+_CACHE_KINDS = ("f32", "bf16", "q8", "q4")  # in the order of the native CacheKind
 _ROUTERS = {
     "softmax_topk": 0,
     "topk_softmax": 1,
@@ -250,6 +251,7 @@ class Kernels:
         angles: tuple[Tensor, Tensor],
         interleaved: bool,
         cached: tuple[Tensor, Tensor],
+        kv_dtype: Literal["f32", "bf16", "q8", "q4"],
         num_cached: int,
         spec: GroupedQuerySpec,
         window: int | None,
@@ -259,8 +261,9 @@ class Kernels:
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
                  norms: weights float32 [head_dim] of the rms norms of each head's query and key, with `eps`.   angles:
-                 cosine and sine, float32 [T, rotary_dim / 2] each.   cached: keys and values float32 [heads, places,
-                 head_dim] after `num_cached` positions, position p in place `p % places`.
+                 cosine and sine, float32 [T, rotary_dim / 2] each.   cached: keys and values [heads, places, n] after
+                 `num_cached` positions, position p in place `p % places`; rows of `kv_dtype`, as
+                 `runtime.model.caches.storage` describes them.
                  window: how many positions a token sees at most; None for all.   sinks: float32 [num_heads], logits
                  without values.
         Returns: float32 [T, num_heads * head_dim].
@@ -271,7 +274,7 @@ class Kernels:
             *(_array(each) for each in projected),
             *((None, None) if norms is None else (each.numpy() for each in norms)),
             *(_array(each) for each in angles),
-            *(each.numpy() for each in cached),
+            *((each if kv_dtype == "f32" else each.view(torch.uint8)).numpy() for each in cached),
             None if sinks is None else sinks.numpy(),
             out,
             spec.num_heads,
@@ -282,6 +285,7 @@ class Kernels:
             spec.scale,
             0.0 if norms is None else eps,
             interleaved,
+            _CACHE_KINDS.index(kv_dtype),
         )
         return y
 

@@ -19,6 +19,7 @@ from moe_pack.formats import ExpertLayout, Pack, PackLayout, RunError, size_text
 from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.placement import least_placement, place_experts
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
+from moe_pack.runtime.model.caches import KvDtype, plain_dtype
 from moe_pack.runtime.offload.budget import (
     AS_BUDGET,
     AS_TARGET,
@@ -101,7 +102,7 @@ class GpuRequest:
     budget_bytes: int | None
     context_tokens: int
     chunk_tokens: int | None
-    cache_dtype: torch.dtype
+    cache_dtype: KvDtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ def fit_to_gpu(
 
 def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
     """Returns how many tokens a forward pass may have, before anything is measured."""
-    costs = GpuCosts(torch.empty((), dtype=request.cache_dtype).element_size(), context_bytes)
+    costs = GpuCosts(plain_dtype(request.cache_dtype).itemsize, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
     most = divide_gpu(needs, budget, request.context_tokens, AS_BUDGET).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)

@@ -32,6 +32,7 @@ from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.token_step import GpuDecoder, StepInputs, Substitution
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import ExpertRunner
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import CacheFacts
 from moe_pack.runtime.offload.cache import Eviction
 
@@ -105,7 +106,7 @@ class GpuEngine:
         expert_bytes: int,
         context_tokens: int,
         chunk_tokens: int,
-        cache_dtype: torch.dtype = torch.float32,
+        cache_dtype: KvDtype = "f32",
     ) -> None:
         pack, device = inputs.pack, inputs.device
         heat, is_cuda = usual_heat(pack.layout, pack.thresholds), device.type == "cuda"

@@ -35,7 +35,7 @@ from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence
+from moe_pack.runtime.model.caches import CachedSequence, KvDtype
 from moe_pack.runtime.model.router import expert_scores
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
@@ -306,7 +306,7 @@ class GpuDecoder(Decoder):
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
     Args:    residency: decides on the slots; None if there are none.   chunk_tokens: of a forward pass of several
-             tokens.   cache_dtype: float32 or bfloat16.   link_rate: bytes a second that promotions may count on.
+             tokens.   cache_dtype: f32 or bf16.   link_rate: bytes a second that promotions may count on.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class GpuDecoder(Decoder):
         context_tokens: int,
         device: torch.device,
         chunk_tokens: int,
-        cache_dtype: torch.dtype = torch.float32,
+        cache_dtype: KvDtype = "f32",
         link_rate: float = float("inf"),
     ) -> None:
         super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)

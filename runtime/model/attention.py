@@ -22,7 +22,7 @@ A decoder also attends to the encoder's output, without a bias.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from moe_pack.runtime.model.caches import (
     EntryCache,
     LayerCache,
     Rope,
+    RunningSoftmax,
     each_sequence,
     rotate,
 )
@@ -53,11 +54,14 @@ from moe_pack.runtime.model.operations import (
     MAX_DECODED_BYTES,
     MAX_SCORE_BYTES,
     HeadNorms,
+    attend_entry_blocks,
     attend_with_sinks,
     fused_attention,
     seen_positions,
 )
 from moe_pack.runtime.model.weights import Weights
+
+_LATENT, _INDEX = slice(0, 2), slice(2, 3)  # parts of a row of latent attention: latent and rotated key; indexer's key
 
 
 def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache | Batch[LayerCache], angles: Angles) -> Tensor:
@@ -308,7 +312,7 @@ def attend_latent(
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     outputs = []
     for rows, own in _rows_and_caches(sequences):
-        own.keys[0, own.num_tokens : own.num_tokens + rows.stop - rows.start, : entered.shape[1]] = entered[rows]
+        own.enter_parts(entered[rows], _LATENT)
         own_latent = None if q_latent is None else q_latent[rows]
         mask = _latent_mask(x[rows], own_latent, weights, spec, role, own, _angles_of(angles, rows))
         outputs.append(_attend_latents(q[:, rows], weights, spec, role, own, mask, sinks))
@@ -331,13 +335,17 @@ def _latent_mask(
 
     A layer with an indexer of its own writes their index keys to the cache, and its choice.
     """
-    start, stop, width = cache.num_tokens, cache.num_tokens + len(x), spec.kv_lora_rank + spec.qk_rope_head_dim
+    start, stop = cache.num_tokens, cache.num_tokens + len(x)
     mask = seen_positions(None, 0, start, len(x), x.device)
     if (indexer := spec.own_indexer) is not None and q_latent is not None:
-        cache.keys[0, start:stop, width:] = _index_keys(x, weights, indexer, role, angles)
+        cache.enter_parts(_index_keys(x, weights, indexer, role, angles), _INDEX)
         cache.chosen.positions = None
         if stop > indexer.top_k:
-            index_keys = cache.keys[0, :stop, width:].float()
+
+            def index_keys() -> Iterator[Tensor]:
+                blocks = cache.blocks(0, stop, MAX_DECODED_BYTES) if cache.reads_blocks else iter([(0, stop)])
+                return (cache.read_parts(begin, end, _INDEX) for begin, end in blocks)
+
             cache.chosen.positions = _indexed(x, q_latent, weights, indexer, role, angles, index_keys, mask)
     if spec.indexer is not None and cache.chosen.positions is not None:
         return cache.chosen.positions
@@ -354,9 +362,47 @@ def _attend_latents(
     sinks: Tensor | None,
 ) -> Tensor:
     """Returns what a sequence's queries [heads, T, nope + rope] read, float32 [heads, T, v]."""
-    stop, width = cache.num_tokens + q.shape[1], spec.kv_lora_rank + spec.qk_rope_head_dim
-    attend, cached = _absorbed if absorbs(q.shape[1], stop, spec) else _expanded, cache.keys[0, :stop, :width].float()
+    stop = cache.num_tokens + q.shape[1]
+    if cache.reads_blocks:
+        return _attend_latent_blocks(q, weights, spec, role, cache, mask, sinks)
+    attend, cached = _absorbed if absorbs(q.shape[1], stop, spec) else _expanded, cache.read_parts(0, stop, _LATENT)
     return torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))
+
+
+def _attend_latent_blocks(
+    q: Tensor,
+    weights: Weights,
+    spec: LatentSpec,
+    role: str,
+    cache: LayerCache,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns the same, of latents that are dequantized block by block of positions; either way, as `absorbs` says."""
+    rank, nope, num_heads, num_tokens = spec.kv_lora_rank, spec.qk_nope_head_dim, *q.shape[:2]
+    stop, width = cache.num_tokens + num_tokens, spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
+    is_absorbed = absorbs(num_tokens, stop, spec)
+    softmax = RunningSoftmax(num_heads, num_tokens, rank if is_absorbed else spec.v_head_dim, q.device, sinks)
+    for begin, end in cache.blocks(0, stop, MAX_DECODED_BYTES):
+        cached = cache.read_parts(begin, end, _LATENT)
+        latent, rope = cached[:, :rank], cached[:, rank:]
+        for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * (width + num_tokens)):
+            if is_absorbed:
+                moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)
+                scores, values = moved @ cached.T, latent[None]
+            else:
+                expanded = latent @ w_k.transpose(1, 2)
+                keys = torch.cat((expanded, rope.expand(len(expanded), -1, -1)), dim=-1)
+                scores, values = q[heads] @ keys.transpose(1, 2), latent @ w_v.transpose(1, 2)
+            scores *= spec.scale
+            if mask is not None:
+                scores.masked_fill_(~mask[:, begin:end], -torch.inf)
+            softmax.add(scores, values, heads)
+    mixed = softmax.result()
+    if not is_absorbed:
+        return mixed
+    projections = _up_projections(weights, spec, role, 4 * num_tokens * spec.v_head_dim)
+    return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
 
 
 def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
@@ -407,12 +453,12 @@ def _indexed(
     spec: IndexerSpec,
     role: str,
     angles: Angles,
-    keys: Tensor,
+    keys: Callable[[], Iterator[Tensor]],
     mask: Tensor | None,
 ) -> Tensor:
     """Returns which positions each token attends to: those with the `top_k` largest scores among those it sees.
 
-    Args:    keys: float32 [S, head_dim], the indexer's.   mask: bool [T, S], which positions are seen; None: all.
+    Args:    keys: of `_largest_scores`, the indexer's.   mask: bool [T, S], which positions are seen; None: all.
     Returns: bool [T, S]; among equal scores, the first positions.
     """
     q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
@@ -498,14 +544,18 @@ def _attend_compressed(
     key = operations.rms_norm(linear(x, weights.matrix(f"{role}.kv")), weights.vector(f"{role}.kv_norm"), eps)
     key = _rotate_last(key[None], angles, interleaved)
     cache.append(key, key)
-    entries, seen = torch.empty((0, spec.head_dim), device=x.device), None
+    number, seen = 0, None
     if spec.compression is not None:
         assert cache.compressed is not None, "a layer with entries"
         _compress(x, weights, spec, spec.compression, layer, cache.compressed, start)
-        entries = cache.compressed.entries[: stop // spec.compression.window_tokens].float()
-        seen = _seen_entries(x, latent, weights, spec.compression, layer, entries[:, spec.head_dim :], angles, start)
-        entries = entries[:, : spec.head_dim]
-    mixed = _attend_entries(q, cache, spec, start, entries, seen, weights.vector(f"{role}.sinks"))
+        number = stop // spec.compression.window_tokens
+        seen = _seen_entries(x, latent, weights, spec.compression, layer, cache.compressed, number, angles, start)
+    sinks = weights.vector(f"{role}.sinks")
+    if cache.compressed is None or not cache.reads_blocks:
+        entries = cache.compressed.keys(slice(0, number)) if cache.compressed else q.new_empty((0, spec.head_dim))
+        mixed = _attend_entries(q, cache, spec, start, entries, seen, sinks)
+    else:
+        mixed = attend_entry_blocks(q, cache, cache.compressed, spec, start, number, seen, sinks)
     mixed = _rotate_last(mixed, (angles[0], -angles[1]), interleaved).transpose(0, 1).flatten(1)
     mixed = linear_by_group(mixed, weights.matrix(f"{role}.o_a"), spec.num_groups)
     return linear(mixed, weights.matrix(f"{role}.o_b"))
@@ -587,7 +637,7 @@ def _compress(
         entry = (values * logits.softmax(dim=1)).sum(dim=1)
         entry = weights.operations.rms_norm(entry, weights.vector(f"{role}.{name}_norm"), weights.spec.norm.eps)
         made.append(_rotate_last(entry[None], angles, is_interleaved(weights.spec, layer))[0])
-    cache.entries[first:last] = torch.cat(made, dim=1).to(cache.entries.dtype)
+    cache.enter(first, torch.cat(made, dim=1))
 
 
 def _overlapped(rows: Tensor, before: int, fill: float) -> Tensor:
@@ -609,43 +659,54 @@ def _seen_entries(
     weights: Weights,
     spec: CompressionSpec,
     layer: int,
-    keys: Tensor,
+    cache: EntryCache,
+    num_entries: int,
     angles: Angles,
     start: int,
 ) -> Tensor | None:
     """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
 
     Args:    x: float32 [T, d], from position `start` on.   latent: float32 [T, q_lora_rank], of queries.
-             keys: float32 [n, head_dim], the indexer's.
+             cache: of the indexer's keys of `num_entries` entries.
     Returns: bool [T, n]; among equal scores, the first entries. None if each token attends to all.
     """
-    numbers, num_tokens = torch.arange(len(keys), device=x.device), len(x)
+    numbers, num_tokens = torch.arange(num_entries, device=x.device), len(x)
     ended = torch.arange(start + 1, start + num_tokens + 1, device=x.device)[:, None] // spec.window_tokens
     seen = None if num_tokens == 1 else numbers < ended
     indexer = spec.indexer
-    if indexer is None or len(keys) <= indexer.top_k:
+    if indexer is None or num_entries <= indexer.top_k:
         return seen
-    seen = torch.ones((1, len(keys)), dtype=torch.bool, device=x.device) if seen is None else seen
+    seen = torch.ones((1, num_entries), dtype=torch.bool, device=x.device) if seen is None else seen
     role, scale = f"layers.{layer}.attention", (indexer.num_heads * indexer.head_dim) ** -0.5
     q = linear(latent, weights.matrix(f"{role}.index_q")).view(num_tokens, indexer.num_heads, -1).transpose(0, 1)
     q = _rotate_last(q, angles, is_interleaved(weights.spec, layer))
-    return _largest_scores(q, keys, linear(x, weights.matrix(f"{role}.index_weights")) * scale, indexer.top_k, seen)
+    head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * scale
+
+    def keys() -> Iterator[Tensor]:
+        return cache.index_keys(num_entries, MAX_DECODED_BYTES)
+
+    return _largest_scores(q, keys, head_weights, indexer.top_k, seen)
 
 
-def _largest_scores(q: Tensor, keys: Tensor, head_weights: Tensor, top_k: int, seen: Tensor | None) -> Tensor:
+def _largest_scores(
+    q: Tensor, keys: Callable[[], Iterator[Tensor]], head_weights: Tensor, top_k: int, seen: Tensor | None
+) -> Tensor:
     """Returns the `top_k` of the keys that each query sees whose products, not below 0, have the largest weighted sums.
 
-    Args:    q: float32 [heads, T, head_dim].   keys: float32 [n, head_dim].   head_weights: float32 [T, heads].
-             seen: bool [T, n]; None: all.
+    Args:    q: float32 [heads, T, head_dim].   keys: yields float32 [n, head_dim] in blocks.   head_weights: float32
+             [T, heads].   seen: bool [T, n]; None: all.
     Returns: bool [T, n]; among equal scores, the first.
     """
-    chosen = torch.empty((q.shape[1], len(keys)), dtype=torch.bool, device=q.device)
-    step = max(1, MAX_DECODED_BYTES // (4 * len(q) * len(keys)))
-    for first in range(0, q.shape[1], step):
+    chosen, first, num_keys = list[Tensor](), 0, sum(map(len, keys()))
+    step = max(1, MAX_DECODED_BYTES // (4 * len(q) * num_keys))
+    while first < q.shape[1]:
         rows = slice(first, first + step)
-        scores = torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ keys.T), head_weights[rows])
-        chosen[rows] = largest(scores, top_k, torch.ones_like(chosen[rows]) if seen is None else seen[rows])
-    return chosen
+        blocks = [torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ each.T), head_weights[rows]) for each in keys()]
+        scores = torch.cat(blocks, dim=1)
+        allowed = torch.ones_like(scores, dtype=torch.bool) if seen is None else seen[rows]
+        chosen.append(largest(scores, top_k, allowed))
+        first += step
+    return torch.cat(chosen)
 
 
 def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:

@@ -26,6 +26,7 @@ from moe_pack.runtime.model.caches import (
     CachedSequence,
     Chosen,
     KVCache,
+    KvDtype,
     LayerCache,
     LayerRopes,
     SequenceRows,
@@ -68,7 +69,7 @@ class Decoder:
         context_tokens: int,
         device: torch.device | None = None,
         chunk_tokens: int = PREFILL_TOKENS,
-        cache_dtype: torch.dtype = torch.float32,
+        cache_dtype: KvDtype = "f32",
         num_sequences: int = 1,
         num_checkpoints: int = 0,
     ) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_pack.formats import RouterSpec, RowLayout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
-from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
-from moe_pack.runtime.model.caches import Angles, LayerCache, rotate
+from moe_pack.runtime.model.caches import Angles, EntryCache, LayerCache, RunningSoftmax, rotate
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
@@ -106,6 +106,8 @@ class Operations:
         start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
         first = _first_seen(window, start, chunked)
         cache.append(k, v)
+        if cache.reads_blocks:
+            return _attend_cache_blocks(q, cache, first, spec, window, sinks, chosen).transpose(0, 1).flatten(1)
         keys, values = cache.between(first, start + num_tokens)
         rows = spec.num_heads if q.device.type == "cpu" else 1
         step = max(1, MAX_SCORE_BYTES // (4 * rows * max(keys.shape[1], 1)))
@@ -302,6 +304,87 @@ def _softmax_attention(
     return (scores @ values).view(num_heads, num_tokens, -1) / total
 
 
+def _attend_cache_blocks(
+    q: Tensor,
+    cache: LayerCache,
+    first: int,
+    spec: GroupedQuerySpec,
+    window: int | None,
+    sinks: Tensor | None,
+    chosen: Tensor | None,
+) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim], of keys and values that are dequantized block by block.
+
+    Args:    first: the first position that the first of them sees.   chosen: as of `Operations.attend`.
+    Returns: float32 [heads, T, value_dim].
+    """
+    num_heads, num_tokens = q.shape[:2]
+    start, stop = cache.num_tokens, cache.num_tokens + num_tokens
+    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, sinks)
+    queries = torch.arange(start, stop, device=q.device)[:, None]
+    for begin, end in cache.blocks(first, stop, MAX_DECODED_BYTES):
+        keys, values = cache.between(begin, end)
+        numbers = torch.arange(begin, end, device=q.device)
+        step = max(1, MAX_DECODED_BYTES // (4 * num_heads * (end - begin)))
+        for row in range(max(begin - start, 0), num_tokens, step):  # those before see none of the block
+            rows = slice(row, row + step)
+            seen = numbers <= queries[rows]
+            if window is not None:
+                far = queries[rows] - (queries[rows] % window if spec.chunked else window - 1)
+                seen = seen & (numbers >= far)
+            if chosen is not None:
+                assert spec.indexer is not None, "an indexer chose blocks"
+                blocks = chosen[:, rows].index_select(2, numbers // spec.indexer.block_tokens)
+                seen = (blocks & seen).repeat_interleave(num_heads // len(chosen), dim=0)
+            if not seen.any():
+                continue
+            piece = (q[:, rows] * spec.scale).reshape(len(keys), -1, q.shape[2])
+            scores = (piece @ keys.transpose(1, 2)).view(num_heads, -1, end - begin).masked_fill_(~seen, -torch.inf)
+            softmax.add(scores, values, rows=rows)
+    return softmax.result()
+
+
+def attend_entry_blocks(
+    q: Tensor,
+    cache: LayerCache,
+    compressed: EntryCache,
+    spec: CompressedSpec,
+    start: int,
+    num_entries: int,
+    seen: Tensor | None,
+    sinks: Tensor,
+) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim] over a window and entries, dequantized block by block.
+
+    A token alone reads the entries that it sees and no others.
+    Args:    start: position of the first query.   seen: bool [T, num_entries], the entries that each query sees; None:
+             all.   sinks: float32 [heads], logits without a value.
+    Returns: float32 [heads, T, head_dim].
+    """
+    num_heads, num_tokens = q.shape[:2]
+    first, stop = max(0, start + 1 - spec.sliding_window), start + num_tokens
+    softmax = RunningSoftmax(num_heads, num_tokens, spec.head_dim, q.device, sinks)
+
+    def add(keys: Tensor, mask: Tensor | None) -> None:
+        step = max(1, MAX_DECODED_BYTES // (4 * num_heads * max(len(keys), 1)))
+        for begin in range(0, num_tokens, step):
+            rows = slice(begin, begin + step)
+            scores = q[:, rows] @ keys.T * spec.scale
+            if mask is not None:
+                scores.masked_fill_(~mask[rows], -torch.inf)
+            softmax.add(scores, keys[None], rows=rows)
+
+    add(cache.between(first, stop)[0][0], seen_positions(spec.sliding_window, first, start, num_tokens, q.device))
+    if seen is not None and num_tokens == 1:
+        chosen = seen[0].nonzero()[:, 0]
+        for begin, end in compressed.blocks(len(chosen), MAX_DECODED_BYTES):
+            add(compressed.keys(chosen[begin:end]), None)
+    else:
+        for begin, end in compressed.blocks(num_entries, MAX_DECODED_BYTES):
+            add(compressed.keys(slice(begin, end)), None if seen is None else seen[:, begin:end])
+    return softmax.result()
+
+
 def _attend_blocks(
     q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: GroupedQuerySpec
 ) -> Tensor:
@@ -368,6 +451,13 @@ def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple
     return q, keys, pad(values, (0, 0, 0, 1))
 
 
+def kernels_attend(spec: GroupedQuerySpec) -> bool:
+    """Whether native kernels compute every pass of such attention; torch computes what they lack."""
+    return (
+        spec.value_dim == spec.head_dim and spec.indexer is None and not spec.chunked and spec.qk_norm != "rotated_head"
+    )
+
+
 class NativeOperations(Operations):
     """The operations by native kernels; all tensors are on the CPU. The caller closes the kernels."""
 
@@ -412,9 +502,19 @@ class NativeOperations(Operations):
         elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
         head_norms, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        cached = cache.keys, cache.values
+        cached, (key_rows, _) = (cache.keys, cache.values), cache.rows
         return self.kernels.attend(
-            projected, head_norms, eps, angles, interleaved, cached, cache.num_tokens, spec, window, sinks
+            projected,
+            head_norms,
+            eps,
+            angles,
+            interleaved,
+            cached,
+            key_rows.dtype,
+            cache.num_tokens,
+            spec,
+            window,
+            sinks,
         )
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:

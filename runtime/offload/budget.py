@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
 from moe_pack.formats.layout import plain_layout, whole_blocks
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
-from moe_pack.formats.parts.attention import cached_width, raw_places
+from moe_pack.formats.parts.attention import raw_places
 from moe_pack.formats.spec import cache_values, cached_tokens, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS
+from moe_pack.runtime.model.caches import KvDtype, layer_cache_bytes, plain_dtype, row_storages
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES
+from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES, kernels_attend
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -45,13 +46,15 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences that run at once: their `number`, and the `checkpoints` that each has room for.
+    """The sequences that run at once: their `number`, the `checkpoints` that each has room for, and how their keys and
+    values are stored.
 
     `draft_bytes`: of what drafts them: a prediction layer; 0 if nothing needs memory to draft.
     """
 
     number: int = 1
     checkpoints: int = 0
+    kv_dtype: KvDtype = "f32"
     draft_bytes: int = 0
 
 
@@ -271,8 +274,9 @@ def cpu_needs(
     def fixed(chunk_tokens: int) -> FixedParts:
         workspace = workspace_bytes(spec, chunk_tokens, sequences.number)
         workspace += whole_pass_bytes(spec, chunk_tokens, context_tokens)
-        cache = cache_bytes(spec, context_tokens, chunk_tokens)
-        cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens)
+        workspace += decoded_cache_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
+        cache = cache_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
+        cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
         return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes, drafts=sequences.draft_bytes)
 
     longest, shortest = most_chunk_tokens(context_tokens), max(LEAST_PREFILL_TOKENS, sequences.number)
@@ -418,28 +422,62 @@ def page_sizes(layout: PackLayout) -> PageSizes:
     return PageSizes(best_page_bytes(pages, costs), head)
 
 
-def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
     """Returns the bytes of the key-value cache, and of states with their copy, for passes of at most `chunk_tokens`.
 
-    All are float32.
+    States are float32, and so is the cache of a model with an encoder.
     """
-    return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
+    if spec.encoder is not None:
+        return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
+    layers = range(spec.num_hidden_layers)
+    cached = sum(layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
+    return cached + 4 * 2 * state_values(spec)
 
 
-def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
     """Returns the bytes of a checkpoint of a sequence: its states, and the windows of layers that cache a ring."""
-    values = state_values(spec)
+    num_bytes = 4 * state_values(spec)
     for layer in range(spec.num_hidden_layers):
         attention, places = spec.attention_of(layer), cached_tokens(spec, layer, context_tokens, chunk_tokens)
         if 0 < places < context_tokens:
-            width = attention.head_dim if isinstance(attention, CompressedSpec) else cached_width(attention)
-            values += cached_tokens(spec, layer, context_tokens, 0) * width
+            heads, rows = row_storages(attention, kv_dtype)
+            window = cached_tokens(spec, layer, context_tokens, 0)
+            num_bytes += window * heads * sum(each.row_bytes for each in rows)
         if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
             continue
         compression = attention.compression
         if raw_places(compression, context_tokens, chunk_tokens) < context_tokens:
-            values += compression.earlier_tokens * compression.raw_width(attention.head_dim)
-    return 4 * values
+            raw_bytes = plain_dtype(kv_dtype).itemsize * compression.raw_width(attention.head_dim)
+            num_bytes += compression.earlier_tokens * raw_bytes
+    return num_bytes
+
+
+def decoded_cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype) -> int:
+    """Returns the most bytes of keys and values that are dequantized at once, with their scores and sums, by torch.
+
+    Kernels dequantize a few rows at a time, in the threads' memory; float32 is read as it is.
+    """
+    if kv_dtype == "f32":
+        return 0
+    most = 0
+    for attention, _ in spec.attention_kinds:
+        if isinstance(attention, GroupedQuerySpec) and kernels_attend(attention):
+            continue
+        heads, rows = row_storages(attention, "f32")
+        positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
+        scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
+        width = 2 * 4 * chunk_tokens * attention.num_heads * _mixed_width(attention)
+        most = max(most, min(positions, MAX_DECODED_BYTES) + min(scores, 2 * MAX_DECODED_BYTES) + width)
+    return most
+
+
+def _mixed_width(attention: AttentionSpec) -> int:
+    """Returns the values of a head's weighted sum."""
+    if isinstance(attention, GroupedQuerySpec):
+        return attention.value_dim
+    if isinstance(attention, LatentSpec):
+        return max(attention.kv_lora_rank, attention.v_head_dim)
+    return attention.head_dim
 
 
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:

@@ -2,8 +2,9 @@
 
 A session is one safetensors file. It has the tokens of a sequence, the keys and values of layers that keep the whole
 context, the checkpoints (a copy of states and of windows), and as its last tensor a JSON object of facts: the pack's
-root digest, the positions of the checkpoints, and a CRC-32 of each tensor. It is written to another name, synced and
-renamed. It belongs to one pack and to caches of one shape: another one's is left alone and never loaded.
+root digest, how keys and values are stored, the positions of the checkpoints, and a CRC-32 of each tensor. It is
+written to another name, synced and renamed. It belongs to one pack and one `--kv-dtype`: another one's is left alone
+and never loaded.
 """
 
 import errno
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from moe_pack.formats import RangeReader, RunError, canonical, parse
 from moe_pack.formats.safetensors import TensorEntry, lay_out, read_header
-from moe_pack.runtime.model.caches import CachedSequence, Checkpoint
+from moe_pack.runtime.model.caches import CachedSequence, Checkpoint, KvDtype
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast
-_SUFFIX, _VERSION = ".session", 1
+_SUFFIX, _VERSION = ".session", 2
 _ALIGN = 64
 _LOG = logging.getLogger("moe_pack.serve")
 
@@ -61,11 +62,13 @@ class SessionStore:
     """The sessions of a folder, at most so many bytes: those that were not used for longest are deleted.
 
     Args:    folder: is made if it is missing.   root_digest: of the pack.   most_bytes: of all sessions together.
+             kv_dtype: of the caches.
     Raises:  RunError if the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, root_digest: str, most_bytes: int) -> None:
+    def __init__(self, folder: Path, root_digest: str, most_bytes: int, kv_dtype: KvDtype = "f32") -> None:
         self._folder, self._root_digest, self._most_bytes = folder, root_digest, most_bytes
+        self._kv_dtype = kv_dtype
         self._sessions: list[_Session] = []  # the one used last comes last
         self.num_saved = self.num_loaded = self.num_failed = 0
         try:
@@ -183,6 +186,7 @@ class SessionStore:
             {
                 "version": _VERSION,
                 "root_digest": self._root_digest,
+                "kv_dtype": self._kv_dtype,
                 "checkpoints": None if positions is None else list(positions),
                 "crc32": {name: f"{crc:08x}" for name, crc in crcs.items()},
             }
@@ -206,6 +210,8 @@ class SessionStore:
             raise SessionError(f"{path.name}: was written by another version")
         if facts.get("root_digest") != self._root_digest:
             raise SessionError(f"{path.name}: belongs to another pack")
+        if facts.get("kv_dtype") != self._kv_dtype:
+            raise SessionError(f"{path.name}: its keys and values are of another --kv-dtype")
         return facts
 
     def _read(self, session: _Session, sequence: CachedSequence) -> None:
@@ -236,7 +242,7 @@ class SessionStore:
             sequence.cache.return_to_checkpoint(rooms[-1])
 
 
-_DTYPES = {torch.float32: "F32", torch.int64: "I64"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

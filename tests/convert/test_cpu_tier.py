@@ -13,6 +13,7 @@ from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_f
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget
 
 CONTEXT = 256
@@ -30,8 +31,8 @@ MADE = layout()
 EXPERT = MADE.experts[0][0]
 
 
-def tier_of(budget: int, traffic: RoutingFacts = TRAFFIC) -> CpuTier:
-    return CpuTier(assumed_cpu(), traffic, budget, CONTEXT)
+def tier_of(budget: int, traffic: RoutingFacts = TRAFFIC, kv_dtype: KvDtype = "f32") -> CpuTier:
+    return CpuTier(assumed_cpu(), traffic, budget, CONTEXT, kv_dtype)
 
 
 @pytest.mark.parametrize("predictor_bytes", [0, 100_000])
@@ -53,6 +54,20 @@ def test_the_least_budget_is_divided_and_a_byte_less_is_not(predictor_bytes: int
     assert tier_of(least, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
     with pytest.raises(RunError, match=r"^--target-vram: .* needs at least .* shorten the context with --context$"):
         tier_of(least - 1, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+
+
+def test_keys_and_values_in_few_bits_leave_their_bytes_to_experts() -> None:
+    # Of a position in a layer: keys and values of 2 heads with 32 values.
+    values = MADE.spec.num_hidden_layers * CONTEXT * 2 * 2
+    found = {}
+    for dtype, row_bytes in (("f32", 128), ("bf16", 64), ("q8", 34), ("q4", 20)):
+        estimate = tier_of(9 * MIB, kv_dtype=dtype).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+        shares = {share.name: share.num_bytes for share in estimate.shares}
+        assert shares["key-value cache"] == values * row_bytes and sum(shares.values()) == 9 * MIB
+        less = tier_of(1).least_bytes(MADE) - tier_of(1, kv_dtype=dtype).least_bytes(MADE)
+        assert less == values * (128 - row_bytes)
+        found[dtype] = estimate
+    assert found["q4"].hit_rate > found["f32"].hit_rate
 
 
 def test_a_smaller_budget_is_as_one_that_was_given_smaller() -> None:

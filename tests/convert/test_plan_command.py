@@ -15,16 +15,25 @@ from models import DEMO_MODEL, TinyMixtral
 from published import CONFIGS, PUBLISHED
 
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import PlanningModel, Target, planner_for, read_plan
-from moe_pack.formats import Pack, dense_roles, part_format, size_text, uniform_plan
+from moe_pack.convert.plan import (
+    PlanningModel,
+    Target,
+    check_budget,
+    kv_text,
+    planner_for,
+    read_plan,
+    with_kv_dtype,
+)
+from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
-from moe_pack.runtime.offload.budget import AS_TARGET
+from moe_pack.runtime.offload.budget import AS_TARGET, cache_bytes
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 NAME = "granite-3.0-1b-a400m"
 BUDGET = "5400000"  # bytes in which the experts of `source` take turns
 NAMES = [model.name for model in PUBLISHED]
@@ -96,6 +105,35 @@ def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(names: li
                 plan = divide_budget(layout, target, context, 1 << 20, AS_TARGET)
                 assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
                 assert plan.left >= 0 and plan.num_pages > 0
+
+
+def test_keys_and_values_of_eight_bits_are_planned_where_those_of_float32_fit_in_no_pack() -> None:
+    spec = model_spec(str(DEMO_MODEL))
+    dtypes, context = ("BF16",) * len(dense_roles(spec)), min(4096, spec.max_position_embeddings)
+
+    def is_refused(budget: int, kv_dtype: KvDtype | None) -> bool:
+        try:
+            check_budget(Target(budget, "cpu", kv_dtype=kv_dtype), spec, dtypes)
+        except RunError:
+            return True
+        return False
+
+    budgets = range(MIB, 64 * MIB, MIB // 4)
+    least = {dtype: next(each for each in budgets if not is_refused(each, dtype)) for dtype in (None, "q8")}
+    assert least["q8"] < least[None]
+    for budget, kv_dtype in ((least["q8"], "q8"), (least[None], None), (least["q8"] - MIB // 4, None)):
+        with case(budget):
+            target = with_kv_dtype(Target(budget, "cpu"), spec, dtypes)
+            assert target.kv_dtype == kv_dtype
+            assert (kv_text(target) or "").endswith("give moe-run --kv-dtype q8 too" if kv_dtype else "")
+    asked = Target(least["q8"], "cpu", kv_dtype="f32")
+    assert with_kv_dtype(asked, spec, dtypes) == asked, "what is asked for stays"
+    target, model = Target(GIB, "cpu", kv_dtype="q8"), PlanningModel(spec, dtypes, random_losses(spec))
+    planned = planner_for(target, model, None, None).plan(10.0)
+    shares = {share.name: share.num_bytes for share in planned.speed.shares}
+    assert shares["key-value cache"] == cache_bytes(spec, context, 16, "q8")
+    with pytest.raises(UsageError, match="--kv-dtype needs --device cpu; remove it or add --device cpu"):
+        Target(GIB, "cuda", kv_dtype="q8").check()
 
 
 def test_a_plans_parts_sum_to_the_target() -> None:

@@ -17,7 +17,7 @@ from moe_pack.formats.spec import cache_values, cached_values, spec_fault
 from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix, operations
 from moe_pack.runtime.model import attention as block_attention
 from moe_pack.runtime.model.attention import attend, choose_blocks, largest
-from moe_pack.runtime.model.caches import KVCache, LayerRopes
+from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerRopes
 
 D, HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 64, 4, 2, 32, 50
 CPU = torch.device("cpu")
@@ -253,9 +253,10 @@ def test_the_cache_holds_a_key_of_the_indexer_in_addition() -> None:
     spec = spec_of(POOLED, is_gated=False)
     width = 2 * KV_HEADS * HEAD_DIM + POOLED.head_dim
     assert cached_values(spec) == 3 * width
-    for dtype in (torch.float32, torch.bfloat16):
+    dtypes: tuple[tuple[KvDtype, int], ...] = (("f32", 4), ("bf16", 2))
+    for dtype, itemsize in dtypes:
         cache = KVCache(spec, 10, CPU, dtype=dtype)
         held = [cache.layer(layer) for layer in range(3)]
         tensors = [t for each in held for t in (each.keys, each.values, each.index) if t is not None]
-        assert cache.num_bytes == sum(t.nbytes for t in tensors) == dtype.itemsize * cache_values(spec, 10, 4)
+        assert cache.num_bytes == sum(t.nbytes for t in tensors) == itemsize * cache_values(spec, 10, 4)
     assert KVCache(spec_of(None, is_gated=False), 10, CPU).layer(0).index is None

@@ -23,7 +23,7 @@ from moe_pack.formats.spec import cache_values, cached_values, layer_cache_value
 from moe_pack.runtime import Engine, EngineOptions, Sampler, generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens
 from moe_pack.runtime.model.attention import largest
-from moe_pack.runtime.model.caches import KVCache, LayerCache
+from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 from moe_pack.runtime.options import cpu_only
 from moe_pack.runtime.sampling import SamplingOptions
@@ -72,13 +72,14 @@ def test_the_cache_holds_a_window_of_keys_what_entries_follow_from_and_entries()
     found = [layer_cache_values(COMPRESSED, layer, context, chunk) for layer in range(3)]
     assert found == [sparse, heavy, windows * 16]
     assert cache_values(COMPRESSED, context, chunk) == sum(found)
-    for dtype in (torch.float32, torch.bfloat16):
+    dtypes: tuple[tuple[KvDtype, int], ...] = (("f32", 4), ("bf16", 2))
+    for dtype, itemsize in dtypes:
         cache = KVCache(COMPRESSED, context, CPU, dtype=dtype, chunk_tokens=chunk)
         held = [cache.layer(layer) for layer in range(3)]
         tensors = [each.keys for each in held]
         for each in held:
             tensors += [] if each.compressed is None else [each.compressed.raw, each.compressed.entries]
-        assert cache.num_bytes == sum(t.nbytes for t in tensors) == dtype.itemsize * sum(found)
+        assert cache.num_bytes == sum(t.nbytes for t in tensors) == itemsize * sum(found)
         assert cache.is_ring
     whole = KVCache(COMPRESSED, 8, CPU, chunk_tokens=8)
     assert not whole.is_ring, "all positions are kept, and what entries follow from"

@@ -159,7 +159,7 @@ def test_a_cache_of_float32_is_what_a_decoder_has_unless_asked(tmp_path: Path, t
     ids = list(range(30))
     with Pack(tmp_path / "packed") as opened:
         weights = PackWeights(opened, CPU)
-        usual, asked = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.float32)
+        usual, asked = Decoder(weights, 30), Decoder(weights, 30, cache_dtype="f32")
         assert {opened.dtype for opened in (*usual.cache.keys, *usual.cache.values)} == {torch.float32}
         assert torch.equal(usual.logits(ids), asked.logits(ids))
 
@@ -171,7 +171,7 @@ def test_a_cache_of_bfloat16_takes_half_the_bytes_and_changes_logits_a_little(
     ids = list(range(30))
     with Pack(tmp_path / "packed") as opened:
         weights = PackWeights(opened, CPU)
-        exact, rounded = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.bfloat16)
+        exact, rounded = Decoder(weights, 30), Decoder(weights, 30, cache_dtype="bf16")
         expected, at_once = exact.logits(ids), rounded.logits(ids)
         rounded.reset()
         one_by_one = torch.stack([rounded.next_logits([token]) for token in ids])

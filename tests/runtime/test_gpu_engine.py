@@ -56,7 +56,7 @@ class Work:
 def fitted(folder: Path, driver: Driver, budget: int | None) -> int:
     """The room that experts get."""
     with Pack(folder) as pack:
-        asked = GpuRequest(budget, 64, None, torch.float32)
+        asked = GpuRequest(budget, 64, None, "f32")
         built, use = fit_to_gpu(
             pack,
             CPU,
@@ -133,7 +133,7 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
             pack,
             CPU,
             driver := Driver(),
-            GpuRequest(budget, 64, None, torch.float32),
+            GpuRequest(budget, 64, None, "f32"),
             LEAST_BYTES,
             lambda expert_bytes, chunk: Work(pack, driver, expert_bytes),
         )
@@ -146,7 +146,6 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
     [
         (EngineOptions(misses="pull"), "--misses"),
         (EngineOptions(ram_bytes=1 << 30), "--ram"),
-        (EngineOptions(kv_dtype="bf16"), "--kv-dtype bf16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -54,7 +54,7 @@ class PlainEngine(Engine):
 
     def _open_gpu(self) -> _GpuRun:
         self.gpu_memory: Any = PlainMemory()
-        return _GpuRun(self.gpu_memory, GpuRequest(BUDGET, self._context_tokens, 4, torch.float32), 1 << 30)
+        return _GpuRun(self.gpu_memory, GpuRequest(BUDGET, self._context_tokens, 4, "f32"), 1 << 30)
 
     def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         self.inputs = super()._gpu_inputs(ram_bytes, most_bytes)

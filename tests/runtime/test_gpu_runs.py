@@ -262,7 +262,7 @@ def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: P
 def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
     folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
     expected = reference_logits(folder)[-1]
-    with gpu_decoder(folder, GpuRun(1.0, cache_dtype=torch.bfloat16)) as decoder:
+    with gpu_decoder(folder, GpuRun(1.0, cache_dtype="bf16")) as decoder:
         decoder.next_logits(IDS[:PROMPT])
         for token in IDS[PROMPT:]:
             got = decoder.next_logits([token]).clone()

@@ -16,7 +16,7 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.spec import cache_values, state_values
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import Decoder, PackWeights, open_weights, operations_for
-from moe_pack.runtime.model.caches import KVCache, LayerCache
+from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.offload.budget import cache_bytes
 from moe_pack.runtime.options import EngineOptions, cpu_only
@@ -167,7 +167,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_states_are_counted_in_the_cache_and_are_float32_whatever_the_keys_are() -> None:
     for spec in [HYBRID, replace(HYBRID, mixer=replace(HYBRID.mixer, layers=(1,)))]:
-        for dtype, size in [(torch.float32, 4), (torch.bfloat16, 2)]:
+        dtypes: list[tuple[KvDtype, int]] = [("f32", 4), ("bf16", 2)]
+        for dtype, size in dtypes:
             cache = KVCache(spec, 100, CPU, dtype=dtype, chunk_tokens=10)
             assert cache.num_bytes == size * cache_values(spec, 100, 10) + 2 * 4 * state_values(spec)
             states = [cache.of(layer) for layer in spec.mixer.layers]

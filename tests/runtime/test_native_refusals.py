@@ -59,7 +59,14 @@ def legal_attention() -> Arguments:
         "scale": 0.5,
         "eps": 1e-6,
         "interleaved": True,
+        "kind": 0,
     }
+
+
+def legal_coded_attention() -> Arguments:
+    """The same over keys and values of 4 bits: 10 bytes of codes, a scale and a minimum a row."""
+    rows = {name: np.zeros((KV_HEADS, CONTEXT, 14), np.uint8) for name in ("keys", "values")}
+    return legal_attention() | rows | {"kind": 3}
 
 
 def legal_routing() -> Arguments:
@@ -195,6 +202,15 @@ def test_arguments_that_fit_pass() -> None:
     for name in (*OPERATIONS, "checksum", "read"):
         with case(name):
             call(name, legal(name))
+
+
+def test_rows_of_codes_have_the_bytes_of_their_kind() -> None:
+    assert call("attend", legal_coded_attention()) is None
+    for name, fault in (("keys", "keys: 309 values, expected 308"), ("values", "values: 307 values, expected 308")):
+        arguments = legal_coded_attention()
+        arguments[name] = np.zeros(309 if name == "keys" else 307, np.uint8)
+        with case(name), pytest.raises(ValueError, match=fault):
+            call("attend", arguments)
 
 
 def changed(value: NDArray[Any], fault: str) -> object:
@@ -349,6 +365,8 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "row too high": ("gather", put("places", numbers(0, F, 0)), "places: 5, expected 0 to 4"),
     "rows of nothing": ("gather", put("row_bytes", 0), "row_bytes: expected at least 1"),
     "rows below nothing": ("gather", put("row_bytes", -80), "row_bytes: expected at least 1"),
+    "no kind of rows": ("attend", put("kind", 4), "kind: expected 0 to 3"),
+    "kind of rows below 0": ("attend", put("kind", -1), "kind: expected 0 to 3"),
     "no heads": ("attend", put("num_heads", 0), "heads: sizes out of range"),
     "heads below 0": ("attend", put("num_heads", -4), "heads: sizes out of range"),
     "no key heads": ("attend", put("num_kv_heads", 0), "heads: sizes out of range"),

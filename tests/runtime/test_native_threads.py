@@ -19,6 +19,8 @@ from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations
+from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.model.caches.storage import RowStorage
 
 Operation = Callable[[Kernels], Tensor]
 D, F = 320, 700  # a record has 0.5 KiB: more than the 64 KiB that one thread does alone
@@ -67,15 +69,21 @@ def of_gather(kernels: Kernels) -> Tensor:
     return torch.from_numpy(kernels.gather(rows, np.arange(0, 400, 3, dtype=np.int32)))
 
 
-def of_attend(num_tokens: int, start: int, kernels: Kernels) -> Tensor:
+def of_attend(num_tokens: int, start: int, kernels: Kernels, kv_dtype: KvDtype = "f32") -> Tensor:
     """Eight heads that share two keys; their positions, and the cache afterwards."""
     q, k, v = (random_tokens(num_tokens, width, width) for width in (512, 128, 129))
     keys = random_tokens(2 * (start + num_tokens), 64).view(2, -1, 64)
     turns = random_tokens(num_tokens, 32)
     spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
-    cached, angles = (keys, keys.flip(1)), (turns.cos(), turns.sin())
-    y = kernels.attend((q, k, v[:, :128]), None, 0.0, angles, False, cached, start, spec, None, None)
+    storage, angles = RowStorage(kv_dtype, (64,)), (turns.cos(), turns.sin())
+    cached = storage.encode(keys), storage.encode(keys.flip(1))
+    y = kernels.attend((q, k, v[:, :128]), None, 0.0, angles, False, cached, kv_dtype, start, spec, None, None)
     return torch.cat([y.flatten(), *(each.flatten() for each in cached)])
+
+
+def of_coded_attend(kv_dtype: KvDtype, num_tokens: int, kernels: Kernels) -> Tensor:
+    """The same over codes, of which there are 700 positions before."""
+    return of_attend(num_tokens, 700, kernels, kv_dtype)
 
 
 def of_rms_norm(kernels: Kernels) -> Tensor:
@@ -99,6 +107,11 @@ OPERATIONS: dict[str, Operation] = {
     "checksums": of_checksums,
     "gather": of_gather,
     **{f"attend, {n} tokens": partial(of_attend, n, start) for n, start in ((1, 3000), (3, 700), (70, 200), (300, 0))},
+    **{
+        f"attend, {dtype}, {n} tokens": partial(of_coded_attend, dtype, n)
+        for dtype in ("bf16", "q8", "q4")
+        for n in (1, 70)
+    },
     "rms_norm": of_rms_norm,
     "rotate": of_rotate,
 }

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Approximations, Sequences, least_budget
 from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
 
@@ -79,11 +81,13 @@ def test_each_sequence_of_a_batch_gets_the_bits_that_it_has_alone(demo_pack: Pac
     for folder, limit in ((demo_pack("none", 4), None), (demo_pack("none", 4), "portable"), (sparse, None)):
         with Pack(folder) as pack, native(limit) as operations, closing(open_weights(pack, CPU, operations)) as weights:
             all_texts = texts(pack.spec.vocab_size)
-            single = Decoder(weights, CONTEXT)
-            expected = [alone(single, *text) for text in all_texts]
-            found = together(Decoder(weights, CONTEXT, num_sequences=len(all_texts)), all_texts)
-            for number, (own, others) in enumerate(zip(expected, found, strict=True)):
-                assert torch.equal(own, others), f"sequence {number}, {folder.name}, {limit}"
+            for dtype in get_args(KvDtype) if limit != "portable" else ("f32", "q4"):
+                single = Decoder(weights, CONTEXT, cache_dtype=dtype)
+                expected = [alone(single, *text) for text in all_texts]
+                batch = Decoder(weights, CONTEXT, cache_dtype=dtype, num_sequences=len(all_texts))
+                found = together(batch, all_texts)
+                for number, (own, others) in enumerate(zip(expected, found, strict=True)):
+                    assert torch.equal(own, others), f"sequence {number}, {folder.name}, {limit}, {dtype}"
 
 
 def test_torch_agrees_but_for_rounding(demo_pack: PackMaker) -> None:
@@ -164,26 +168,35 @@ def test_every_kind_of_cache_batches_copies_and_cuts_back(tmp_path: Path) -> Non
             native() as operations,
             closing(open_weights(opened, CPU, operations)) as weights,
         ):
-            single = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK)
-            expected = [alone(single, *text) for text in zip(prompts, steps, strict=True)]
-            decoder = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK, num_sequences=3, num_checkpoints=2)
-            found = together(decoder, list(zip(prompts, steps, strict=True)))
-            for own, others in zip(expected, found, strict=True):
-                # Torch's functions of single values round the last ones of a row in another way, unless a row has
-                # a multiple of 32 of them, as in published models.
-                torch.testing.assert_close(own, others, rtol=0, atol=1e-5)
-            check_bytes(decoder, opened)
-            check_cut_back(decoder, single, ids)
+            for dtype in ("f32", "q8", "q4"):
+                single = Decoder(weights, NUM_POSITIONS, chunk_tokens=CHUNK, cache_dtype=dtype)
+                expected = [alone(single, *text) for text in zip(prompts, steps, strict=True)]
+                decoder = Decoder(
+                    weights, NUM_POSITIONS, chunk_tokens=CHUNK, cache_dtype=dtype, num_sequences=3, num_checkpoints=2
+                )
+                found = together(decoder, list(zip(prompts, steps, strict=True)))
+                for own, others in zip(expected, found, strict=True):
+                    # Torch's functions of single values round the last ones of a row in another way, unless a row has
+                    # a multiple of 32 of them, as in published models.
+                    assert_close(own, others, dtype, 1e-5)
+                check_bytes(decoder, opened, dtype)
+                check_cut_back(decoder, single, ids, dtype)
 
 
-def check_bytes(decoder: Decoder, opened: Pack) -> None:
+def assert_close(found: Tensor, expected: Tensor, dtype: KvDtype, tolerance: float) -> None:
+    """Few values of a cache of codes may become other codes: their neighbours', if they lie between two."""
+    differences = (found - expected).abs()
+    assert differences.max() < (tolerance if dtype == "f32" else 0.02) and differences.median() < 10 * tolerance
+
+
+def check_bytes(decoder: Decoder, opened: Pack, dtype: KvDtype) -> None:
     number = 0 if decoder.cache.is_cut_anywhere else 2
     spec, sizes = opened.spec, (NUM_POSITIONS, CHUNK)
-    needed = cache_bytes(spec, *sizes) + number * checkpoint_bytes(spec, *sizes)
+    needed = cache_bytes(spec, *sizes, dtype) + number * checkpoint_bytes(spec, *sizes, dtype)
     assert [each.num_bytes for each in decoder.sequences] == 3 * [needed]
 
 
-def check_cut_back(decoder: Decoder, single: Decoder, ids: list[int]) -> None:
+def check_cut_back(decoder: Decoder, single: Decoder, ids: list[int], dtype: KvDtype) -> None:
     """A text goes on from a checkpoint in its middle, and from a copy, with the bits of one that began again."""
     first, second, _ = decoder.sequences
     first.reset()
@@ -200,6 +213,6 @@ def check_cut_back(decoder: Decoder, single: Decoder, ids: list[int]) -> None:
     single.next_logits(ids[:20])
     if kept > 20:
         single.next_logits(ids[20:kept])
-    torch.testing.assert_close(found, single.next_logits(other[kept:]), rtol=0, atol=2e-6)
+    assert_close(found, single.next_logits(other[kept:]), dtype, 2e-6)
     second.take_beginning(first, first.num_tokens)
     assert torch.equal(decoder.extend(first, [5]), decoder.extend(second, [5]))

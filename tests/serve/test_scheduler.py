@@ -19,7 +19,9 @@ from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Text
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Sequences, least_budget
+from moe_pack.runtime.options import ReadOption
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.requests import EndEvent, Event, QueueFullError, Request, RequestError, TokenEvent
 from moe_pack.runtime.serve.scheduler import AnswerText, BatchScheduler, Job
@@ -75,11 +77,13 @@ def served(
     sessions: SessionStore | None = None,
     context: int = CONTEXT,
     drafts: Drafts | None = None,
+    kv_dtype: KvDtype = "f32",
 ) -> Iterator[Served]:
     with Pack(folder) as opened:
-        sequences = Sequences(number, checkpoints=2)
+        sequences = Sequences(number, checkpoints=2, kv_dtype=kv_dtype)
         extra = None if budget is None else least_budget(opened.layout, context, 0, sequences) + budget
-        options = EngineOptions(budget_bytes=extra, read="auto" if budget is not None else "map", chunk_tokens=16)
+        reads: ReadOption = "auto" if budget is not None else "map"
+        options = EngineOptions(budget_bytes=extra, read=reads, chunk_tokens=16, kv_dtype=kv_dtype)
         with Engine(opened, options, context, sequences=sequences) as engine:
             assert isinstance(engine.decoder, Decoder)
             text = Text(opened)
@@ -357,6 +361,23 @@ def test_sessions_survive_a_restart(demo_pack: PackMaker, tmp_path: Path) -> Non
     for other in (SessionStore(tmp_path, "b" * 64, 1 << 30), SessionStore(tmp_path / "new", digest, 1 << 30)):
         with served(folder, sessions=other) as stranger:
             assert (end := stranger.run(request(ids)).end) is not None and end.cached_tokens == 0
+
+
+def test_sessions_of_codes_survive_and_are_of_one_kv_dtype(demo_pack: PackMaker, tmp_path: Path) -> None:
+    folder, digest = demo_pack("none", 4), "a" * 64
+    dtypes: tuple[KvDtype, ...] = ("q4", "q8", "bf16")  # none finds a session of the dtypes before it
+    for dtype in dtypes:
+        with case(dtype):
+            before = SessionStore(tmp_path, digest, 1 << 30, dtype)
+            with served(folder, sessions=before, kv_dtype=dtype) as server:
+                ids = server.text.encode(WORDS * 8)[:100]
+                expected = server.run(request(ids))
+                assert expected.end is not None and expected.end.cached_tokens == 0
+            after = SessionStore(tmp_path, digest, 1 << 30, dtype)
+            with served(folder, sessions=after, kv_dtype=dtype) as server:
+                answer = server.run(request(ids))
+                assert answer.end is not None and answer.end.cached_tokens == len(ids) - 1
+                assert answer.text == expected.text
 
 
 def test_damaged_sessions_and_full_disks_cost_time_alone(

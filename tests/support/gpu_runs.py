@@ -17,6 +17,7 @@ from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placemen
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
 from moe_pack.runtime.offload.cache import Eviction
@@ -46,7 +47,7 @@ class GpuRun:
     policy: PolicyName = "lru"
     chunk_tokens: int = 16
     context_tokens: int = 64
-    cache_dtype: torch.dtype = torch.float32
+    cache_dtype: KvDtype = "f32"
     dynamic_share: float = DYNAMIC_SHARE
     cpu_share: float | None = None
     is_fast: bool = False

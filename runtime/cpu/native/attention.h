@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cached_rows.h"
 #include "experts.h"
 
 namespace moe_pack {
@@ -24,7 +25,8 @@ struct AttentionWork {
     const float *q_norm, *k_norm;   // [head_dim], of each head's root-mean-square norm; or null
     const float *cosines, *sines;   // [T, num_angles]
     const float* sinks;             // [num_heads], scores that no value belongs to; or null
-    float *keys, *values;           // [kv heads, places, head_dim]
+    CachedRows rows;                // how head_dim values are stored
+    uint8_t *keys, *values;         // [kv heads, places, rows.row_bytes]
 };
 
 // Norms and rotates queries and keys, puts keys and values into the cache; out [T, num_heads, head_dim]: the attention.

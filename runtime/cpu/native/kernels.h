@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cached_rows.h"
+
 namespace moe_pack {
 
 enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6, trellis = 7 };
@@ -108,6 +110,10 @@ struct Kernels {
     // x[i] = e^(x[i] - largest) for n values, where `largest` is first raised to the largest of them; gives their sum.
     // What is -infinity becomes 0, a NaN stays one. x has room for n values rounded up to 16: what follows is lost.
     float (*exponentials)(float* x, int32_t n, float* largest);
+
+    // Rows of bfloat16 or codes of a key-value cache, one behind the other, to floats; codes as they are stored, rotated.
+    // out[r * stride]: room for whole blocks, which may be more than the row's width.
+    void (*decode_cached)(const CachedRows& rows, const uint8_t* from, int32_t num_rows, float* out, size_t stride);
 
     // out = R (scale * x) if `is_scaled_first`, else scale * (R x), for d floats each; `out` is neither of the others.
     // R is the rotation of docs/format.md, section 11, for d = m 2^k: m is odd, at most kMaxOdd, and d / m at least 64.

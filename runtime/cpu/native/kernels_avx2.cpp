@@ -12,6 +12,7 @@
 #include "affine_avx2.h"
 #include "codes_avx2.h"
 #include "floats_avx2.h"
+#include "cached_decode.h"
 #include "recurrence_vector.h"
 #include "rounded_rows_avx2.h"
 
@@ -92,7 +93,7 @@ constexpr Kernels kernels_of_digits(Kernels kernels) {
 
 constexpr Kernels kExact = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve, &avx2_rounded_kernels, {nullptr, nullptr},
+    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, {nullptr, nullptr},
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "codes_avx512.h"
 #include "floats_avx512.h"
 #include "recurrence_vector.h"
+#include "cached_decode.h"
 #include "rounded_rows_avx512.h"
 
 namespace moe_pack {
@@ -92,7 +93,7 @@ constexpr Kernels kernels_of_digits(Kernels kernels) {
 
 constexpr Kernels kExact = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, rotate, recur, convolve, &avx512_rounded_kernels, {nullptr, nullptr},
+    exponentials, decode_cached, rotate, recur, convolve, &avx512_rounded_kernels, {nullptr, nullptr},
 };
 
 }  // namespace

@@ -18,12 +18,16 @@ constexpr size_t kMaxRotated = 1 << 24;  // of a row that is rotated
 // The buffers of a call of `attend`.
 struct GivenAttention {
     Buffer<const float> q, k, v, q_norm, k_norm, cosines, sines, sinks;
-    Buffer<float> keys, values, out;
+    Buffer<float> float_keys, float_values, out;
+    Buffer<uint8_t> stored_keys, stored_values;
+    bool is_float = true;
 
-    bool take(PyObject* const* from) {
+    bool take(PyObject* const* from, CacheKind kind) {
+        is_float = kind == CacheKind::f32;
         return q.take(from[0], "q") && k.take(from[1], "k") && v.take(from[2], "v") && q_norm.take(from[3], "q_norm") &&
                k_norm.take(from[4], "k_norm") && cosines.take(from[5], "cosines") && sines.take(from[6], "sines") &&
-               keys.take(from[7], "keys", true) && values.take(from[8], "values", true) &&
+               (is_float ? float_keys.take(from[7], "keys", true) && float_values.take(from[8], "values", true)
+                         : stored_keys.take(from[7], "keys", true) && stored_values.take(from[8], "values", true)) &&
                sinks.take(from[9], "sinks") && out.take(from[10], "out", true);
     }
 
@@ -31,7 +35,11 @@ struct GivenAttention {
     bool fit(AttentionWork* work, Py_ssize_t start, Py_ssize_t window) const {
         const size_t d = work->head_dim, q_width = work->num_heads * d, kv_width = work->num_kv_heads * d;
         if (!count_tokens("q", q.size(), q_width, &work->num_tokens)) return false;
-        const size_t tokens = work->num_tokens, places = keys.size() / kv_width;
+        // In floats, or in bytes of rows.
+        const size_t cached_width = is_float ? kv_width : work->num_kv_heads * work->rows.row_bytes;
+        const size_t keys_size = is_float ? float_keys.size() : stored_keys.size();
+        const size_t values_size = is_float ? float_values.size() : stored_values.size();
+        const size_t tokens = work->num_tokens, places = keys_size / cached_width;
         if (tokens * work->num_heads > kMaxTokens) return refuse("q", "too many tokens") != nullptr;
         if ((q_norm.values() == nullptr) != (k_norm.values() == nullptr))
             return refuse("norms", "of queries and of keys, or of neither") != nullptr;
@@ -41,7 +49,7 @@ struct GivenAttention {
             return false;
         if (sinks.values() != nullptr && !has_size("sinks", sinks.size(), work->num_heads)) return false;
         if (places > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
-        if (!has_size("keys", keys.size(), places * kv_width) || !has_size("values", values.size(), keys.size()))
+        if (!has_size("keys", keys_size, places * cached_width) || !has_size("values", values_size, keys_size))
             return false;
         if (window < 0 || (size_t)window > kMaxTokens) return refuse("window", "expected 0 to 2^30") != nullptr;
         if (start < 0 || (size_t)start >= kMaxTokens) return refuse("start", "expected 0 to 2^30 - 1") != nullptr;
@@ -52,6 +60,8 @@ struct GivenAttention {
         work->start = (int32_t)start;
         work->window = (int32_t)window;
         work->num_angles = tokens ? (int32_t)(cosines.size() / tokens) : 0;
+        work->keys = is_float ? reinterpret_cast<uint8_t*>(float_keys.values()) : stored_keys.values();
+        work->values = is_float ? reinterpret_cast<uint8_t*>(float_values.values()) : stored_values.values();
         return true;
     }
 
@@ -73,18 +83,20 @@ PyObject* attend_heads(PyObject*, PyObject* arguments) {
     PyObject *capsule, *from[11];
     AttentionWork work = {};
     Py_ssize_t start, window;
-    int interleaved;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOiiinnffp:attend", &capsule, &from[0], &from[1], &from[2], &from[3],
+    int interleaved, kind;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOiiinnffpi:attend", &capsule, &from[0], &from[1], &from[2], &from[3],
                           &from[4], &from[5], &from[6], &from[7], &from[8], &from[9], &from[10],
-                          &work.num_heads, &work.num_kv_heads, &work.head_dim, &start, &window, &work.scale, &work.eps, &interleaved))
+                          &work.num_heads, &work.num_kv_heads, &work.head_dim, &start, &window, &work.scale, &work.eps, &interleaved, &kind))
         return nullptr;
     Pool* pool = pool_of(capsule);
     if (pool == nullptr) return nullptr;
     for (int size : {work.num_heads, work.num_kv_heads, work.head_dim})
         if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
     if (work.num_heads % work.num_kv_heads) return refuse("heads", "keys are not shared by as many queries each");
+    if (kind < 0 || kind > (int)CacheKind::q4) return refuse("kind", "expected 0 to 3");
+    work.rows = cached_rows((CacheKind)kind, work.head_dim);
     GivenAttention given;
-    if (!given.take(from) || !given.fit(&work, start, window)) return nullptr;
+    if (!given.take(from, work.rows.kind) || !given.fit(&work, start, window)) return nullptr;
     if (work.num_tokens == 0) Py_RETURN_NONE;
     work.interleaved = interleaved;
     work.q = given.q.values();
@@ -95,8 +107,6 @@ PyObject* attend_heads(PyObject*, PyObject* arguments) {
     work.cosines = given.cosines.values();
     work.sines = given.sines.values();
     work.sinks = given.sinks.values();
-    work.keys = given.keys.values();
-    work.values = given.values.values();
     return unlocked([&] { return attend(*pool, work, given.out.values()); });
 }
 

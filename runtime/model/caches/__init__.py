@@ -15,6 +15,13 @@ from moe_pack.runtime.model.caches.kv_cache import (
     rotate,
 )
 from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
+from moe_pack.runtime.model.caches.storage import (
+    KvDtype,
+    RunningSoftmax,
+    layer_cache_bytes,
+    plain_dtype,
+    row_storages,
+)
 
 __all__ = [
     "Angles",
@@ -24,11 +31,16 @@ __all__ = [
     "Chosen",
     "EntryCache",
     "KVCache",
+    "KvDtype",
     "LayerCache",
     "LayerRopes",
     "Rope",
+    "RunningSoftmax",
     "SequenceRows",
     "each_sequence",
     "joined_angles",
+    "layer_cache_bytes",
+    "plain_dtype",
     "rotate",
+    "row_storages",
 ]

@@ -24,8 +24,19 @@ from moe_pack.formats.parts import (
     RopeSpec,
     YarnSpec,
 )
-from moe_pack.formats.parts.attention import cached_width, raw_places
-from moe_pack.formats.spec import cached_tokens, layer_cache_values
+from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.spec import cached_tokens
+from moe_pack.runtime.model.caches.storage import (
+    KvDtype,
+    RowStorage,
+    attention_cache_bytes,
+    entry_storage,
+    layer_cache_bytes,
+    plain_dtype,
+    plain_rows,
+    position_blocks,
+    row_storages,
+)
 from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
@@ -148,26 +159,27 @@ class EntryCache:
     """The compressed entries of a layer, and what the next ones follow from.
 
     `raw`: projections of the last positions and the logits of their weights [places, width], a ring; position p is in
-    place `p % places`.   `entries`: [windows of the context, width], the key of each, then the indexer's.
-    `window_tokens`: the positions that an entry stands for.
+    place `p % places`.   `entries`: [windows of the context, n], the key of each, then the indexer's.   `storage`: of
+    entries.   `window_tokens`: the positions that an entry stands for.
     """
 
     raw: Tensor
     entries: Tensor
     window_tokens: int
+    storage: RowStorage
 
     @classmethod
     def empty(
-        cls, spec: CompressedSpec, context_tokens: int, chunk_tokens: int, dtype: torch.dtype, device: torch.device
+        cls, spec: CompressedSpec, context_tokens: int, chunk_tokens: int, dtype: KvDtype, device: torch.device
     ) -> "EntryCache | None":
         """Returns the entries of a layer for passes of at most `chunk_tokens` tokens; None if it has none."""
-        if (compression := spec.compression) is None:
+        compression, storage = spec.compression, entry_storage(spec, dtype)
+        if compression is None or storage is None:
             return None
-        places, width = raw_places(compression, context_tokens, chunk_tokens), sum(compression.dims(spec.head_dim))
-        raw = torch.zeros((places, compression.raw_width(spec.head_dim)), dtype=dtype, device=device)
-        windows = context_tokens // compression.window_tokens
-        entries = torch.zeros((windows, width), dtype=dtype, device=device)
-        return cls(raw, entries, compression.window_tokens)
+        places = raw_places(compression, context_tokens, chunk_tokens)
+        raw = torch.zeros((places, compression.raw_width(spec.head_dim)), dtype=plain_dtype(dtype), device=device)
+        entries = storage.empty(1, context_tokens // compression.window_tokens, device)[0]
+        return cls(raw, entries, compression.window_tokens, storage)
 
     def append(self, start: int, raw: Tensor) -> None:
         """Writes what entries follow from, float32 [T, width], of positions from `start` on."""
@@ -176,6 +188,25 @@ class EntryCache:
     def between(self, start: int, stop: int) -> Tensor:
         """Returns what entries follow from, float32 [stop - start, width], of positions that are still there."""
         return self.raw[_ring_places(start, stop, self.raw, 0)].float()
+
+    def enter(self, first: int, made: Tensor) -> None:
+        """Writes entries, float32 [n, width], from number `first` on."""
+        self.entries[first : first + len(made)] = self.storage.encode(made)
+
+    def keys(self, numbers: slice | Tensor) -> Tensor:
+        """Returns the keys of some entries, float32 [n, head_dim]."""
+        own = slice(0, 1)
+        return self.storage.decode(self.entries[numbers, self.storage.places(own)], own)
+
+    def blocks(self, num_entries: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields (begin, end) of the first entries, of which a block dequantizes to about so many bytes."""
+        yield from position_blocks(0, num_entries, _copies_bytes(self.storage), most_bytes)
+
+    def index_keys(self, num_entries: int, most_bytes: int) -> Iterator[Tensor]:
+        """Yields the indexer's keys of the first entries in blocks, float32 [n, index_dim]."""
+        indexed = slice(1, 2)
+        for begin, end in self.blocks(num_entries, most_bytes):
+            yield self.storage.decode(self.entries[begin:end, self.storage.places(indexed)], indexed)
 
 
 def _ring_places(start: int, stop: int, ring: Tensor, dim: int) -> slice | Tensor:
@@ -188,15 +219,21 @@ def _ring_places(start: int, stop: int, ring: Tensor, dim: int) -> slice | Tenso
     return torch.arange(start, stop, device=ring.device) % num_places
 
 
+def _copies_bytes(storage: RowStorage) -> int:
+    """Returns the bytes that reading a row takes: a copy as float32, and of codes one more while it is rotated back."""
+    return 4 * sum(storage.parts) * (2 if storage.is_coded else 1)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values [heads, places, width] of a sequence of `num_tokens`.
+    """A layer's keys and values [heads, places, n] of a sequence of `num_tokens`, as `storage` says.
 
     Position p is in place `p % places`. With fewer places than positions it is a ring, which has the last positions.
     `index`: keys of an indexer of blocks [places, head_dim]; None without one. With `pooled`, the last position of a
     complete block has the block's key; all other positions have their own, from before the mean.
     `chosen`: what a layer with an indexer writes, and a layer that shares its choice reads.
     `compressed`: the entries of compressed attention; None without any.
+    `storage`: of keys and of values; None: they are plain tensors.
     """
 
     keys: Tensor
@@ -205,16 +242,50 @@ class LayerCache:
     chosen: Chosen = field(default_factory=Chosen)
     index: Tensor | None = None
     compressed: EntryCache | None = None
+    storage: tuple[RowStorage, RowStorage] | None = None
+
+    @property
+    def rows(self) -> tuple[RowStorage, RowStorage]:
+        """How keys are stored, and values."""
+        return self.storage or (plain_rows(self.keys), plain_rows(self.values))
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether keys and values are dequantized block by block; a GPU reads plain ones as they are."""
+        key_rows, _ = self.rows
+        return key_rows.is_coded or (key_rows.dtype != "f32" and self.keys.device.type == "cpu")
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places."""
-        places = self._places(self.num_tokens, self.num_tokens + keys.shape[1])
-        self.keys[:, places], self.values[:, places] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+        """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places.
+
+        Where values are the keys, `values` is `keys`.
+        """
+        places, (key_rows, value_rows) = self._places(self.num_tokens, self.num_tokens + keys.shape[1]), self.rows
+        self.keys[:, places] = key_rows.encode(keys)
+        if self.values is not self.keys:
+            self.values[:, places] = value_rows.encode(values)
 
     def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of positions `start` to `stop`, float32 [heads, stop - start, width]."""
-        places = self._places(start, stop)
-        return self.keys[:, places].float(), self.values[:, places].float()
+        places, (key_rows, value_rows) = self._places(start, stop), self.rows
+        keys = key_rows.decode(self.keys[:, places])
+        return keys, keys if self.values is self.keys else value_rows.decode(self.values[:, places])
+
+    def blocks(self, first: int, stop: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields (begin, end) of positions, of which a block dequantizes to about so many bytes."""
+        position_bytes = len(self.keys) * sum(_copies_bytes(each) for each in self.rows)
+        yield from position_blocks(first, stop, position_bytes, most_bytes)
+
+    def enter_parts(self, values: Tensor, parts: slice) -> None:
+        """Writes some parts of the keys of new tokens, float32 [T, width of the parts], of a cache that is no ring."""
+        rows, _ = self.rows
+        start = self.num_tokens
+        self.keys[0, start : start + len(values), rows.places(parts)] = rows.encode(values, parts)
+
+    def read_parts(self, begin: int, end: int, parts: slice) -> Tensor:
+        """Returns some parts of the keys of positions, float32 [n, width of the parts], of a cache that is no ring."""
+        rows, _ = self.rows
+        return rows.decode(self.keys[0, begin:end, rows.places(parts)], parts)
 
     def _places(self, start: int, stop: int) -> slice | Tensor:
         return _ring_places(start, stop, self.keys, 1)
@@ -236,38 +307,40 @@ def each_sequence(cache: Kept | Batch[Kept], num_rows: int) -> Batch[Kept]:
     return cache if isinstance(cache, tuple) else (SequenceRows(slice(0, num_rows), cache),)
 
 
-def _keys_and_values(
-    attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns a layer's empty keys and values; the values of latent attention are in the keys, those of compressed one
-    are the keys.
-    """
-    if isinstance(attention, CompressedSpec):
-        keys = torch.zeros((1, places, attention.head_dim), dtype=dtype, device=device)
-        return keys, keys
-    if isinstance(attention, LatentSpec):
-        keys = torch.zeros((1, places, attention.cached_width), dtype=dtype, device=device)
-        return keys, keys[..., : attention.kv_lora_rank]
-    heads, dims = attention.num_heads, (attention.head_dim, attention.head_dim)
-    if isinstance(attention, GroupedQuerySpec):
-        heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
-    keys, values = (torch.zeros((heads, places, dim), dtype=dtype, device=device) for dim in dims)
-    return keys, values
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A layer's empty keys and values, and how they are stored."""
+
+    keys: Tensor
+    values: Tensor
+    storage: tuple[RowStorage, RowStorage]
+
+    @classmethod
+    def empty(cls, attention: AttentionSpec, places: int, dtype: KvDtype, device: torch.device) -> "_Rows":
+        """Returns empty rows; the values of latent attention are in the keys, those of compressed one are the keys."""
+        heads, rows = row_storages(attention, dtype)
+        keys = rows[0].empty(heads, places, device)
+        if len(rows) > 1:
+            return cls(keys, rows[1].empty(heads, places, device), (rows[0], rows[1]))
+        values = keys
+        if isinstance(attention, LatentSpec) and not rows[0].is_coded:
+            values = keys[..., : attention.kv_lora_rank]
+        return cls(keys, values, (rows[0], rows[0]))
 
 
 def _entries(
-    attention: AttentionSpec, context_tokens: int, chunk_tokens: int, dtype: torch.dtype, device: torch.device
+    attention: AttentionSpec, context_tokens: int, chunk_tokens: int, dtype: KvDtype, device: torch.device
 ) -> EntryCache | None:
     if not isinstance(attention, CompressedSpec):
         return None
     return EntryCache.empty(attention, context_tokens, chunk_tokens, dtype, device)
 
 
-def _index_keys(attention: AttentionSpec, places: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _index_keys(attention: AttentionSpec, places: int, dtype: KvDtype, device: torch.device) -> Tensor | None:
     """Returns a layer's empty keys of an indexer of blocks; None without one."""
     if not isinstance(attention, GroupedQuerySpec) or attention.indexer is None:
         return None
-    return torch.zeros((places, attention.indexer.head_dim), dtype=dtype, device=device)
+    return torch.zeros((places, attention.indexer.head_dim), dtype=plain_dtype(dtype), device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +391,12 @@ class Checkpoint:
 
 
 class KVCache:
-    """The keys and values of all layers, [heads, places, width] each, float32 or bfloat16.
+    """The keys and values of all layers, [heads, places, n] each: float32, bfloat16, or codes (`storage`).
 
     A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). With latent
     attention the key of a token is its latent and then its rotated key, for one head (then the indexer's key, if there
-    is one), and the latent is its value too: `values` are views of `keys`. `is_ring`: whether some layer has fewer
-    places than positions. `num_bytes`: of keys, values and states.
+    is one), and the latent is its value too: `values` are views of `keys`, or the same codes. `is_ring`: whether some
+    layer has fewer places than positions. `num_bytes`: of keys, values and states.
 
     A layer without attention has a state instead, and one with n-grams has a state as well (`states`), float32 whatever
     the dtype. `num_tokens` may rise, and may
@@ -340,7 +413,7 @@ class KVCache:
         context_tokens: int,
         device: torch.device,
         num_layers: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: KvDtype = "f32",
         chunk_tokens: int | None = None,
     ) -> None:
         chunk = context_tokens if chunk_tokens is None else chunk_tokens
@@ -350,8 +423,9 @@ class KVCache:
         else:
             places = [context_tokens] * num_layers
         self.device, self.dtype = device, dtype
-        made = [_keys_and_values(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
-        self.keys, self.values = (tuple(keys for keys, _ in made), tuple(values for _, values in made))
+        made = [_Rows.empty(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
+        self.keys, self.values = (tuple(each.keys for each in made), tuple(each.values for each in made))
+        self._storage = tuple(each.storage for each in made)
         self._index = [_index_keys(spec.attention_of(i), n, dtype, device) for i, n in enumerate(places)]
         self._entries = {
             i: _entries(spec.attention_of(i), context_tokens, chunk, dtype, device)
@@ -359,10 +433,11 @@ class KVCache:
             if number
         }
         if num_layers is None:
-            values_in_all = sum(layer_cache_values(spec, i, context_tokens, chunk) for i in range(len(places)))
+            num_bytes = sum(layer_cache_bytes(spec, i, context_tokens, chunk, dtype) for i in range(len(places)))
         else:
-            values_in_all = sum(number * cached_width(spec.attention_of(i)) for i, number in enumerate(places))
-        self.num_bytes = dtype.itemsize * values_in_all + self.states.num_bytes
+            each = (spec.attention_of(i) for i in range(num_layers))
+            num_bytes = sum(attention_cache_bytes(one, context_tokens, context_tokens, chunk, dtype) for one in each)
+        self.num_bytes = num_bytes + self.states.num_bytes
         self._rings = tuple(self._find_rings(spec, context_tokens))
         self.is_ring = bool(self._rings)
         self.context_tokens = context_tokens
@@ -387,10 +462,10 @@ class KVCache:
     def of_layer(spec: ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
         """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
         attention = spec.attention_of(layer)
-        index = _index_keys(attention, context_tokens, torch.float32, device)
-        kept = _keys_and_values(attention, context_tokens, torch.float32, device)
-        entries = _entries(attention, context_tokens, context_tokens, torch.float32, device)
-        return LayerCache(*kept, 0, index=index, compressed=entries)
+        index = _index_keys(attention, context_tokens, "f32", device)
+        kept = _Rows.empty(attention, context_tokens, "f32", device)
+        entries = _entries(attention, context_tokens, context_tokens, "f32", device)
+        return LayerCache(kept.keys, kept.values, 0, index=index, compressed=entries, storage=kept.storage)
 
     @property
     def num_tokens(self) -> int:
@@ -508,7 +583,7 @@ class KVCache:
     def layer(self, idx: int) -> LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""
         own = self.keys[idx], self.values[idx], self.num_tokens
-        return LayerCache(*own, self._chosen, self._index[idx], self._entries.get(idx))
+        return LayerCache(*own, self._chosen, self._index[idx], self._entries.get(idx), self._storage[idx])
 
     def of(self, idx: int) -> LayerCache | LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""

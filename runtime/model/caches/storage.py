@@ -1,0 +1,291 @@
+"""How a cache stores keys and values: as float32, as bfloat16, or as codes of 8 or 4 bits.
+
+A *row* is what a cache has of one position and one head. Codes are of *rotated* values: a fixed orthogonal matrix R,
+the Hadamard matrix times a sign for each value, spreads a large value over its row, which few bits represent better. A
+row's values are rotated in pieces of the largest power of two that divides their number. Since
+`q . k = (R q) . (R k)`, a kernel rotates queries instead of keys, and back what it adds up of values. `RowStorage`
+itself rotates back as it reads.
+
+A row of codes is bytes, for each of its parts (a latent and its rotated key are two parts):
+
+    codes     blocks of at most 32 values; with q4, byte j of a block has value j in its low bits, and in its high bits
+              value j of the block's second half
+    scales    float16, one a block
+    minima    float16, one a block, with q4 alone
+
+    q8   value = code * scale              code: int8, -127 to 127
+    q4   value = code * scale + minimum    code: 0 to 15
+
+Sources: QuaRot (2404.00456), section 4, for the rotation; KIVI (2402.02750), section 3.1, for scales and minima.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import ModelSpec
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.spec import cached_tokens
+
+KvDtype = Literal["f32", "bf16", "q8", "q4"]
+BLOCK_VALUES = 32  # the most of a block
+_CODED = ("q8", "q4")
+_MOST_CODES = {"q8": 127, "q4": 15}
+_ALL = slice(None)
+
+
+def plain_dtype(dtype: KvDtype) -> torch.dtype:
+    """Returns the dtype of what a cache has besides keys and values: indexers' keys, what entries follow from."""
+    return torch.float32 if dtype == "f32" else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class RowStorage:
+    """How rows of `sum(parts)` values are stored; each part is rotated on its own."""
+
+    dtype: KvDtype
+    parts: tuple[int, ...]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether rows are codes."""
+        return self.dtype in _CODED
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of a tensor of rows."""
+        return torch.uint8 if self.is_coded else plain_dtype(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return self.torch_dtype.itemsize * self._num_stored
+
+    @property
+    def _num_stored(self) -> int:
+        return sum(self._sizes(self.parts))
+
+    def _sizes(self, parts: tuple[int, ...]) -> list[int]:
+        """Returns the elements of each part in a tensor of rows."""
+        return [_part_bytes(self.dtype, part) if self.is_coded else part for part in parts]
+
+    def empty(self, heads: int, places: int, device: torch.device) -> Tensor:
+        """Returns room for rows, [heads, places, n]."""
+        return torch.zeros((heads, places, self._num_stored), dtype=self.torch_dtype, device=device)
+
+    def places(self, parts: slice) -> slice:
+        """Returns where some consecutive parts lie in a row, in elements of the tensor."""
+        sizes = self._sizes(self.parts)
+        first, last, _ = parts.indices(len(sizes))
+        return slice(sum(sizes[:first]), sum(sizes[:last]))
+
+    def encode(self, values: Tensor, parts: slice = _ALL) -> Tensor:
+        """Returns values float32 [..., width of the parts] as they are stored."""
+        if not self.is_coded:
+            return values.to(self.torch_dtype)
+        split = torch.split(values, list(self.parts[parts]), dim=-1)
+        return torch.cat([_encode(_rotated(part), self.dtype) for part in split], dim=-1)
+
+    def decode(self, stored: Tensor, parts: slice = _ALL) -> Tensor:
+        """Returns values float32 [..., width of the parts], rotated back, of what is stored of these parts."""
+        if not self.is_coded:
+            return stored.float()
+        widths = self.parts[parts]
+        split = torch.split(stored, self._sizes(widths), dim=-1)
+        return torch.cat(
+            [_rotated_back(_decode(part, self.dtype, width)) for part, width in zip(split, widths, strict=True)], dim=-1
+        )
+
+
+def plain_rows(tensor: Tensor) -> RowStorage:
+    """Returns how the rows of a tensor of float32 or bfloat16 are stored."""
+    return RowStorage("f32" if tensor.dtype == torch.float32 else "bf16", (tensor.shape[-1],))
+
+
+# ---- rotation -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def rotation(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns R for rows of so many values: their signs, float32 [width], and the Hadamard matrix of a piece."""
+    size = width & -width
+    matrix = torch.ones((1, 1))
+    for _ in range(size.bit_length() - 1):
+        matrix = torch.cat((torch.cat((matrix, matrix), dim=1), torch.cat((matrix, -matrix), dim=1)))
+    # Bits of multiples of the golden ratio: they look random, and the kernels compute them alike.
+    numbers = torch.arange(width, dtype=torch.int64) * 2654435761
+    signs = 1.0 - 2.0 * ((numbers >> 15) & 1).float()
+    return signs.to(device), (matrix / size**0.5).to(device)
+
+
+def _rotated(values: Tensor) -> Tensor:
+    """Returns `R x` for each vector of values, float32 [..., width]."""
+    signs, matrix = rotation(values.shape[-1], values.device)
+    return (_pieces(values * signs, len(matrix)) @ matrix).flatten(-2)
+
+
+def _rotated_back(values: Tensor) -> Tensor:
+    """Returns x of `R x`, float32 [..., width]."""
+    signs, matrix = rotation(values.shape[-1], values.device)
+    return (_pieces(values, len(matrix)) @ matrix).flatten(-2) * signs
+
+
+def _pieces(x: Tensor, size: int) -> Tensor:
+    """Returns x [..., n] as [..., n / size, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+# ---- codes ----------------------------------------------------------------------------------------------------------
+
+
+def block_sizes(width: int) -> tuple[int, int]:
+    """Returns the number of blocks of a part of so many values, and the values of each, an even number.
+
+    The last block is filled up with zeros.
+    """
+    number = -(-width // BLOCK_VALUES)
+    each = -(-width // number)
+    return number, each + each % 2
+
+
+def _part_bytes(dtype: KvDtype, width: int) -> int:
+    number, each = block_sizes(width)
+    return number * (each + 2) if dtype == "q8" else number * (each // 2 + 4)
+
+
+def _encode(values: Tensor, dtype: KvDtype) -> Tensor:
+    """Returns the bytes u8 [..., n] of rotated values, float32 [..., width]."""
+    number, each = block_sizes(values.shape[-1])
+    blocks = _pieces(torch.nn.functional.pad(values, (0, number * each - values.shape[-1])), each)
+    if dtype == "q8":
+        scales = (blocks.abs().amax(dim=-1) / _MOST_CODES[dtype]).half()
+        codes = _codes(blocks, scales).clamp(-_MOST_CODES[dtype], _MOST_CODES[dtype]).to(torch.int8).view(torch.uint8)
+        return torch.cat((codes.flatten(-2), _as_bytes(scales)), dim=-1)
+    minima = blocks.amin(dim=-1).half()
+    scales = ((blocks.amax(dim=-1) - minima.float()) / _MOST_CODES[dtype]).half()
+    codes = _codes(blocks - minima.float()[..., None], scales).clamp(0, _MOST_CODES[dtype]).to(torch.uint8)
+    low, high = codes.chunk(2, dim=-1)
+    return torch.cat(((low | (high << 4)).flatten(-2), _as_bytes(scales), _as_bytes(minima)), dim=-1)
+
+
+def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns blocks over their scales, rounded; zeros where a scale is zero."""
+    wide = scales.float()[..., None]
+    return (blocks * torch.where(wide > 0, 1 / wide, torch.zeros_like(wide))).round()
+
+
+def _as_bytes(halves: Tensor) -> Tensor:
+    return halves.contiguous().view(torch.uint8)
+
+
+def _decode(stored: Tensor, dtype: KvDtype, width: int) -> Tensor:
+    """Returns the rotated values float32 [..., width] of bytes u8 [..., n]."""
+    number, each = block_sizes(width)
+    each_bytes = each if dtype == "q8" else each // 2
+    packed = _pieces(stored[..., : number * each_bytes], each_bytes)
+    factors = stored[..., number * each_bytes :].contiguous().view(torch.float16).float()[..., None]
+    scales, minima = factors[..., :number, :], factors[..., number:, :]
+    if dtype == "q8":
+        values = packed.view(torch.int8).float() * scales
+    else:
+        values = torch.cat((packed & 15, packed >> 4), dim=-1).float() * scales + minima
+    return values.flatten(-2)[..., :width]
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def row_storages(attention: AttentionSpec, dtype: KvDtype) -> tuple[int, tuple[RowStorage, ...]]:
+    """Returns the heads of a layer's cache, and how their keys are stored, and their values if they are other rows."""
+    if isinstance(attention, CompressedSpec):
+        return 1, (RowStorage(dtype, (attention.head_dim,)),)
+    if isinstance(attention, LatentSpec):
+        indexer = attention.own_indexer
+        parts = (attention.kv_lora_rank, attention.qk_rope_head_dim)
+        return 1, (RowStorage(dtype, parts if indexer is None else (*parts, indexer.head_dim)),)
+    heads, dims = attention.num_heads, (attention.head_dim, attention.head_dim)
+    if isinstance(attention, GroupedQuerySpec):
+        heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
+    return heads, tuple(RowStorage(dtype, (dim,)) for dim in dims)
+
+
+def entry_storage(attention: CompressedSpec, dtype: KvDtype) -> RowStorage | None:
+    """Returns how the entries of compressed attention are stored; None if it has none."""
+    compression = attention.compression
+    return None if compression is None else RowStorage(dtype, compression.dims(attention.head_dim))
+
+
+def layer_cache_bytes(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
+    """Returns the bytes of a decoder layer's keys and values, and of all else that it caches of positions."""
+    places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
+    return attention_cache_bytes(spec.attention_of(layer), places, context_tokens, chunk_tokens, dtype)
+
+
+def attention_cache_bytes(
+    attention: AttentionSpec, places: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype
+) -> int:
+    """Returns the bytes of a cache of one layer with places for so many positions."""
+    if not places:
+        return 0
+    heads, rows = row_storages(attention, dtype)
+    num_bytes, itemsize = places * heads * sum(each.row_bytes for each in rows), plain_dtype(dtype).itemsize
+    if isinstance(attention, GroupedQuerySpec) and attention.indexer is not None:
+        num_bytes += places * attention.indexer.head_dim * itemsize
+    if isinstance(attention, CompressedSpec) and (compression := attention.compression) is not None:
+        raw = raw_places(compression, context_tokens, chunk_tokens) * compression.raw_width(attention.head_dim)
+        entries = entry_storage(attention, dtype)
+        assert entries is not None, "attention with entries"
+        num_bytes += raw * itemsize + context_tokens // compression.window_tokens * entries.row_bytes
+    return num_bytes
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def position_blocks(first: int, stop: int, position_bytes: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields (begin, end) of consecutive positions; those of a block take at most so many bytes, or are one."""
+    step = max(1, most_bytes // max(position_bytes, 1))
+    for begin in range(first, stop, step):
+        yield begin, min(begin + step, stop)
+
+
+class RunningSoftmax:
+    """The softmax of scores that come block by block of positions, and the sums of values that it weights.
+
+    `mixed`: float32 [heads, T, v], relative to the largest score so far.
+    Args:    sinks: float32 [heads], logits without a value; None: none.
+    Source:  2112.05682, section 3.
+    """
+
+    def __init__(self, num_heads: int, num_tokens: int, width: int, device: torch.device, sinks: Tensor | None) -> None:
+        self._largest = torch.full((num_heads, num_tokens), -torch.inf, device=device)
+        self._sums = torch.zeros((num_heads, num_tokens), device=device)
+        self.mixed = torch.zeros((num_heads, num_tokens, width), device=device)
+        if sinks is not None:
+            self._largest[:] = sinks[:, None]
+            self._sums[:] = 1.0
+
+    def add(self, scores: Tensor, values: Tensor, heads: slice = _ALL, rows: slice = _ALL) -> None:
+        """Adds positions for some heads and rows.
+
+        Args:    scores: float32 [heads, T, n], minus infinity where a position is not seen; are overwritten.
+                 values: float32 [kv heads, n, v], each for as many heads.
+        """
+        before = self._largest[heads, rows]
+        largest = torch.maximum(before, scores.amax(dim=-1))
+        shift = largest.masked_fill(largest == -torch.inf, 0.0)
+        factors = (before - shift).exp_()
+        weights = scores.sub_(shift[..., None]).exp_()
+        self._largest[heads, rows] = largest
+        self._sums[heads, rows] = self._sums[heads, rows] * factors + weights.sum(dim=-1)
+        added = (weights.reshape(len(values), -1, weights.shape[-1]) @ values).view(*scores.shape[:2], -1)
+        self.mixed[heads, rows] = self.mixed[heads, rows] * factors[..., None] + added
+
+    def result(self) -> Tensor:
+        """Returns the weighted means of values, float32 [heads, T, v]."""
+        return self.mixed / self._sums[..., None]
