@@ -13,12 +13,14 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "runtime/cpu/native"
 SOURCES = (
     "module",
+    "module_decode",
     "module_host",
     "module_layers",
     "module_reads",
     "module_search",
     "experts",
     "job",
+    "layers",
     "host_share",
     "tiles",
     "rows",

@@ -21,6 +21,14 @@ from moe_pack.runtime.cpu.kernels import (
     stored_numbers,
     why_unavailable,
 )
+from moe_pack.runtime.cpu.layers import (
+    LayerFacts,
+    LayerMatrices,
+    LayerMatrix,
+    LayerPass,
+    LayerVectors,
+    NativeLayers,
+)
 
 __all__ = [
     "MAX_ODD_FACTOR",
@@ -29,7 +37,13 @@ __all__ = [
     "HostShare",
     "HostShareBuffers",
     "Kernels",
+    "LayerFacts",
+    "LayerMatrices",
+    "LayerMatrix",
+    "LayerPass",
+    "LayerVectors",
     "MapCutError",
+    "NativeLayers",
     "PagedRows",
     "SelectedNeurons",
     "TrellisRows",

@@ -46,6 +46,7 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
+from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
 from moe_pack.runtime.model.mixers import NgramRows
 from moe_pack.runtime.model.weights import Weights
 
@@ -76,6 +77,7 @@ class Decoder:
         self._weights, self.chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
         self._ropes = LayerRopes(spec, self.device)
+        self._calls = LayerCalls(weights)
 
         def sequence() -> CachedSequence:
             cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
@@ -251,24 +253,27 @@ class Decoder:
         x = embed(ids, weights)
         for layer in range(self.spec.num_hidden_layers):
             x = batch.add_ngrams(x, weights, layer)
-            x = batch.add_attention(x, weights, layer)
-            if not self.spec.has_second(layer):
-                continue
-            x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))
+            begun = batch.begin(x, self._calls, layer)
+            x = batch.add_attention(x, weights, layer) if begun is None else begun.x
+            if self.spec.has_second(layer) and (begun is None or not begun.is_complete):
+                x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch), begun)
         for sequence in sequences:
             sequence.cache.num_tokens += batch.num_new
         return x
 
-    def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
+    def _second_half(
+        self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None, begun: BegunLayer | None
+    ) -> Tensor:
         """Returns hidden states after a layer's experts, or its dense expert, from those after its first half.
 
-        Args:    ids: the tokens, int64 [T].
+        Args:    ids: the tokens, int64 [T].   begun: what is computed already.
         """
         weights, routed = self._weights, None
-        inputs = mlp_input(x, weights, layer)
-        unrouted = run_unrouted(inputs, weights, layer)
+        inputs = mlp_input(x, weights, layer) if begun is None else begun.inputs
+        unrouted = begun.unrouted if begun and begun.has_unrouted else run_unrouted(inputs, weights, layer)
         if layer in self._layer_idx:
-            experts, router_weights = route_tokens(inputs, weights, layer, ids)
+            route = None if begun is None else begun.route
+            experts, router_weights = route or route_tokens(inputs, weights, layer, ids)
             routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
             routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)
@@ -338,6 +343,15 @@ class _Pass:
             state = cache.trial_of_ngrams(layer) if is_trial else cache.of_ngrams(layer)
             pieces.append(add_ngrams(x[own], rows, weights, layer, state))
         return torch.cat(pieces)
+
+    def begin(self, x: Tensor, calls: LayerCalls, layer: int) -> BegunLayer | None:
+        """Returns a layer that was run by its call, to its end or in part; None if it has none."""
+        if not calls.has(layer):
+            return None
+        kept = tuple(
+            SequenceRows(rows, each.cache.layer(layer)) for rows, each in zip(self._rows, self._sequences, strict=True)
+        )
+        return calls.begin(x, layer, kept, self._angles[self._sequences[0].spec.attention_kind(layer)])
 
     def add_attention(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
         """Returns hidden states with a layer's attention, or its mixer, added.

@@ -1,0 +1,287 @@
+"""Layers of a decoder as native calls: which layers are, and what a pass gives to their calls.
+
+A standard layer is one call: grouped-query attention, rms norms, a router, routed experts in memory, and what runs for
+every token. If only its first half is standard, or its experts are not in memory, the call ends after the router, or
+before it, and Python goes on with `layer`. All other layers are computed by `layer` alone, which is the reference; a
+call gives the same bits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, Projection
+from moe_pack.runtime.cpu import (
+    LayerFacts,
+    LayerMatrices,
+    LayerMatrix,
+    LayerPass,
+    LayerVectors,
+    MapCutError,
+    NativeLayers,
+)
+from moe_pack.runtime.model.attention import is_interleaved
+from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
+from moe_pack.runtime.model.layer import RowsInMemory
+from moe_pack.runtime.model.matrix import DivisibleMatrix
+from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.router import least_sum
+from moe_pack.runtime.model.weights import Weights
+
+MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class BegunLayer:
+    """A layer after its call: hidden states x float32 [T, d], and what the call has computed of the second half.
+
+    `is_complete`: x are the hidden states after the layer; else after its first half.   `inputs`: float32 [T, d], the
+    `mlp_input`.   `route`: experts int64 and weights float32 [T, k]; None if the call does not route.   `unrouted`:
+    float32 [T, d], where `has_unrouted`; None if nothing runs for every token.
+    """
+
+    x: Tensor
+    is_complete: bool
+    inputs: Tensor
+    route: tuple[Tensor, Tensor] | None
+    has_unrouted: bool
+    unrouted: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a layer's call computes.
+
+    `routes`: the router's choice.   `has_unrouted`: all that runs for every token, which may be nothing;
+    `runs_neurons`: something does.   `completes`: the layer to its end, if the chosen experts are set.
+    """
+
+    spec: GroupedQuerySpec
+    is_rotated: bool
+    num_chosen: int
+    routes: bool
+    has_unrouted: bool
+    runs_neurons: bool
+    completes: bool
+
+
+class LayerCalls:
+    """The calls of a decoder's layers; they are prepared when a layer first runs, and experts when they are chosen."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._layer_idx = {layer: idx for idx, layer in enumerate(weights.spec.moe_layers)}
+        self._kinds: dict[int, _Kind | None] = {}
+        self._set_experts: set[tuple[int, int]] = set()
+        self._native: NativeLayers | None = None
+        if isinstance(weights.operations, NativeOperations):
+            self._native = NativeLayers(weights.operations.kernels, weights.spec.num_hidden_layers)
+
+    def has(self, layer: int) -> bool:
+        """Returns whether a layer has a call, at least for its first half."""
+        return self._native is not None and self._kind(layer) is not None
+
+    def begin(self, x: Tensor, layer: int, caches: Batch[LayerCache], angles: Angles) -> BegunLayer | None:
+        """Runs a layer's call for hidden states x float32 [T, d]; None if this pass needs `layer` instead.
+
+        New tokens have entered the caches. Args: as for `add_attention`, with all sequences.
+        Raises:  PackError if an expert is damaged or its file is truncated.
+        """
+        if self._native is None or len(x) > MAX_CALL_TOKENS * len(caches):
+            return None
+        kind = self._kind(layer)
+        if kind is None or not _fits(kind.spec, caches, len(x)):
+            return None
+        kept = [(own.cache.keys.numpy(), own.cache.values.numpy(), own.cache.num_tokens) for own in caches]
+        arrays = _arrays(x, kind)
+        if not kind.is_rotated:
+            angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+        turns = np.ascontiguousarray(angles[0].numpy()), np.ascontiguousarray(angles[1].numpy())
+        layer_idx = self._layer_idx.get(layer)
+        try:
+            is_complete = self._native.begin(layer, arrays, turns, kept, kind.completes)
+            route = None
+            if arrays.experts is not None and arrays.weights is not None:
+                route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
+            if kind.completes and not is_complete:
+                self._set_chosen(layer, arrays)
+                self._native.end(layer, arrays)
+                is_complete = True
+        except MapCutError as fault:
+            assert isinstance(self._weights, RowsInMemory) and layer_idx is not None, "only experts are mapped"
+            raise self._weights.cut_error(layer_idx) from fault
+        if is_complete and route is not None and layer_idx is not None and isinstance(self._weights, RowsInMemory):
+            self._weights.note_run(layer_idx, *route)
+        unrouted = None if arrays.unrouted is None else torch.from_numpy(arrays.unrouted)
+        inputs = torch.from_numpy(arrays.inputs)
+        return BegunLayer(torch.from_numpy(arrays.x), is_complete, inputs, route, kind.has_unrouted, unrouted)
+
+    def _set_chosen(self, layer: int, arrays: LayerPass) -> None:
+        """Sets the chosen experts that have not been set."""
+        assert isinstance(self._weights, RowsInMemory) and arrays.experts is not None and self._native is not None
+        for expert in np.unique(arrays.experts).tolist():
+            if (layer, expert) not in self._set_experts:
+                self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
+                self._set_experts.add((layer, expert))
+
+    def _kind(self, layer: int) -> _Kind | None:
+        """Returns what a layer's call computes; None if it has none."""
+        if layer not in self._kinds:
+            self._kinds[layer] = self._prepare(layer)
+        return self._kinds[layer]
+
+    def _prepare(self, layer: int) -> _Kind | None:
+        """Sets a layer on the native side, as much of it as is standard."""
+        weights, spec, role = self._weights, self._weights.spec, f"layers.{layer}"
+        attention = spec.attention_of(layer)
+        if not isinstance(attention, GroupedQuerySpec) or not _is_standard(weights, layer, attention):
+            return None
+        q, k, v, o = (_projection(weights, layer, name, attention) for name in PROJECTIONS)
+        if q is None or k is None or v is None or o is None:
+            return None
+        has_experts = layer in self._layer_idx
+        router = None
+        if has_experts and _routes(weights, layer):
+            bias = f"{role}.router_logit_bias" if spec.router.logit_bias else None
+            router = _matrix(weights, f"{role}.router", bias)
+        neurons, has_unrouted = _unrouted(weights, layer)
+        kind = _Kind(
+            attention,
+            attention.rotates(layer),
+            spec.router.num_experts_per_tok,
+            router is not None,
+            has_unrouted,
+            neurons[0] is not None,
+            has_unrouted and (not has_experts or (router is not None and self._runs_experts(layer))),
+        )
+        assert self._native is not None, "calls are native"
+        vectors = _vectors(weights, layer, attention, self._layer_idx.get(layer) if kind.completes else None)
+        self._native.set(layer, _facts(weights, layer, attention), vectors, LayerMatrices(q, k, v, o, router, *neurons))
+        return kind
+
+    def _runs_experts(self, layer: int) -> bool:
+        """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
+        weights = self._weights
+        if not isinstance(weights, RowsInMemory) or weights.spec.router.on_input:
+            return False
+        rotation = weights.rotation(self._layer_idx[layer])
+        return rotation is None or hartley_array(weights.spec.hidden_size) is not None
+
+
+# ---- what is standard -----------------------------------------------------------------------------------------------
+
+
+def _is_standard(weights: Weights, layer: int, attention: GroupedQuerySpec) -> bool:
+    """Whether a layer's first half, and the norm of its second, are what a call computes."""
+    spec = weights.spec
+    if spec.residual is not None or spec.norm.kind != "rms" or spec.encoder is not None:
+        return False
+    if not spec.has_first(layer) or not spec.has_second(layer) or spec.mixer_of(layer) is not None:
+        return False
+    is_plain = attention.temperature is None and attention.gate is None and attention.indexer is None
+    is_plain = is_plain and not (attention.gated or attention.keys_as_values or attention.v_norm)
+    is_plain = is_plain and attention.clip is None and attention.value_scale == 1.0
+    return (
+        is_plain and attention.value_dim == attention.head_dim and attention.qk_norm in ("none", "head", "projection")
+    )
+
+
+def _routes(weights: Weights, layer: int) -> bool:
+    """Whether a layer's router is one that a call computes."""
+    router = weights.spec.router
+    is_plain = not (router.num_identity or router.zero_outside or router.input_scale or router.expert_scale)
+    return is_plain and router.capacity is None and layer not in router.table_layers
+
+
+def _fits(spec: GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) -> bool:
+    """Whether a call takes these tokens and caches."""
+    if spec.chunked and num_tokens != len(caches):
+        return False
+    return all(each.cache.keys.dtype == torch.float32 for each in caches)
+
+
+# ---- what a call gets -----------------------------------------------------------------------------------------------
+
+
+def _arrays(x: Tensor, kind: _Kind) -> LayerPass:
+    """Returns the arrays of a pass; hidden states are copied, because the call changes them."""
+    hidden, chosen = x.numpy().copy(), (len(x), kind.num_chosen)
+    return LayerPass(
+        hidden,
+        np.empty_like(hidden),
+        np.empty_like(hidden) if kind.runs_neurons else None,
+        np.empty(chosen, np.int64) if kind.routes else None,
+        np.empty(chosen, np.float32) if kind.routes else None,
+    )
+
+
+def _projection(weights: Weights, layer: int, name: Projection, attention: GroupedQuerySpec) -> LayerMatrix | None:
+    role = f"layers.{layer}.attention.{name}"
+    return _matrix(weights, role, f"{role}_bias" if name in attention.bias else None)
+
+
+def _matrix(weights: Weights, role: str, bias: str | None = None) -> LayerMatrix | None:
+    """Returns a dense matrix as a call takes it, with the bias of a role; None if no kernel multiplies it."""
+    matrix = weights.matrix(role)
+    product = matrix.native if isinstance(matrix, DivisibleMatrix) else None
+    if product is None:
+        return None
+    return LayerMatrix(product.layout, product.rows, None if bias is None else weights.vector(bias).numpy())
+
+
+def _unrouted(
+    weights: Weights, layer: int
+) -> tuple[tuple[LayerMatrix | None, LayerMatrix | None, LayerMatrix | None], bool]:
+    """Returns up, gate and down of what runs for every token, and whether a call computes all of it.
+
+    It does where nothing runs for every token, too.
+    """
+    spec, nothing = weights.spec, (None, None, None)
+    if layer in spec.moe_layers:
+        if spec.shared_expert is None:
+            return nothing, True
+        if spec.shared_expert.gated:
+            return nothing, False
+    role = f"layers.{layer}.{'shared' if layer in spec.moe_layers else 'mlp'}"
+    up, down = _matrix(weights, f"{role}.up"), _matrix(weights, f"{role}.down")
+    has_gate = "gate" in spec.expert.matrices
+    gate = _matrix(weights, f"{role}.gate") if has_gate else None
+    if up is None or down is None or (has_gate and gate is None):
+        return nothing, False
+    return (up, gate, down), True
+
+
+def _facts(weights: Weights, layer: int, attention: GroupedQuerySpec) -> LayerFacts:
+    spec = weights.spec
+    return LayerFacts(
+        spec.hidden_size,
+        attention,
+        attention.window(layer),
+        is_interleaved(spec, layer),
+        spec.norm.eps,
+        spec.residual_multiplier,
+        spec.router,
+        least_sum(spec.router),
+        spec.expert.unrouted_function(layer),
+    )
+
+
+def _vectors(weights: Weights, layer: int, attention: GroupedQuerySpec, layer_idx: int | None) -> LayerVectors:
+    """Returns the vectors of a layer. `layer_idx`: of a MoE layer whose experts the call runs."""
+    spec, role = weights.spec, f"layers.{layer}"
+    normed, router = attention.qk_norm != "none", spec.router
+    has_bias = router.bias and layer in spec.moe_layers and layer not in router.table_layers
+    rotation = None if layer_idx is None else weights.rotation(layer_idx)
+    return LayerVectors(
+        weights.vector(f"{role}.attention_norm").numpy(),
+        weights.vector(f"{role}.mlp_norm").numpy(),
+        weights.vector(f"{role}.attention.q_norm").numpy() if normed else None,
+        weights.vector(f"{role}.attention.k_norm").numpy() if normed else None,
+        weights.vector(f"{role}.attention.sinks").numpy() if attention.sinks else None,
+        weights.vector(f"{role}.router_bias").numpy() if has_bias else None,
+        None if rotation is None else rotation.input.numpy(),
+        None if rotation is None else rotation.output.numpy(),
+        None if rotation is None else hartley_array(spec.hidden_size),
+    )
