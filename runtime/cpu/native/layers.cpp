@@ -175,7 +175,8 @@ Outcome attend_each(Pool& pool, const LayerWeights& layer, const LayerPass& pass
         work.k_norm = layer.k_norm;
         work.eps = layer.eps;
     }
-    const size_t width = (size_t)layer.num_heads * layer.head_dim, kv_width = (size_t)layer.num_kv_heads * layer.head_dim;
+    const size_t width = (size_t)layer.num_heads * layer.head_dim;
+    const size_t kv_width = (size_t)layer.num_kv_heads * layer.head_dim;
     Outcome found = Outcome::done;
     for (int32_t s = 0; found == Outcome::done && s < pass.num_sequences; s++) {
         const SequenceCache& cache = pass.caches[s];
@@ -262,7 +263,8 @@ std::vector<Chosen> chosen_of(const LayerWeights& layer, const LayerPass& pass) 
         for (int64_t i = t * k; i < (t + 1) * k; i++)
             if (pass.weights[i] != 0.0f) chosen.push_back({pass.experts[i], t, pass.weights[i]});
     // By number, so that sums have one order; a token's own order stays among those of an expert.
-    std::stable_sort(chosen.begin(), chosen.end(), [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
+    std::stable_sort(chosen.begin(), chosen.end(),
+                     [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
     return chosen;
 }
 
@@ -281,7 +283,8 @@ Outcome run_chosen(Pool& pool, const LayerWeights& layer, const LayerPass& pass,
             continue;
         }
         const LayerExpert& expert = layer.experts[chosen[i].expert];
-        ExpertWork work = {&expert.layout, expert.selector, expert.records, expert.threshold, 1, &tokens[i], &weights[i]};
+        ExpertWork work = {&expert.layout, expert.selector, expert.records, expert.threshold,
+                           1,              &tokens[i],      &weights[i]};
         work.extra = expert.extra;
         works.push_back(work);
     }

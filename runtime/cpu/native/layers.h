@@ -1,4 +1,4 @@
-// The layers of a decoder, each computed by one call: the operations of its halves, one after the other, without Python.
+// The layers of a decoder, each computed by one call: the operations of its halves one after the other, without Python.
 //
 // Every value is that of the separate operations (attention.h, experts.h, norm.h, router.h, rows.h), to the bit. All
 // sizes have been checked.
@@ -28,7 +28,8 @@ struct LayerExpert {
 };
 
 // What a layer computes with:
-//     x += factor * o(attend(q(n), k(n), v(n))),  n = norm(x);   x += factor * (sum of experts(m) + unrouted(m)),  m = norm(x)
+//     x += factor * o(attend(q(n), k(n), v(n))),         n = norm(x)
+//     x += factor * (sum of experts(m) + unrouted(m)),   m = norm(x)
 struct LayerWeights {
     int32_t d, num_heads, num_kv_heads, head_dim;
     int32_t window;              // positions that one sees at most; 0: all

@@ -443,9 +443,10 @@ PyMethodDef methods[] = {
     {"set_layer_expert", caught<set_layer_expert>, METH_VARARGS,
      "set_layer_expert(layers, layer, expert, layout, selector, records, extra, threshold)"},
     {"begin_layer", caught<begin_layer>, METH_VARARGS,
-     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)], whole) -> "
-     "bool, whether the layer is complete"},
-    {"end_layer", caught<end_layer>, METH_VARARGS, "end_layer(pool, layers, layer, x, inputs, unrouted, experts, weights)"},
+     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)], "
+     "whole) -> bool, whether the layer is complete"},
+    {"end_layer", caught<end_layer>, METH_VARARGS,
+     "end_layer(pool, layers, layer, x, inputs, unrouted, experts, weights)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,
      "search_trellis(limit, steps, kept, weights, targets, scales, importance, factor, hash, first levels, second levels, "
      "starts, codes, values, ends)"},

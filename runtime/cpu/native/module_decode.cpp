@@ -138,7 +138,8 @@ struct GivenLayer {
         if ((w.up.rows == nullptr) != (w.down.rows == nullptr) || (w.gate.rows != nullptr && w.up.rows == nullptr))
             return refuse("up", "with down, or neither") != nullptr;
         if (w.down.rows == nullptr) return true;
-        return has_size("down", w.down.num_rows, d) && has_size("down", w.down.layout.part.part.num_cols, w.up.num_rows) &&
+        return has_size("down", w.down.num_rows, d) &&
+               has_size("down", w.down.layout.part.part.num_cols, w.up.num_rows) &&
                (w.gate.rows == nullptr || has_size("gate", w.gate.num_rows, w.up.num_rows));
     }
     bool take_routing(const int32_t* n, const float* f) {
@@ -152,7 +153,8 @@ struct GivenLayer {
         r.least_sum = f[kLeastSum];
         r.factor = f[kRouterFactor];
         r.jitter = f[kJitter];
-        if (n[kRouter] < 0 || n[kRouter] > (int)RouterKind::topk_sigmoid) return refuse("kind", "expected 0 to 5") != nullptr;
+        if (n[kRouter] < 0 || n[kRouter] > (int)RouterKind::topk_sigmoid)
+            return refuse("kind", "expected 0 to 5") != nullptr;
         if (r.num_experts < 1 || r.num_experts > kMaxRouted) return refuse("experts", "expected 1 to 2^20") != nullptr;
         if (r.num_chosen < 1 || r.num_chosen > r.num_experts)
             return refuse("chosen", "more than there are, or none") != nullptr;
@@ -179,7 +181,8 @@ GivenLayers* layers_of(PyObject* capsule) {
 }
 
 GivenLayer* layer_of(GivenLayers* given, int idx) {
-    if (idx >= 0 && (size_t)idx < given->layers.size() && given->layers[idx] != nullptr) return given->layers[idx].get();
+    if (idx >= 0 && (size_t)idx < given->layers.size() && given->layers[idx] != nullptr)
+        return given->layers[idx].get();
     refuse("layer", "there is none of this number");
     return nullptr;
 }
@@ -199,7 +202,8 @@ struct GivenPass {
             !unrouted.take(from[2], "unrouted", true) || !experts.take(from[3], "experts", true) ||
             !weights.take(from[4], "weights", true) || !count_tokens("x", x.size(), layer.d, &pass.num_tokens))
             return false;
-        const size_t tokens = pass.num_tokens, chosen = layer.router.rows == nullptr ? 0 : tokens * layer.routing.num_chosen;
+        const size_t tokens = pass.num_tokens;
+        const size_t chosen = layer.router.rows == nullptr ? 0 : tokens * layer.routing.num_chosen;
         if (tokens < 1 || tokens * std::max(layer.num_heads, layer.routing.num_chosen) > kMaxTokens)
             return refuse("x", "too many tokens, or none") != nullptr;
         pass.x = x.values();
@@ -236,7 +240,8 @@ struct GivenPass {
         const size_t kv_width = (size_t)layer.num_kv_heads * layer.head_dim, places = own_keys.size() / kv_width;
         const size_t tokens = pass.num_tokens / pass.num_sequences;
         if (places > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
-        if (!has_size("keys", own_keys.size(), places * kv_width) || !has_size("values", own_values.size(), own_keys.size()))
+        if (!has_size("keys", own_keys.size(), places * kv_width) ||
+            !has_size("values", own_values.size(), own_keys.size()))
             return false;
         if (start < 0 || (size_t)start >= kMaxTokens) return refuse("start", "expected 0 to 2^30 - 1") != nullptr;
         const size_t window = layer.window, seen = window && window <= (size_t)start ? window - 1 : start;
@@ -307,8 +312,8 @@ PyObject* set_layer_expert(PyObject*, PyObject* arguments) {
     PyObject *capsule, *numbers, *selector, *records, *extra;
     int idx, number;
     LayerExpert expert;
-    if (!PyArg_ParseTuple(arguments, "OiiOOOOf:set_layer_expert", &capsule, &idx, &number, &numbers, &selector, &records,
-                          &extra, &expert.threshold))
+    if (!PyArg_ParseTuple(arguments, "OiiOOOOf:set_layer_expert", &capsule, &idx, &number, &numbers, &selector,
+                          &records, &extra, &expert.threshold))
         return nullptr;
     GivenLayers* given = layers_of(capsule);
     GivenLayer* layer = given == nullptr ? nullptr : layer_of(given, idx);
@@ -337,8 +342,8 @@ PyObject* set_layer_expert(PyObject*, PyObject* arguments) {
 PyObject* begin_layer(PyObject*, PyObject* arguments) {
     PyObject *pool_capsule, *capsule, *from[5], *cosines, *sines, *caches;
     int idx, is_whole;
-    if (!PyArg_ParseTuple(arguments, "OOiOOOOOOOO!p:begin_layer", &pool_capsule, &capsule, &idx, &from[0], &from[1], &from[2], &from[3],
-                          &from[4], &cosines, &sines, &PyList_Type, &caches, &is_whole))
+    if (!PyArg_ParseTuple(arguments, "OOiOOOOOOOO!p:begin_layer", &pool_capsule, &capsule, &idx, &from[0], &from[1],
+                          &from[2], &from[3], &from[4], &cosines, &sines, &PyList_Type, &caches, &is_whole))
         return nullptr;
     Pool* pool = pool_of(pool_capsule);
     GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
@@ -371,7 +376,8 @@ PyObject* end_layer(PyObject*, PyObject* arguments) {
     GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
     GivenLayer* layer = given == nullptr ? nullptr : layer_of(given, idx);
     GivenPass taken;
-    if (layer == nullptr || !taken.take(layer->weights, from) || !taken.are_experts_known(layer->weights)) return nullptr;
+    if (layer == nullptr || !taken.take(layer->weights, from) || !taken.are_experts_known(layer->weights))
+        return nullptr;
     if (!are_set(layer->weights, taken.pass)) return refuse("experts", "one is not set");
     if (layer->experts.empty() && taken.pass.unrouted == nullptr)
         return refuse("layer", "has nothing in its second half");
