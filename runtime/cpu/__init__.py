@@ -22,21 +22,28 @@ from moe_pack.runtime.cpu.kernels import (
     why_unavailable,
 )
 from moe_pack.runtime.cpu.layers import (
+    FloatAngles,
+    Floats,
+    LayerCutError,
     LayerFacts,
     LayerMatrices,
     LayerMatrix,
     LayerPass,
     LayerVectors,
     NativeLayers,
+    SequenceCaches,
 )
 
 __all__ = [
     "MAX_ODD_FACTOR",
     "ExpertRows",
     "ExpertWork",
+    "FloatAngles",
+    "Floats",
     "HostShare",
     "HostShareBuffers",
     "Kernels",
+    "LayerCutError",
     "LayerFacts",
     "LayerMatrices",
     "LayerMatrix",
@@ -46,6 +53,7 @@ __all__ = [
     "NativeLayers",
     "PagedRows",
     "SelectedNeurons",
+    "SequenceCaches",
     "TrellisRows",
     "TrellisTables",
     "expert_numbers",

@@ -391,9 +391,13 @@ class Kernels:
         self._call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
         return y
 
-    def begin_layer(self, layers: object, layer: int, *arguments: object) -> bool:
-        """Runs a layer of `NativeLayers`, or its first half; returns whether the layer is complete."""
-        return bool(self._call("begin_layer", layers, layer, *arguments))
+    def begin_layer(self, layers: object, layer: int, *arguments: object) -> None:
+        """Runs the first half of a layer of `NativeLayers`."""
+        self._call("begin_layer", layers, layer, *arguments)
+
+    def run_layers(self, layers: object, first: int, *arguments: object) -> int:
+        """Runs layers of `NativeLayers`; returns how many are complete."""
+        return int(self._call("run_layers", layers, first, *arguments))
 
     def end_layer(self, layers: object, layer: int, *arguments: object) -> None:
         """Runs the experts of a layer of `NativeLayers` and the sum that ends it."""

@@ -1,4 +1,4 @@
-"""The layers of a decoder, each computed by one native call instead of one for each of its operations.
+"""The layers of a decoder, computed by one native call instead of one for each of their operations.
 
 A decoded token takes a dozen operations a layer, some of which take microseconds. Between two of them Python would take
 as long, and the kernels' threads would wait. `NativeLayers` keeps what the operations compute with on the native side:
@@ -7,7 +7,6 @@ same operations in the same order, with the same results to the bit (runtime/cpu
 operations are its twin: `runtime/model/layer.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,15 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import NeuronFunction, RouterSpec
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.runtime.cpu.kernels import Bytes, ExpertRows, Kernels, Numbers, function_numbers, router_number
+from moe_pack.runtime.cpu.kernels import (
+    Bytes,
+    ExpertRows,
+    Kernels,
+    MapCutError,
+    Numbers,
+    function_numbers,
+    router_number,
+)
 
 try:
     import moe_pack.runtime.cpu._native as _native
@@ -23,6 +30,14 @@ except ImportError:  # then there are no kernels either
     _native = None  # type: ignore[assignment]  # a module or nothing
 
 Floats = NDArray[np.float32]
+
+
+class LayerCutError(MapCutError):
+    """The file of a decoder layer's experts was cut while its map was read."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"layer {layer}: a file was cut while its map was read")
+        self.layer = layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +129,8 @@ class LayerPass:
 
 
 # Of each sequence: keys and values float32 [heads, places, head_dim], and the number of positions before the new ones.
-SequenceCaches = Sequence[tuple[Floats, Floats, int]]
+SequenceCaches = list[tuple[Floats, Floats, int]]
+FloatAngles = tuple[Floats, Floats]
 
 
 class NativeLayers:
@@ -142,24 +158,38 @@ class NativeLayers:
         own = rows.layout, rows.selector, rows.records, rows.extra, rows.threshold
         _native.set_layer_expert(self._layers, layer, expert, *own)
 
-    def begin(
-        self, layer: int, arrays: LayerPass, angles: tuple[Floats, Floats], caches: SequenceCaches, whole: bool
-    ) -> bool:
+    def begin(self, layer: int, arrays: LayerPass, angles: FloatAngles, caches: SequenceCaches) -> None:
         """Computes the first half of a layer, and of the second the norm, the router and what runs for every token.
 
-        Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.   whole: computes the second half too, if
-                 all chosen experts are set.
-        Returns: whether the layer is complete. If not, `x` is what it is after the first half.
-        Raises:  MapCutError if rows are mapped from a file that was cut.
+        Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
         """
         of = arrays
         own = of.x, of.inputs, of.unrouted, of.experts, of.weights
-        return self._kernels.begin_layer(self._layers, layer, *own, *angles, caches, whole)
+        self._kernels.begin_layer(self._layers, layer, *own, *angles, caches)
 
-    def end(self, layer: int, arrays: LayerPass) -> None:
-        """Computes the rest of a layer that `begin` has not completed, when all chosen experts are set.
+    def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
+        """Computes consecutive layers until one has chosen an expert that is not set.
 
-        Raises:  MapCutError if rows are mapped from a file that was cut.
+        That layer is then where `begin` leaves it.
+        Args:    arrays: `unrouted` is there whether it is used or not; `experts` and `weights` are of all layers with a
+                 router, one after the other.   steps: angles and caches of each layer.
+        Returns: how many layers are complete.
+        Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
         of = arrays
-        self._kernels.end_layer(self._layers, layer, of.x, of.inputs, of.unrouted, of.experts, of.weights)
+        own = of.x, of.inputs, of.unrouted, of.experts, of.weights
+        complete = self._kernels.run_layers(self._layers, first, *own, steps)
+        if complete < 0:
+            raise LayerCutError(first - 1 - complete)
+        return complete
+
+    def end(self, layer: int, arrays: LayerPass) -> None:
+        """Computes the rest of a layer, when all chosen experts are set.
+
+        Raises:  LayerCutError if rows are mapped from a file that was cut.
+        """
+        of = arrays
+        try:
+            self._kernels.end_layer(self._layers, layer, of.x, of.inputs, of.unrouted, of.experts, of.weights)
+        except MapCutError as fault:
+            raise LayerCutError(layer) from fault

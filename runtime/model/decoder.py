@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model.caches import (
+    Angles,
     Batch,
     CachedSequence,
     KVCache,
@@ -251,12 +252,17 @@ class Decoder:
         weights = self._weights
         batch = _Pass(sequences, rows, len(ids) // len(sequences), num_tokens)
         x = embed(ids, weights)
-        for layer in range(self.spec.num_hidden_layers):
+        layer = 0
+        while layer < self.spec.num_hidden_layers:
             x = batch.add_ngrams(x, weights, layer)
-            begun = batch.begin(x, self._calls, layer)
-            x = batch.add_attention(x, weights, layer) if begun is None else begun.x
+            begun = self._calls.begin(x, layer, batch) if self._calls.has(layer) else None
+            if begun is None:
+                x = batch.add_attention(x, weights, layer)
+            else:
+                x, layer = begun.x, begun.layer
             if self.spec.has_second(layer) and (begun is None or not begun.is_complete):
                 x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch), begun)
+            layer += 1
         for sequence in sequences:
             sequence.cache.num_tokens += batch.num_new
         return x
@@ -326,6 +332,7 @@ class _Pass:
         self.num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
         self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
         starts = [sequence.num_tokens for sequence in sequences]
+        self.num_sequences = len(sequences)
         self._angles = joined_angles(
             [
                 sequence.angles_at(start, start + num_new, number)
@@ -344,14 +351,14 @@ class _Pass:
             pieces.append(add_ngrams(x[own], rows, weights, layer, state))
         return torch.cat(pieces)
 
-    def begin(self, x: Tensor, calls: LayerCalls, layer: int) -> BegunLayer | None:
-        """Returns a layer that was run by its call, to its end or in part; None if it has none."""
-        if not calls.has(layer):
-            return None
-        kept = tuple(
-            SequenceRows(rows, each.cache.layer(layer)) for rows, each in zip(self._rows, self._sequences, strict=True)
-        )
-        return calls.begin(x, layer, kept, self._angles[self._sequences[0].spec.attention_kind(layer)])
+    def caches(self, layer: int) -> Batch[LayerCache]:
+        """Returns the caches of a layer with attention, and the rows of their sequences."""
+        layers = [each.cache.layer(layer) for each in self._sequences]
+        return tuple(SequenceRows(*each) for each in zip(self._rows, layers, strict=True))
+
+    def angles(self, layer: int) -> Angles:
+        """Returns the rotary angles of all tokens in a layer."""
+        return self._angles[self._sequences[0].spec.attention_kind(layer)]
 
     def add_attention(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
         """Returns hidden states with a layer's attention, or its mixer, added.
@@ -360,5 +367,4 @@ class _Pass:
         """
         caches = [each.cache.trial(layer) if is_trial else each.cache.of(layer) for each in self._sequences]
         kept = tuple(SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
-        angles = self._angles[weights.spec.attention_kind(layer)]
-        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), angles)
+        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), self.angles(layer))

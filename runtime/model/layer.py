@@ -424,7 +424,7 @@ class RowsInMemory(ABC):
         """
 
     @abstractmethod
-    def note_run(self, layer_idx: int, experts: Tensor, router_weights: Tensor) -> None:
+    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
         """Takes note that a layer's experts have run: int64 and float32 [T, k] as `run_experts` gets them.
 
         Raises:  PackError with the last layer, if a file is truncated.

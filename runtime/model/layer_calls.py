@@ -7,6 +7,7 @@ call gives the same bits.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, Projection
 from moe_pack.runtime.cpu import (
+    FloatAngles,
+    Floats,
+    LayerCutError,
     LayerFacts,
     LayerMatrices,
     LayerMatrix,
     LayerPass,
     LayerVectors,
-    MapCutError,
     NativeLayers,
+    SequenceCaches,
 )
 from moe_pack.runtime.model.attention import is_interleaved
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
@@ -30,24 +34,43 @@ from moe_pack.runtime.model.operations import NativeOperations, hartley_array
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
+_Step = tuple[Floats, Floats, SequenceCaches]  # angles and caches of a layer
 MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class BegunLayer:
-    """A layer after its call: hidden states x float32 [T, d], and what the call has computed of the second half.
+    """The last `layer` of a call: hidden states x float32 [T, d], and what the call has computed of its second half.
 
-    `is_complete`: x are the hidden states after the layer; else after its first half.   `inputs`: float32 [T, d], the
-    `mlp_input`.   `route`: experts int64 and weights float32 [T, k]; None if the call does not route.   `unrouted`:
-    float32 [T, d], where `has_unrouted`; None if nothing runs for every token.
+    `is_complete`: x are the hidden states after the layer; else after its first half, and what follows is there.
+    `inputs`: float32 [T, d], the `mlp_input`.   `route`: experts int64 and weights float32 [T, k]; None if the call
+    does not route.   `unrouted`: float32 [T, d], where `has_unrouted`; None if nothing runs for every token.
     """
 
     x: Tensor
+    layer: int
     is_complete: bool
     inputs: Tensor
     route: tuple[Tensor, Tensor] | None
     has_unrouted: bool
     unrouted: Tensor | None
+
+
+class PassOfLayers(Protocol):
+    """What a pass brings to its layers: rotary angles, and of each sequence its rows and its cache."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences, with equally many tokens each."""
+        ...
+
+    def caches(self, layer: int) -> Batch[LayerCache]:
+        """Returns the caches of a layer with attention."""
+        ...
+
+    def angles(self, layer: int) -> Angles:
+        """Returns the rotary angles of all tokens in a layer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,40 +106,81 @@ class LayerCalls:
         """Returns whether a layer has a call, at least for its first half."""
         return self._native is not None and self._kind(layer) is not None
 
-    def begin(self, x: Tensor, layer: int, caches: Batch[LayerCache], angles: Angles) -> BegunLayer | None:
-        """Runs a layer's call for hidden states x float32 [T, d]; None if this pass needs `layer` instead.
+    def begin(self, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
+        """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
 
-        New tokens have entered the caches. Args: as for `add_attention`, with all sequences.
+        New tokens have entered the caches of these layers.
+        Returns: None if this pass needs `layer` instead.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
-        if self._native is None or len(x) > MAX_CALL_TOKENS * len(caches):
+        if self._native is None or len(x) > MAX_CALL_TOKENS * of_pass.num_sequences:
             return None
-        kind = self._kind(layer)
+        kind, caches = self._kind(layer), of_pass.caches(layer)
         if kind is None or not _fits(kind.spec, caches, len(x)):
             return None
-        kept = [(own.cache.keys.numpy(), own.cache.values.numpy(), own.cache.num_tokens) for own in caches]
+        if kind.completes:
+            return self._run_span(x, layer, of_pass)
         arrays = _arrays(x, kind)
-        if not kind.is_rotated:
-            angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
-        turns = np.ascontiguousarray(angles[0].numpy()), np.ascontiguousarray(angles[1].numpy())
-        layer_idx = self._layer_idx.get(layer)
-        try:
-            is_complete = self._native.begin(layer, arrays, turns, kept, kind.completes)
-            route = None
-            if arrays.experts is not None and arrays.weights is not None:
-                route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
-            if kind.completes and not is_complete:
-                self._set_chosen(layer, arrays)
-                self._native.end(layer, arrays)
-                is_complete = True
-        except MapCutError as fault:
-            assert isinstance(self._weights, RowsInMemory) and layer_idx is not None, "only experts are mapped"
-            raise self._weights.cut_error(layer_idx) from fault
-        if is_complete and route is not None and layer_idx is not None and isinstance(self._weights, RowsInMemory):
-            self._weights.note_run(layer_idx, *route)
+        self._native.begin(layer, arrays, *_given(kind, caches, of_pass.angles(layer)))
+        route = None
+        if arrays.experts is not None and arrays.weights is not None:
+            route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
         unrouted = None if arrays.unrouted is None else torch.from_numpy(arrays.unrouted)
-        inputs = torch.from_numpy(arrays.inputs)
-        return BegunLayer(torch.from_numpy(arrays.x), is_complete, inputs, route, kind.has_unrouted, unrouted)
+        hidden, inputs = torch.from_numpy(arrays.x), torch.from_numpy(arrays.inputs)
+        return BegunLayer(hidden, layer, False, inputs, route, kind.has_unrouted, unrouted)
+
+    def _span(self, first: int, of_pass: PassOfLayers, num_tokens: int) -> list[tuple[_Kind, _Step]]:
+        """Returns consecutive layers, from this one on, that one call completes: what it computes and gets."""
+        span, spec = list[tuple[_Kind, _Step]](), self._weights.spec
+        for layer in range(first, spec.num_hidden_layers):
+            kind = self._kind(layer)
+            if kind is None or not kind.completes or (span and spec.ngrams_of(layer) is not None):
+                break
+            caches = of_pass.caches(layer)
+            if not _fits(kind.spec, caches, num_tokens):
+                break
+            angles, kept = _given(kind, caches, of_pass.angles(layer))
+            span.append((kind, (*angles, kept)))
+        return span
+
+    def _run_span(self, x: Tensor, first: int, of_pass: PassOfLayers) -> BegunLayer:
+        """Runs consecutive layers to their end, in one call if all experts that they choose are set."""
+        assert self._native is not None, "calls are native"
+        span = self._span(first, of_pass, len(x))
+        kinds, steps = [kind for kind, _ in span], [step for _, step in span]
+        num_routes = sum(kind.routes for kind in kinds)
+        chosen = num_routes, len(x), self._weights.spec.router.num_experts_per_tok
+        experts, router_weights = np.empty(chosen, np.int64), np.empty(chosen, np.float32)
+        hidden = x.numpy().copy()
+        inputs, unrouted = np.empty_like(hidden), np.empty_like(hidden)
+        done = route_idx = 0
+        try:
+            while done < len(kinds):
+                left = LayerPass(hidden, inputs, unrouted, experts[route_idx:], router_weights[route_idx:])
+                complete = self._native.run(first + done, left, steps[done:])
+                route_idx += sum(kind.routes for kind in kinds[done : done + complete])
+                done += complete
+                if done < len(kinds):
+                    own = unrouted if kinds[done].runs_neurons else None
+                    route = experts[route_idx], router_weights[route_idx]
+                    self._end(first + done, LayerPass(hidden, inputs, own, *route))
+                    route_idx += 1
+                    done += 1
+        except LayerCutError as fault:
+            assert isinstance(self._weights, RowsInMemory), "only experts in memory are mapped"
+            raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
+        routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
+        if isinstance(self._weights, RowsInMemory):
+            for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
+                self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
+        last = first + len(kinds) - 1
+        return BegunLayer(torch.from_numpy(hidden), last, True, torch.from_numpy(inputs), None, True, None)
+
+    def _end(self, layer: int, arrays: LayerPass) -> None:
+        """Runs the rest of a layer that chose experts which are not all set."""
+        assert self._native is not None, "calls are native"
+        self._set_chosen(layer, arrays)
+        self._native.end(layer, arrays)
 
     def _set_chosen(self, layer: int, arrays: LayerPass) -> None:
         """Sets the chosen experts that have not been set."""
@@ -203,6 +267,15 @@ def _fits(spec: GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) ->
 
 
 # ---- what a call gets -----------------------------------------------------------------------------------------------
+
+
+def _given(kind: _Kind, caches: Batch[LayerCache], angles: Angles) -> tuple[FloatAngles, SequenceCaches]:
+    """Returns the angles and caches of a layer as its call takes them."""
+    cosines, sines = angles
+    if not kind.is_rotated:
+        cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
+    kept = [(each.cache.keys.numpy(), each.cache.values.numpy(), each.cache.num_tokens) for each in caches]
+    return (np.ascontiguousarray(cosines.numpy()), np.ascontiguousarray(sines.numpy())), kept
 
 
 def _arrays(x: Tensor, kind: _Kind) -> LayerPass:

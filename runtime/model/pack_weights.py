@@ -382,13 +382,13 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
         """Returns the rows of an expert in its mapped file; it is checked the first time."""
         return self._mapped_expert(layer_idx, expert).rows
 
-    def note_run(self, layer_idx: int, experts: Tensor, router_weights: Tensor) -> None:
-        """Takes note that a layer's experts have run: int64 and float32 [T, k]; checks files with the last."""
+    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
+        """Takes note that a layer's experts have run: int64 and float32 [T, k]; checks files with the last layer."""
         if self.observer is not None:
-            self.observer.routed(layer_idx, experts.numpy())
-        ran = experts if len(experts) == 1 else experts[router_weights != 0]
+            self.observer.routed(layer_idx, experts)
+        ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
         layouts = self._pack.layout.experts[layer_idx]
-        self.bytes_read += sum(layouts[number].num_bytes for number in set(ran.flatten().tolist()))
+        self.bytes_read += sum(layouts[number].num_bytes for number in set(ran.tolist()))
         if layer_idx == self._last_layer_idx:
             self._check_files()
 

@@ -20,8 +20,7 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import Decoder, NativeOperations, Operations, open_weights
-from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
-from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
+from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls, PassOfLayers
 from moe_pack.runtime.offload import least_budget
 
 CPU = torch.device("cpu")
@@ -52,12 +51,10 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What calls have done: layers whole, or in half."""
     counted, begin = Counter[str](), LayerCalls.begin
 
-    def counting(
-        calls: LayerCalls, x: Tensor, layer: int, caches: Batch[LayerCache], angles: Angles
-    ) -> BegunLayer | None:
-        begun = begin(calls, x, layer, caches, angles)
+    def counting(calls: LayerCalls, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
+        begun = begin(calls, x, layer, of_pass)
         if begun is not None:
-            counted["whole" if begun.is_complete else "half"] += 1
+            counted["whole" if begun.is_complete else "half"] += begun.layer - layer + 1
         return begun
 
     monkeypatch.setattr(LayerCalls, "begin", counting)

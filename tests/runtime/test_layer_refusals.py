@@ -61,14 +61,19 @@ def arrays() -> LayerPass:
     return LayerPass(floats(T, D), floats(T, D), floats(T, D), np.zeros((T, CHOSEN), np.int64), floats(T, CHOSEN))
 
 
-def begin(layers: NativeLayers, layer: int = 0, **changes: Any) -> bool:
+def begin(layers: NativeLayers, layer: int = 0, **changes: Any) -> None:
     given = {
         "arrays": arrays(),
         "angles": (floats(T, HEAD_DIM // 2), floats(T, HEAD_DIM // 2)),
         "caches": [(floats(KV_HEADS, PLACES, HEAD_DIM), floats(KV_HEADS, PLACES, HEAD_DIM), 3)],
-        "whole": True,
     } | changes
-    return layers.begin(layer, given["arrays"], given["angles"], given["caches"], given["whole"])
+    layers.begin(layer, given["arrays"], given["angles"], given["caches"])
+
+
+def run(layers: NativeLayers, first: int = 0, **changes: Any) -> int:
+    turns, keys = floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
+    given = {"arrays": arrays(), "steps": [(turns, turns, [(keys, keys.copy(), 3)])]} | changes
+    return layers.run(first, given["arrays"], given["steps"])
 
 
 def faults(value: NDArray[Any]) -> list[object]:
@@ -78,11 +83,10 @@ def faults(value: NDArray[Any]) -> list[object]:
 
 
 def test_what_fits_runs() -> None:
-    assert begin(opened())
-    assert not begin(opened(num_experts=0))
-    assert not begin(opened(), whole=False)
+    begin(opened())
+    assert run(opened()) == 1
     layers, taken = opened(num_experts=0), arrays()
-    assert not begin(layers, arrays=taken)
+    assert run(layers, arrays=taken) == 0
     for expert in range(EXPERTS):
         layers.set_expert(0, expert, random_expert(Shape(F, D)).rows())
     layers.end(0, taken)
@@ -92,10 +96,12 @@ def test_arrays_of_a_pass_that_do_not_fit_are_refused() -> None:
     layers = opened()
     for name in ("x", "inputs", "unrouted", "experts", "weights"):
         for number, fault in enumerate(faults(getattr(arrays(), name))):
-            with case(name, number), pytest.raises(REFUSED):
-                begin(layers, arrays=replace(arrays(), **{name: fault}))
-        with case(name, "missing"), pytest.raises(REFUSED):
-            begin(layers, arrays=replace(arrays(), **{name: None}))
+            for call in (begin, run):
+                with case(name, number), pytest.raises(REFUSED):
+                    call(layers, arrays=replace(arrays(), **{name: fault}))
+        for call in (begin, run):
+            with case(name, "missing"), pytest.raises(REFUSED):
+                call(layers, arrays=replace(arrays(), **{name: None}))
     turns, keys = floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
     for number, fault in enumerate(faults(turns)):
         with case("angles", number), pytest.raises(REFUSED):
@@ -114,6 +120,20 @@ def test_arrays_of_a_pass_that_do_not_fit_are_refused() -> None:
     }.items():
         with case(name), pytest.raises(REFUSED):
             begin(layers, **changes)
+
+
+def test_steps_that_do_not_fit_are_refused() -> None:
+    layers, turns, keys = opened(), floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
+    step = turns, turns, [(keys, keys, 0)]
+    for name, steps in {
+        "a layer that is not set": [step, step],
+        "no tuple": [turns],
+        "no caches": [(turns, turns, [])],
+        "other angles": [(turns, turns[:1], [(keys, keys, 0)])],
+        "no step for the chosen": [],
+    }.items():
+        with case(name), pytest.raises(REFUSED):
+            run(layers, steps=steps)
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:

@@ -443,8 +443,10 @@ PyMethodDef methods[] = {
     {"set_layer_expert", caught<set_layer_expert>, METH_VARARGS,
      "set_layer_expert(layers, layer, expert, layout, selector, records, extra, threshold)"},
     {"begin_layer", caught<begin_layer>, METH_VARARGS,
-     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)], "
-     "whole) -> bool, whether the layer is complete"},
+     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)])"},
+    {"run_layers", caught<run_layers>, METH_VARARGS,
+     "run_layers(pool, layers, first, x, inputs, unrouted, experts, weights, [(cosines, sines, [(keys, values, start)])]) "
+     "-> int, how many are complete; -1 - n if the map of the next was cut"},
     {"end_layer", caught<end_layer>, METH_VARARGS,
      "end_layer(pool, layers, layer, x, inputs, unrouted, experts, weights)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,

@@ -196,6 +196,33 @@ struct GivenPass {
     std::vector<SequenceCache> caches;
     LayerPass pass = {};
 
+    // The same from a call for several layers; `chosen` counts values of experts so far.
+    bool share(const LayerWeights& layer, const GivenPass& of_all, size_t* chosen) {
+        if (!count_tokens("x", of_all.x.size(), layer.d, &pass.num_tokens) || !has_tokens(layer)) return false;
+        const size_t tokens = pass.num_tokens;
+        if (layer.experts.empty() && layer.down.rows == nullptr)
+            return refuse("layer", "has nothing in its second half") != nullptr;
+        if (!has_size("inputs", of_all.inputs.size(), of_all.x.size()) ||
+            !has_size("unrouted", of_all.unrouted.size(), of_all.x.size()))
+            return false;
+        pass.x = of_all.x.values();
+        pass.inputs = of_all.inputs.values();
+        pass.unrouted = layer.down.rows == nullptr ? nullptr : of_all.unrouted.values();
+        if (layer.router.rows == nullptr) return true;
+        const size_t first = *chosen;
+        *chosen += tokens * layer.routing.num_chosen;
+        if (of_all.experts.size() < *chosen || of_all.weights.size() < *chosen)
+            return refuse("experts", "fewer than the layers choose") != nullptr;
+        pass.experts = of_all.experts.values() + first;
+        pass.weights = of_all.weights.values() + first;
+        return true;
+    }
+
+    bool has_tokens(const LayerWeights& layer) const {
+        const size_t tokens = pass.num_tokens, most = std::max(layer.num_heads, layer.routing.num_chosen);
+        return (tokens >= 1 && tokens * most <= kMaxTokens) || refuse("x", "too many tokens, or none") != nullptr;
+    }
+
     // What both halves use.
     bool take(const LayerWeights& layer, PyObject* const* from) {
         if (!x.take(from[0], "x", true) || !inputs.take(from[1], "inputs", true) ||
@@ -204,8 +231,7 @@ struct GivenPass {
             return false;
         const size_t tokens = pass.num_tokens;
         const size_t chosen = layer.router.rows == nullptr ? 0 : tokens * layer.routing.num_chosen;
-        if (tokens < 1 || tokens * std::max(layer.num_heads, layer.routing.num_chosen) > kMaxTokens)
-            return refuse("x", "too many tokens, or none") != nullptr;
+        if (!has_tokens(layer)) return false;
         pass.x = x.values();
         pass.inputs = inputs.values();
         pass.unrouted = unrouted.values();
@@ -279,6 +305,12 @@ struct GivenPass {
     }
 };
 
+// A layer of a call for several.
+struct GivenStep {
+    GivenLayer* layer;
+    GivenPass own;
+};
+
 }  // namespace
 
 PyObject* open_layers(PyObject*, PyObject* arguments) {
@@ -341,9 +373,9 @@ PyObject* set_layer_expert(PyObject*, PyObject* arguments) {
 
 PyObject* begin_layer(PyObject*, PyObject* arguments) {
     PyObject *pool_capsule, *capsule, *from[5], *cosines, *sines, *caches;
-    int idx, is_whole;
-    if (!PyArg_ParseTuple(arguments, "OOiOOOOOOOO!p:begin_layer", &pool_capsule, &capsule, &idx, &from[0], &from[1],
-                          &from[2], &from[3], &from[4], &cosines, &sines, &PyList_Type, &caches, &is_whole))
+    int idx;
+    if (!PyArg_ParseTuple(arguments, "OOiOOOOOOOO!:begin_layer", &pool_capsule, &capsule, &idx, &from[0], &from[1],
+                          &from[2], &from[3], &from[4], &cosines, &sines, &PyList_Type, &caches))
         return nullptr;
     Pool* pool = pool_of(pool_capsule);
     GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
@@ -352,18 +384,67 @@ PyObject* begin_layer(PyObject*, PyObject* arguments) {
     if (layer == nullptr || !taken.take(layer->weights, from) || !taken.take_angles(layer->weights, cosines, sines) ||
         !taken.take_caches(layer->weights, caches))
         return nullptr;
-    if (is_whole && layer->experts.empty() && taken.pass.unrouted == nullptr)
-        return refuse("layer", "has nothing in its second half");
-    bool are_here = false;
+    return unlocked([&] {
+        std::lock_guard<std::mutex> lock(given->one_call);
+        return run_first_half(*pool, layer->weights, taken.pass, given->room);
+    });
+}
+
+PyObject* run_layers(PyObject*, PyObject* arguments) {
+    PyObject *pool_capsule, *capsule, *hidden, *list;
+    int first;
+    GivenPass shared;  // its experts and weights are of all layers, one after the other
+    PyObject *inputs, *unrouted, *experts, *router_weights;
+    if (!PyArg_ParseTuple(arguments, "OOiOOOOOO!:run_layers", &pool_capsule, &capsule, &first, &hidden, &inputs,
+                          &unrouted, &experts, &router_weights, &PyList_Type, &list))
+        return nullptr;
+    Pool* pool = pool_of(pool_capsule);
+    GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
+    if (given == nullptr || !shared.x.take(hidden, "x", true) || !shared.inputs.take(inputs, "inputs", true) ||
+        !shared.unrouted.take(unrouted, "unrouted", true) || !shared.experts.take(experts, "experts", true) ||
+        !shared.weights.take(router_weights, "weights", true))
+        return nullptr;
+    const Py_ssize_t count = PyList_Size(list);
+    std::vector<std::unique_ptr<GivenStep>> steps;
+    size_t chosen = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject* tuple = PyList_GetItem(list, i);
+        PyObject *cosines, *sines, *caches;
+        GivenLayer* layer = layer_of(given, first + (int)i);
+        if (layer == nullptr || tuple == nullptr) return nullptr;
+        if (!PyTuple_Check(tuple)) return refuse("steps", "expected tuples");
+        steps.push_back(std::make_unique<GivenStep>());
+        GivenStep& step = *steps.back();
+        step.layer = layer;
+        Py_INCREF(tuple);
+        const bool taken = PyArg_ParseTuple(tuple, "OOO!:step", &cosines, &sines, &PyList_Type, &caches) &&
+                           step.own.share(layer->weights, shared, &chosen) &&
+                           step.own.take_angles(layer->weights, cosines, sines) &&
+                           step.own.take_caches(layer->weights, caches);
+        Py_DECREF(tuple);
+        if (!taken) return nullptr;
+    }
+    if (!has_size("experts", shared.experts.size(), chosen) || !has_size("weights", shared.weights.size(), chosen))
+        return nullptr;
+    long complete = 0;
+    bool is_cut = false;
     PyObject* done = unlocked([&] {
         std::lock_guard<std::mutex> lock(given->one_call);
-        const Outcome found = run_first_half(*pool, layer->weights, taken.pass, given->room);
-        are_here = found == Outcome::done && is_whole && are_set(layer->weights, taken.pass);
-        return are_here ? run_second_half(*pool, layer->weights, taken.pass, given->room) : found;
+        for (const auto& step : steps) {
+            const LayerWeights& layer = step->layer->weights;
+            Outcome found = run_first_half(*pool, layer, step->own.pass, given->room);
+            if (found == Outcome::done && !are_set(layer, step->own.pass)) break;
+            if (found == Outcome::done) found = run_second_half(*pool, layer, step->own.pass, given->room);
+            is_cut = found == Outcome::cut;
+            if (is_cut) break;
+            if (found != Outcome::done) return found;
+            complete++;
+        }
+        return Outcome::done;
     });
     if (done == nullptr) return nullptr;
     Py_DECREF(done);
-    return PyBool_FromLong(are_here);
+    return PyLong_FromLong(is_cut ? -1 - complete : complete);
 }
 
 PyObject* end_layer(PyObject*, PyObject* arguments) {

@@ -9,6 +9,7 @@ PyObject* open_layers(PyObject* module, PyObject* arguments);
 PyObject* set_layer(PyObject* module, PyObject* arguments);
 PyObject* set_layer_expert(PyObject* module, PyObject* arguments);
 PyObject* begin_layer(PyObject* module, PyObject* arguments);
+PyObject* run_layers(PyObject* module, PyObject* arguments);
 PyObject* end_layer(PyObject* module, PyObject* arguments);
 PyObject* activate_neurons(PyObject* module, PyObject* arguments);
 
