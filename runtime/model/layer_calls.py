@@ -1,9 +1,9 @@
 """Layers of a decoder as native calls: which layers are, and what a pass gives to their calls.
 
-A standard layer is one call: grouped-query attention, rms norms, a router, routed experts in memory, and what runs for
-every token. If only its first half is standard, or its experts are not in memory, the call ends after the router, or
-before it, and Python goes on with `layer`. All other layers are computed by `layer` alone, which is the reference; a
-call gives the same bits.
+A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
+and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts are
+not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
+computed by `layer` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
