@@ -415,6 +415,11 @@ class ExpertRunner(ABC):
 class RowsInMemory(ABC):
     """Weights whose routed experts are in memory, in rows that native layers use where they are."""
 
+    @property
+    @abstractmethod
+    def runs_in_place(self) -> bool:
+        """Whether native layers may run the experts instead of `run_experts`: not where a class overrides that."""
+
     @abstractmethod
     def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
         """Returns the rows of an expert, which stay where they are; it is checked the first time.

@@ -1,8 +1,8 @@
 """Layers of a decoder as native calls: which layers are, and what a pass gives to their calls.
 
 A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
-and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts are
-not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
+and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts
+are not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
 computed by `layer` alone, which is the reference; a call gives the same bits.
 """
 
@@ -228,7 +228,7 @@ class LayerCalls:
     def _runs_experts(self, layer: int) -> bool:
         """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
         weights = self._weights
-        if not isinstance(weights, RowsInMemory) or weights.spec.router.on_input:
+        if not isinstance(weights, RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
         rotation = weights.rotation(self._layer_idx[layer])
         return rotation is None or hartley_array(weights.spec.hidden_size) is not None
@@ -317,7 +317,8 @@ def _unrouted(
             return nothing, True
         if spec.shared_expert.gated:
             return nothing, False
-    role = f"layers.{layer}.{'shared' if layer in spec.moe_layers else 'mlp'}"
+    name = "shared" if layer in spec.moe_layers else "mlp"
+    role = f"layers.{layer}.{name}"
     up, down = _matrix(weights, f"{role}.up"), _matrix(weights, f"{role}.down")
     has_gate = "gate" in spec.expert.matrices
     gate = _matrix(weights, f"{role}.gate") if has_gate else None

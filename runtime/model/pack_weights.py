@@ -378,6 +378,11 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
             self._check_files()
         return from_experts(y, self, layer_idx)
 
+    @property
+    def runs_in_place(self) -> bool:
+        """Whether native layers may run the experts instead of `run_experts`."""
+        return type(self).run_experts is MappedPackWeights.run_experts
+
     def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
         """Returns the rows of an expert in its mapped file; it is checked the first time."""
         return self._mapped_expert(layer_idx, expert).rows
