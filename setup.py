@@ -13,6 +13,7 @@ from setuptools.command.build_ext import build_ext
 FOLDER = "runtime/cpu/native"
 SOURCES = (
     "module",
+    "module_decode",
     "module_host",
     "module_layers",
     "module_reads",
@@ -22,6 +23,7 @@ SOURCES = (
     "rounded_avx512",
     "rounded_avx2",
     "job",
+    "layers",
     "host_share",
     "tiles",
     "rows",

@@ -2,6 +2,7 @@
 
 from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.cpu.kernels import (
+    CACHE_KINDS,
     MAX_ODD_FACTOR,
     ExpertRows,
     ExpertWork,
@@ -21,17 +22,40 @@ from moe_pack.runtime.cpu.kernels import (
     stored_numbers,
     why_unavailable,
 )
+from moe_pack.runtime.cpu.layers import (
+    FloatAngles,
+    Floats,
+    LayerCutError,
+    LayerFacts,
+    LayerMatrices,
+    LayerMatrix,
+    LayerPass,
+    LayerVectors,
+    NativeLayers,
+    SequenceCaches,
+)
 
 __all__ = [
+    "CACHE_KINDS",
     "MAX_ODD_FACTOR",
     "ExpertRows",
     "ExpertWork",
+    "FloatAngles",
+    "Floats",
     "HostShare",
     "HostShareBuffers",
     "Kernels",
+    "LayerCutError",
+    "LayerFacts",
+    "LayerMatrices",
+    "LayerMatrix",
+    "LayerPass",
+    "LayerVectors",
     "MapCutError",
+    "NativeLayers",
     "PagedRows",
     "SelectedNeurons",
+    "SequenceCaches",
     "TrellisRows",
     "TrellisTables",
     "expert_numbers",

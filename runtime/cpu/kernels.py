@@ -50,7 +50,7 @@ _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
-_CACHE_KINDS = ("f32", "bf16", "q8", "q4")  # in the order of the native CacheKind
+CACHE_KINDS = ("f32", "bf16", "q8", "q4")  # in the order of the native CacheKind
 _ROUTERS = {
     "softmax_topk": 0,
     "topk_softmax": 1,
@@ -285,7 +285,7 @@ class Kernels:
             spec.scale,
             0.0 if norms is None else eps,
             interleaved,
-            _CACHE_KINDS.index(kv_dtype),
+            CACHE_KINDS.index(kv_dtype),
         )
         return y
 
@@ -397,6 +397,24 @@ class Kernels:
         num_experts = np.array([len(layer) for layer in layers], np.int32)
         return self._call("open_share", experts, num_experts, *buffers)
 
+    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+        """Computes h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, float32 in one shape."""
+        y, out = _empty(*up.shape)
+        self._call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
+        return y
+
+    def begin_layer(self, layers: object, layer: int, *arguments: object) -> None:
+        """Runs the first half of a layer of `NativeLayers`."""
+        self._call("begin_layer", layers, layer, *arguments)
+
+    def run_layers(self, layers: object, first: int, *arguments: object) -> int:
+        """Runs layers of `NativeLayers`; returns how many are complete."""
+        return int(self._call("run_layers", layers, first, *arguments))
+
+    def end_layer(self, layers: object, layer: int, *arguments: object) -> None:
+        """Runs the experts of a layer of `NativeLayers` and the sum that ends it."""
+        self._call("end_layer", layers, layer, *arguments)
+
     def _call(self, name: str, *arguments: object) -> Any:
         assert _native is not None and self._pool is not None, "kernels are open"
         try:
@@ -419,15 +437,24 @@ def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFun
     """
     numbers = [layout.records.num_cols, layout.num_rows, _SELECTORS[selector]]
     numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes, layout.extra_bytes]
-    if isinstance(function, LimitedFunction):
-        numbers += [_FUNCTIONS[function.name], int(np.float32(function.limit).view(np.int32))]
-    else:
-        numbers += [_FUNCTIONS[function], 0]
+    numbers += function_numbers(function)
     for name in ("gate", "up", "down"):
         selected = layout.selector.part(name) if layout.selector else None
         part = selected or layout.records.part(name)
         numbers += _part_numbers(part, _SELECTOR_ROW if selected else _RECORD) if part else [0] * _PART_NUMBERS
     return _frozen(numbers)
+
+
+def function_numbers(function: NeuronFunction) -> tuple[int, int]:
+    """Returns a neuron function as the kernels take it, and the bits of its limit as a float32; 0: none."""
+    if isinstance(function, LimitedFunction):
+        return _FUNCTIONS[function.name], int(np.float32(function.limit).view(np.int32))
+    return _FUNCTIONS[function], 0
+
+
+def router_number(spec: RouterSpec) -> int:
+    """Returns the kind of a router as the kernels take it."""
+    return _ROUTERS[spec.kind]
 
 
 def extent_rows(

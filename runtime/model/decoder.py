@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model.caches import (
+    Angles,
     Batch,
     CachedSequence,
     Chosen,
@@ -49,6 +50,7 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
+from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
 from moe_pack.runtime.model.mixers import LayerState, NgramRows
 from moe_pack.runtime.model.weights import Weights
 
@@ -80,6 +82,7 @@ class Decoder:
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
         self._ropes = LayerRopes(spec, self.device)
         self._verified = torch.empty((0, 0))  # hidden states of the tokens that `verify` appended last
+        self._calls = LayerCalls(weights)
 
         def sequence() -> CachedSequence:
             cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
@@ -345,27 +348,36 @@ class Decoder:
         """
         weights, last = self._weights, self.spec.num_hidden_layers - 1
         x = embed(ids, weights)
-        for layer in range(self.spec.num_hidden_layers):
+        layer = 0
+        while layer < self.spec.num_hidden_layers:
             x = batch.add_ngrams(x, weights, layer)
-            x = batch.add_attention(x, weights, layer)
-            if ends_early and layer == last:
+            begun = self._calls.begin(x, layer, batch) if self._calls.has(layer) else None
+            if begun is None:
+                x = batch.add_attention(x, weights, layer)
+            else:
+                x, layer = begun.x, begun.layer
+            if ends_early and layer == last and (begun is None or not begun.is_complete):
                 x, ids = x[-1:], ids[-1:]
-            if not self.spec.has_second(layer):
-                continue
-            x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch))
+                begun = None if begun is None else begun.last()
+            if self.spec.has_second(layer) and (begun is None or not begun.is_complete):
+                x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch), begun)
+            layer += 1
         batch.end(x)
         return x
 
-    def _second_half(self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None) -> Tensor:
+    def _second_half(
+        self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None, begun: BegunLayer | None
+    ) -> Tensor:
         """Returns hidden states after a layer's experts, or its dense expert, from those after its first half.
 
-        Args:    ids: the tokens, int64 [T].
+        Args:    ids: the tokens, int64 [T].   begun: what is computed already.
         """
         weights, routed = self._weights, None
-        inputs = mlp_input(x, weights, layer)
-        unrouted = run_unrouted(inputs, weights, layer)
+        inputs = mlp_input(x, weights, layer) if begun is None else begun.inputs
+        unrouted = begun.unrouted if begun and begun.has_unrouted else run_unrouted(inputs, weights, layer)
         if layer in self._layer_idx:
-            experts, router_weights = route_tokens(inputs, weights, layer, ids)
+            route = None if begun is None else begun.route
+            experts, router_weights = route or route_tokens(inputs, weights, layer, ids)
             routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
             routed = with_returned(routed, inputs, weights, layer)
         return enter_second(x, unrouted, routed, weights, layer)
@@ -419,6 +431,7 @@ class _Pass:
         self._num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
         self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
         starts = [sequence.num_tokens for sequence in sequences]
+        self.num_sequences = len(sequences)
         self._angles = joined_angles(
             [
                 sequence.angles_at(start, start + num_new, number)
@@ -443,6 +456,15 @@ class _Pass:
             pieces.append(add_ngrams(x[own], rows, weights, layer, state))
         return torch.cat(pieces)
 
+    def caches(self, layer: int) -> Batch[LayerCache]:
+        """Returns the caches of a layer with attention, and the rows of their sequences."""
+        kept = tuple(SequenceRows(*each) for each in zip(self._rows, self._caches(layer, False), strict=True))
+        return cast(Batch[LayerCache], kept)
+
+    def angles(self, layer: int) -> Angles:
+        """Returns the rotary angles of all tokens in a layer."""
+        return self._angles[self._sequences[0].spec.attention_kind(layer)]
+
     def add_attention(self, x: Tensor, weights: Weights, layer: int, is_trial: bool = False) -> Tensor:
         """Returns hidden states with a layer's attention, or its mixer, added.
 
@@ -450,8 +472,7 @@ class _Pass:
         """
         caches = self._caches(layer, is_trial)
         kept = tuple(SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
-        angles = self._angles[weights.spec.attention_kind(layer)]
-        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), angles)
+        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), self.angles(layer))
 
     def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
         caches = [sequence.cache for sequence in self._sequences]
@@ -472,6 +493,7 @@ class _TokenPass(_Pass):
     def __init__(self, sequence: CachedSequence, rows: list[NgramRows | None]) -> None:
         start, num_new = sequence.num_tokens, len(rows)
         super().__init__([sequence], [None], num_new, [start + num_new])
+        self.num_sequences = num_new
         self._ngram_rows = rows
         self._rows = [slice(i, i + 1) for i in range(num_new)]
         self._chosen = [Chosen() for _ in rows]  # a layer's choice is for one token

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, NeuronFunction, RunError
+from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RunError
 from moe_pack.formats.parts import (
     FactorsSpec,
     GatedStreamsSpec,
@@ -29,9 +29,10 @@ from moe_pack.formats.parts import (
     ShortcutResidualSpec,
 )
 from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
+from moe_pack.runtime.cpu import ExpertRows
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
-from moe_pack.runtime.model.expert import neuron_of, run_expert
+from moe_pack.runtime.model.expert import run_expert
 from moe_pack.runtime.model.matrix import gather_rows, linear
 from moe_pack.runtime.model.mixer import mix, ngram_output
 from moe_pack.runtime.model.mixers import LayerState, NgramRows
@@ -413,6 +414,34 @@ class ExpertRunner(ABC):
         """
 
 
+class RowsInMemory(ABC):
+    """Weights whose routed experts are in memory, in rows that native layers use where they are."""
+
+    @property
+    @abstractmethod
+    def runs_in_place(self) -> bool:
+        """Whether native layers may run the experts instead of `run_experts`: not where a class overrides that."""
+
+    @abstractmethod
+    def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
+        """Returns the rows of an expert, which stay where they are; it is checked the first time.
+
+        Args:    layer_idx: counts MoE layers, here and below.
+        Raises:  PackError if the expert is damaged.
+        """
+
+    @abstractmethod
+    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
+        """Takes note that a layer's experts have run: int64 and float32 [T, k] as `run_experts` gets them.
+
+        Raises:  PackError with the last layer, if a file is truncated.
+        """
+
+    @abstractmethod
+    def cut_error(self, layer_idx: int) -> PackError:
+        """Returns the error for a layer whose file was cut while its map was read."""
+
+
 class ExpertObserver(Protocol):
     """Observes a run from the thread that computes; it must not wait."""
 
@@ -525,7 +554,7 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFun
     """
     up = linear(x, weights.matrix(f"{role}.up"))
     gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
-    return linear(neuron_of(function).h(gate, up), weights.matrix(f"{role}.down"))
+    return linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
 
 
 # ---- after the layers -----------------------------------------------------------------------------------------------

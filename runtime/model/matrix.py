@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.model.operations import TORCH, Operations, product_by_blocks, row_blocks
+from moe_pack.runtime.model.operations import TORCH, NativeProduct, Operations, product_by_blocks, row_blocks
 
 TORCH_DTYPES = {  # by their names in safetensors
     "BF16": torch.bfloat16,
@@ -47,6 +47,11 @@ class InMemoryMatrix(ABC):
 class DivisibleMatrix(InMemoryMatrix):
     """A matrix in memory, of which some rows are a matrix too."""
 
+    @property
+    def native(self) -> NativeProduct | None:
+        """The rows as the kernels see them; None where no kernel multiplies them."""
+        return None
+
     @abstractmethod
     def part(self, start: int, stop: int) -> Matrix:
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
@@ -72,6 +77,11 @@ class StoredMatrix(DivisibleMatrix):
     def product(self, x: Tensor) -> Tensor:
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
+
+    @property
+    def native(self) -> NativeProduct | None:
+        """The rows as the kernels see them."""
+        return self._product if isinstance(self._product, NativeProduct) else None
 
     def part(self, start: int, stop: int) -> "StoredMatrix":
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
@@ -100,6 +110,11 @@ class RowMatrix(DivisibleMatrix):
     def product(self, x: Tensor) -> Tensor:
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
+
+    @property
+    def native(self) -> NativeProduct | None:
+        """The rows as the kernels see them."""
+        return self._product if isinstance(self._product, NativeProduct) else None
 
     def part(self, start: int, stop: int) -> "RowMatrix":
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""

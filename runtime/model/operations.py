@@ -8,19 +8,20 @@ C++ kernels on the CPU. The formulas of routers are in `router`, those of expert
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import RouterSpec, RowLayout
+from moe_pack.formats import NeuronFunction, RouterSpec, RowLayout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model.caches import Angles, EntryCache, LayerCache, RunningSoftmax, rotate
+from moe_pack.runtime.model.expert import neuron_of
 from moe_pack.runtime.model.mixers import LayerState, convolve, recur
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
@@ -126,6 +127,10 @@ class Operations:
             )
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, value_dim]
         return whole.transpose(0, 1).flatten(1)
+
+    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+        """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
+        return neuron_of(function).h(gate, up)
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
         """Returns a causal convolution of each channel of x float32 [T, channels], as `mixers.convolve` says."""
@@ -458,6 +463,19 @@ def kernels_attend(spec: GroupedQuerySpec) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeProduct:
+    """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""
+
+    kernels: Kernels
+    layout: NDArray[np.int32]
+    rows: NDArray[np.uint8]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns `x @ matrix.T`, float32 [T, rows], for x float32 [T, columns]."""
+        return self.kernels.product(x, self.layout, self.rows)
+
+
 class NativeOperations(Operations):
     """The operations by native kernels; all tensors are on the CPU. The caller closes the kernels."""
 
@@ -517,6 +535,10 @@ class NativeOperations(Operations):
             sinks,
         )
 
+    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+        """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
+        return self.kernels.activate(gate, up, function)
+
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
         """Returns a causal convolution of each channel, float32 [T, channels]."""
         return self.kernels.convolve(x, kernel, bias, state.conv)
@@ -530,11 +552,11 @@ class NativeOperations(Operations):
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
         rows = weight.contiguous().view(torch.uint8).numpy()
-        return partial(self.kernels.product, layout=stored_numbers(weight.dtype, weight.shape[1]), rows=rows)
+        return NativeProduct(self.kernels, stored_numbers(weight.dtype, weight.shape[1]), rows)
 
     def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
         """Returns the product with rows of codes, which the kernel decodes as it multiplies."""
-        return partial(self.kernels.product, layout=row_numbers(layout, layout.parts[0].name), rows=rows.numpy())
+        return NativeProduct(self.kernels, row_numbers(layout, layout.parts[0].name), rows.numpy())
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows in float32 [rows, columns]."""
@@ -549,10 +571,10 @@ class NativeOperations(Operations):
         return self._rotated(y, rotation.output, is_scaled_first=False)
 
     def _rotated(self, x: Tensor, scale: Tensor, *, is_scaled_first: bool) -> Tensor:
-        m = odd_factor(x.shape[-1])
-        if m > MAX_ODD_FACTOR:  # 64 times a prime above it, which no published model has as its hidden size
+        matrix = hartley_array(x.shape[-1])
+        if matrix is None:
             return transform(x * scale) if is_scaled_first else transform(x) * scale
-        return self.kernels.rotate(x, scale, is_scaled_first, _hartley_array(m))
+        return self.kernels.rotate(x, scale, is_scaled_first, matrix)
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
         """Returns the weight itself: the kernel multiplies 16 bits in half the time of 32."""
@@ -560,8 +582,13 @@ class NativeOperations(Operations):
 
 
 @lru_cache(maxsize=8)
-def _hartley_array(m: int) -> NDArray[np.float32]:
-    return np.array(hartley(m), np.float32)
+def hartley_array(hidden_size: int) -> NDArray[np.float32] | None:
+    """Returns the Hartley matrix of a hidden size's odd factor, float32 [m, m]; None if kernels do not rotate it.
+
+    Those sizes are 64 times a prime above `MAX_ODD_FACTOR`, which no published model has.
+    """
+    m = odd_factor(hidden_size)
+    return None if m > MAX_ODD_FACTOR else np.array(hartley(m), np.float32)
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch import Tensor
 from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.layout import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
-from moe_pack.runtime.cpu import MapCutError, extent_rows
+from moe_pack.runtime.cpu import ExpertRows, MapCutError, extent_rows
 from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.layer import ExpertRunner, ObservedWeights, PartialState, expert_inputs
+from moe_pack.runtime.model.layer import ExpertRunner, ObservedWeights, PartialState, RowsInMemory, expert_inputs
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.mixers import LaterRows, RowTable
 from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
@@ -318,7 +318,7 @@ class PackWeights(ObservedWeights):
             self._tables = None
 
 
-class MappedPackWeights(PackWeights, ExpertRunner):
+class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
     """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
 
     An expert is checked when it is first needed.
@@ -377,6 +377,29 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         if layer_idx == self._last_layer_idx:
             self._check_files()
         return from_experts(y, self, layer_idx)
+
+    @property
+    def runs_in_place(self) -> bool:
+        """Whether native layers may run the experts instead of `run_experts`."""
+        return type(self).run_experts is MappedPackWeights.run_experts
+
+    def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
+        """Returns the rows of an expert in its mapped file; it is checked the first time."""
+        return self._mapped_expert(layer_idx, expert).rows
+
+    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
+        """Takes note that a layer's experts have run: int64 and float32 [T, k]; checks files with the last layer."""
+        if self.observer is not None:
+            self.observer.routed(layer_idx, experts)
+        ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
+        layouts = self._pack.layout.experts[layer_idx]
+        self.bytes_read += sum(layouts[number].num_bytes for number in set(ran.tolist()))
+        if layer_idx == self._last_layer_idx:
+            self._check_files()
+
+    def cut_error(self, layer_idx: int) -> PackError:
+        """Returns the error for a layer whose file was cut while its map was read."""
+        return cut_error(self._pack.manifest.expert_files[layer_idx].name)
 
     def _check_files(self) -> None:
         """Refuses files that were cut within a page, the rest of which reads as zeros; all at once, which is faster."""

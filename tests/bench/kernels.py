@@ -4,6 +4,7 @@ python tests/bench/kernels.py experts
 python tests/bench/kernels.py rotation
 python tests/bench/kernels.py decode --llama-python PYTHON
 python tests/bench/kernels.py codecs --llama-python PYTHON
+python tests/bench/kernels.py layers PACK...
 """
 
 import os
@@ -56,6 +57,7 @@ from moe_pack.runtime.cpu import (
     row_numbers,
 )
 from moe_pack.runtime.model import Decoder, NativeOperations
+from moe_pack.runtime.model.layer_calls import LayerCalls
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -410,6 +412,7 @@ _SHAPES = {
 Numerics = Literal["exact", "fast", "fastest"]
 _DIGITS: dict[Numerics, int] = {"exact": 0, "fast": 2, "fastest": 1}
 _THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH = 32, 64
+_WARM_TOKENS = 60  # before those that are timed: most experts have been chosen, and checked
 _REST_SECONDS = 0.2  # before each timing: threads that wait for work spin for a while before they sleep
 
 
@@ -699,6 +702,69 @@ def codecs_command(
     text = table(("stored as", "", "instructions", "tokens/s", "time over affine", "times llama.cpp"), rows)
     if Llama.name in times:
         text += f"\nllama.cpp, Q4_0: {decode_tokens / times[Llama.name]:.1f} tokens/s"
+    finish({"figures": [asdict(x) for x in figures]}, text, as_json)
+
+
+# --- layers as calls
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpeed:
+    """Median milliseconds of a token whose layers are computed by separate operations, and by calls."""
+
+    pack: str
+    threads: int
+    separate_ms: float
+    called_ms: float
+    saved_us: float  # a layer
+    ratio: float
+
+
+def measure_calls(pack: Pack, threads: int, num_tokens: int) -> CallSpeed:
+    """Times both on the same random tokens in turn; their logits have to be the same to the bit."""
+    tokens = np.random.default_rng(2).integers(pack.spec.vocab_size, size=num_tokens + _WARM_TOKENS).tolist()
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with closing(Kernels(threads)) as kernels, closing(MappedPackWeights(pack, NativeOperations(kernels))) as weights:
+        decoders = {called: Decoder(weights, len(tokens), _CPU) for called in times}
+        has = LayerCalls.has
+        for number, token in enumerate(tokens):
+            logits = []
+            for called in times if number % 2 else reversed(times):
+                LayerCalls.has = has if called else _has_none  # type: ignore[method-assign]  # a switch for this alone
+                began = time.perf_counter()
+                logits.append(decoders[called].next_logits([token]))
+                times[called].append(time.perf_counter() - began)
+            LayerCalls.has = has  # type: ignore[method-assign]
+            assert torch.equal(*logits), "calls give other logits"
+    separate, called = (median(times[kind][_WARM_TOKENS:]) for kind in (False, True))
+    saved = 1e6 * (separate - called) / pack.spec.num_hidden_layers
+    return CallSpeed(str(pack.folder), threads, 1e3 * separate, 1e3 * called, saved, called / separate)
+
+
+def _has_none(calls: LayerCalls, layer: int) -> bool:
+    return False
+
+
+@main.command("layers")
+@click.argument("packs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
+@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1))
+@json_option
+def layers_command(packs: tuple[Path, ...], threads: tuple[int, ...], tokens: int, as_json: bool) -> None:
+    """Times decoding of packs in memory, with layers as native calls and by their separate operations.
+
+    Both decode the same random tokens in one process, in turn; medians over tokens.
+    """
+    torch.set_num_threads(1)
+    figures = list[CallSpeed]()
+    for folder, number in tqdm(list(product(packs, threads)), disable=as_json):
+        with Pack(folder) as pack:
+            figures.append(measure_calls(pack, number, tokens))
+    rows = [
+        (x.pack, x.threads, f"{x.separate_ms:.3f}", f"{x.called_ms:.3f}", f"{x.saved_us:.0f}", f"{x.ratio:.3f}")
+        for x in figures
+    ]
+    text = table(("pack", "threads", "separate, ms", "called, ms", "saved a layer, us", "ratio"), rows)
     finish({"figures": [asdict(x) for x in figures]}, text, as_json)
 
 

@@ -1,11 +1,12 @@
-// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, the
-// host's share of a GPU's experts in module_host.cpp, the reading of files in module_reads.cpp, and the search for codes
-// in module_search.cpp.
+// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, whole
+// layers in module_decode.cpp, the host's share of a GPU's experts in module_host.cpp, the reading of files in
+// module_reads.cpp, and the search for codes in module_search.cpp.
 #include <cstring>
 
 #include "arguments.h"
 #include "extent.h"
 #include "guard.h"
+#include "module_decode.h"
 #include "module_host.h"
 #include "module_layers.h"
 #include "module_reads.h"
@@ -447,6 +448,18 @@ PyMethodDef methods[] = {
      "recur(pool, q, k, v, log_decay, rate, recurrent, out, num_key_heads, num_heads, keys, values)"},
     {"convolve", caught<convolve_channels>, METH_VARARGS, "convolve(pool, x, kernel, bias, state, out, taps)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
+    {"activate", caught<activate_neurons>, METH_VARARGS, "activate(pool, gate, up, function, limit_bits, out)"},
+    {"open_layers", caught<open_layers>, METH_VARARGS, "open_layers(num_layers) -> capsule"},
+    {"set_layer", caught<set_layer>, METH_VARARGS, "set_layer(layers, layer, numbers, floats, vectors, matrices)"},
+    {"set_layer_expert", caught<set_layer_expert>, METH_VARARGS,
+     "set_layer_expert(layers, layer, expert, layout, selector, records, extra, threshold)"},
+    {"begin_layer", caught<begin_layer>, METH_VARARGS,
+     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)])"},
+    {"run_layers", caught<run_layers>, METH_VARARGS,
+     "run_layers(pool, layers, first, x, inputs, unrouted, experts, weights, [(cosines, sines, [(keys, values, start)])]) "
+     "-> int, how many are complete; -1 - n if the map of the next was cut"},
+    {"end_layer", caught<end_layer>, METH_VARARGS,
+     "end_layer(pool, layers, layer, x, inputs, unrouted, experts, weights)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,
      "search_trellis(limit, steps, kept, weights, targets, scales, importance, factor, hash, first levels, second levels, "
      "starts, codes, values, ends)"},

@@ -11,6 +11,7 @@ namespace moe_pack {
 namespace {
 
 constexpr int kSpinsBeforeYield = 4000;
+constexpr int kSpinsOfWorker = 400;  // some 20 us: operations of one call follow each other within less
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -103,7 +104,12 @@ void Pool::serve(int worker) {
     uint32_t done = 0;
     while (true) {
         auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
-        while (job_ == done && std::chrono::steady_clock::now() < until) pause();
+        for (int spins = 0; job_ == done && std::chrono::steady_clock::now() < until; spins++) {
+            if (spins < kSpinsOfWorker)
+                pause();
+            else
+                sched_yield();  // where other programs have the other cores, the caller may need this one
+        }
         if (job_ == done) {
             std::unique_lock<std::mutex> lock(threads_.sleep);
             asleep_++;

@@ -1,0 +1,196 @@
+"""The layers of a decoder, computed by one native call instead of one for each of their operations.
+
+A decoded token takes a dozen operations a layer, some of which take microseconds. Between two of them Python would take
+as long, and the kernels' threads would wait. `NativeLayers` keeps what the operations compute with on the native side:
+addresses and layouts of a layer's matrices, vectors and experts. A call gets hidden states and caches, and computes the
+same operations in the same order, with the same results to the bit (runtime/cpu/native/layers.h). The separate
+operations are its twin: `runtime/model/layer.py`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import NeuronFunction, RouterSpec
+from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.runtime.cpu.kernels import (
+    Bytes,
+    ExpertRows,
+    Kernels,
+    MapCutError,
+    Numbers,
+    function_numbers,
+    router_number,
+)
+
+try:
+    import moe_pack.runtime.cpu._native as _native
+except ImportError:  # then there are no kernels either
+    _native = None  # type: ignore[assignment]  # a module or nothing
+
+Floats = NDArray[np.float32]
+
+
+class LayerCutError(MapCutError):
+    """The file of a decoder layer's experts was cut while its map was read."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(f"layer {layer}: a file was cut while its map was read")
+        self.layer = layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrix:
+    """A dense matrix: rows u8 [rows, row bytes] in one piece, their layout (`row_numbers`), a bias float32 [rows]."""
+
+    layout: Numbers
+    rows: Bytes
+    bias: Floats | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVectors:
+    """The vectors of a layer, float32; `q_norm` and `k_norm` are of each head, or of whole projections."""
+
+    attention_norm: Floats
+    mlp_norm: Floats
+    q_norm: Floats | None
+    k_norm: Floats | None
+    sinks: Floats | None
+    router_bias: Floats | None  # for choosing alone
+    rotation_in: Floats | None
+    rotation_out: Floats | None
+    hartley: Floats | None  # [m, m], of the odd factor m of the hidden size
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrices:
+    """The dense matrices of a layer; without `router` it does not route, without `up` nothing runs for every token."""
+
+    q: LayerMatrix
+    k: LayerMatrix
+    v: LayerMatrix
+    o: LayerMatrix
+    router: LayerMatrix | None
+    up: LayerMatrix | None
+    gate: LayerMatrix | None
+    down: LayerMatrix | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a layer computes, apart from its weights.
+
+    `window`: how many positions a token sees at most; None for all.   `least_sum`: as for `Kernels.route`.
+    `function`: of what runs for every token: the shared expert, or a dense one.
+    """
+
+    hidden_size: int
+    attention: GroupedQuerySpec
+    window: int | None
+    interleaved: bool
+    eps: float
+    residual_multiplier: float
+    router: RouterSpec
+    least_sum: float
+    function: NeuronFunction
+
+    def numbers(self) -> Numbers:
+        """Returns the whole numbers in the order of `LayerNumber` in module_decode.cpp."""
+        of, router = self.attention, self.router
+        numbers = [self.hidden_size, of.num_heads, of.num_kv_heads, of.head_dim, self.window or 0]
+        numbers += [of.chunked and self.window is not None, self.interleaved, of.qk_norm == "projection"]
+        numbers += [*function_numbers(self.function), router_number(router), router.num_experts]
+        return np.array([*numbers, router.num_experts_per_tok, router.n_group, router.topk_group], np.int32)
+
+    def floats(self) -> Floats:
+        """Returns the other numbers in the order of `LayerFloat` in module_decode.cpp."""
+        router = self.router
+        least_sum = self.least_sum if router.normalize else -1.0
+        of_layer = [self.attention.scale, self.eps, self.residual_multiplier]
+        return np.array([*of_layer, least_sum, router.scaling_factor, router.jitter], np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPass:
+    """The arrays of a pass through a layer of T tokens, equally many of each sequence.
+
+    `x`: float32 [T, d], hidden states, which the call changes.   `inputs`: float32 [T, d], written: what router and
+    experts get.   `unrouted`: float32 [T, d], written: the output of what runs for every token; None if nothing does.
+    `experts`, `weights`: int64 and float32 [T, k], written: the router's choice; None in a layer without a router.
+    """
+
+    x: Floats
+    inputs: Floats
+    unrouted: Floats | None
+    experts: NDArray[np.int64] | None
+    weights: Floats | None
+
+
+# Of each sequence: keys and values u8 [heads, places, bytes of a row], the number of positions before the new ones, and
+# how rows are stored, a place in CACHE_KINDS.
+SequenceCaches = list[tuple[Bytes, Bytes, int, int]]
+FloatAngles = tuple[Floats, Floats]
+
+
+class NativeLayers:
+    """The layers of a decoder on the native side; borrows all arrays, and the kernels.
+
+    Raises:  ValueError for sizes that do not fit each other, which is an error of the caller.
+    """
+
+    def __init__(self, kernels: Kernels, num_layers: int) -> None:
+        self._kernels = kernels
+        self._layers = _native.open_layers(num_layers)
+
+    def set(self, layer: int, facts: LayerFacts, vectors: LayerVectors, matrices: LayerMatrices) -> None:
+        """Sets what a layer computes with, once."""
+        of = vectors
+        norms = of.attention_norm, of.mlp_norm, of.q_norm, of.k_norm
+        others = of.sinks, of.router_bias, of.rotation_in, of.rotation_out, of.hartley
+        own = matrices
+        each = own.q, own.k, own.v, own.o, own.router, own.up, own.gate, own.down
+        given = tuple(None if one is None else (one.layout, one.rows, one.bias) for one in each)
+        _native.set_layer(self._layers, layer, facts.numbers(), facts.floats(), (*norms, *others), given)
+
+    def set_expert(self, layer: int, expert: int, rows: ExpertRows) -> None:
+        """Sets the rows of an expert, in one piece each, once."""
+        own = rows.layout, rows.selector, rows.records, rows.extra, rows.threshold
+        _native.set_layer_expert(self._layers, layer, expert, *own)
+
+    def begin(self, layer: int, arrays: LayerPass, angles: FloatAngles, caches: SequenceCaches) -> None:
+        """Computes the first half of a layer, and of the second the norm, the router and what runs for every token.
+
+        Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
+        """
+        of = arrays
+        own = of.x, of.inputs, of.unrouted, of.experts, of.weights
+        self._kernels.begin_layer(self._layers, layer, *own, *angles, caches)
+
+    def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
+        """Computes consecutive layers until one has chosen an expert that is not set.
+
+        That layer is then where `begin` leaves it.
+        Args:    arrays: `unrouted` is there whether it is used or not; `experts` and `weights` are of all layers with a
+                 router, one after the other.   steps: angles and caches of each layer.
+        Returns: how many layers are complete.
+        Raises:  LayerCutError if rows are mapped from a file that was cut.
+        """
+        of = arrays
+        own = of.x, of.inputs, of.unrouted, of.experts, of.weights
+        complete = self._kernels.run_layers(self._layers, first, *own, steps)
+        if complete < 0:
+            raise LayerCutError(first - 1 - complete)
+        return complete
+
+    def end(self, layer: int, arrays: LayerPass) -> None:
+        """Computes the rest of a layer, when all chosen experts are set.
+
+        Raises:  LayerCutError if rows are mapped from a file that was cut.
+        """
+        of = arrays
+        try:
+            self._kernels.end_layer(self._layers, layer, of.x, of.inputs, of.unrouted, of.experts, of.weights)
+        except MapCutError as fault:
+            raise LayerCutError(layer) from fault

@@ -1,0 +1,387 @@
+"""Layers of a decoder as native calls: which layers are, and what a pass gives to their calls.
+
+A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
+and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts
+are not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
+computed by `layer` alone, which is the reference; a call gives the same bits.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, Projection
+from moe_pack.runtime.cpu import (
+    CACHE_KINDS,
+    FloatAngles,
+    Floats,
+    LayerCutError,
+    LayerFacts,
+    LayerMatrices,
+    LayerMatrix,
+    LayerPass,
+    LayerVectors,
+    NativeLayers,
+    SequenceCaches,
+)
+from moe_pack.runtime.model.attention import is_interleaved
+from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
+from moe_pack.runtime.model.layer import RowsInMemory
+from moe_pack.runtime.model.matrix import DivisibleMatrix
+from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.router import least_sum
+from moe_pack.runtime.model.weights import Weights
+
+_Step = tuple[Floats, Floats, SequenceCaches]  # angles and caches of a layer
+MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class BegunLayer:
+    """The last `layer` of a call: hidden states x float32 [T, d], and what the call has computed of its second half.
+
+    `is_complete`: x are the hidden states after the layer; else after its first half, and what follows is there.
+    `inputs`: float32 [T, d], the `mlp_input`.   `route`: experts int64 and weights float32 [T, k]; None if the call
+    does not route.   `unrouted`: float32 [T, d], where `has_unrouted`; None if nothing runs for every token.
+    """
+
+    x: Tensor
+    layer: int
+    is_complete: bool
+    inputs: Tensor
+    route: tuple[Tensor, Tensor] | None
+    has_unrouted: bool
+    unrouted: Tensor | None
+
+    def last(self) -> "BegunLayer":
+        """Returns the same of the last token alone."""
+        route = None if self.route is None else (self.route[0][-1:], self.route[1][-1:])
+        unrouted = None if self.unrouted is None else self.unrouted[-1:]
+        return replace(self, x=self.x[-1:], inputs=self.inputs[-1:], route=route, unrouted=unrouted)
+
+
+class PassOfLayers(Protocol):
+    """What a pass brings to its layers: rotary angles, and of each sequence its rows and its cache."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences, with equally many tokens each."""
+        ...
+
+    def caches(self, layer: int) -> Batch[LayerCache]:
+        """Returns the caches of a layer with attention."""
+        ...
+
+    def angles(self, layer: int) -> Angles:
+        """Returns the rotary angles of all tokens in a layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a layer's call computes.
+
+    `routes`: the router's choice.   `has_unrouted`: all that runs for every token, which may be nothing;
+    `runs_neurons`: something does.   `completes`: the layer to its end, if the chosen experts are set.
+    """
+
+    spec: GroupedQuerySpec
+    is_rotated: bool
+    num_chosen: int
+    routes: bool
+    has_unrouted: bool
+    runs_neurons: bool
+    completes: bool
+
+
+class LayerCalls:
+    """The calls of a decoder's layers; they are prepared when a layer first runs, and experts when they are chosen."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._layer_idx = {layer: idx for idx, layer in enumerate(weights.spec.moe_layers)}
+        self._kinds: dict[int, _Kind | None] = {}
+        self._set_experts: set[tuple[int, int]] = set()
+        self._bytes = _CacheBytes()
+        self._native: NativeLayers | None = None
+        if isinstance(weights.operations, NativeOperations):
+            self._native = NativeLayers(weights.operations.kernels, weights.spec.num_hidden_layers)
+
+    def has(self, layer: int) -> bool:
+        """Returns whether a layer has a call, at least for its first half."""
+        return self._native is not None and self._kind(layer) is not None
+
+    def begin(self, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
+        """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
+
+        New tokens have entered the caches of these layers.
+        Returns: None if this pass needs `layer` instead.
+        Raises:  PackError if an expert is damaged or its file is truncated.
+        """
+        if self._native is None or len(x) > MAX_CALL_TOKENS * of_pass.num_sequences:
+            return None
+        kind, caches = self._kind(layer), of_pass.caches(layer)
+        if kind is None or not _fits(kind.spec, caches, len(x)):
+            return None
+        if kind.completes:
+            return self._run_span(x, layer, of_pass)
+        arrays = _arrays(x, kind)
+        self._native.begin(layer, arrays, *_given(kind, caches, of_pass.angles(layer), self._bytes))
+        route = None
+        if arrays.experts is not None and arrays.weights is not None:
+            route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
+        unrouted = None if arrays.unrouted is None else torch.from_numpy(arrays.unrouted)
+        hidden, inputs = torch.from_numpy(arrays.x), torch.from_numpy(arrays.inputs)
+        return BegunLayer(hidden, layer, False, inputs, route, kind.has_unrouted, unrouted)
+
+    def _span(self, first: int, of_pass: PassOfLayers, num_tokens: int) -> list[tuple[_Kind, _Step]]:
+        """Returns consecutive layers, from this one on, that one call completes: what it computes and gets."""
+        span, spec = list[tuple[_Kind, _Step]](), self._weights.spec
+        for layer in range(first, spec.num_hidden_layers):
+            kind = self._kind(layer)
+            if kind is None or not kind.completes or (span and spec.ngrams_of(layer) is not None):
+                break
+            caches = of_pass.caches(layer)
+            if not _fits(kind.spec, caches, num_tokens):
+                break
+            angles, kept = _given(kind, caches, of_pass.angles(layer), self._bytes)
+            span.append((kind, (*angles, kept)))
+        return span
+
+    def _run_span(self, x: Tensor, first: int, of_pass: PassOfLayers) -> BegunLayer:
+        """Runs consecutive layers to their end, in one call if all experts that they choose are set."""
+        assert self._native is not None, "calls are native"
+        span = self._span(first, of_pass, len(x))
+        kinds, steps = [kind for kind, _ in span], [step for _, step in span]
+        num_routes = sum(kind.routes for kind in kinds)
+        chosen = num_routes, len(x), self._weights.spec.router.num_experts_per_tok
+        experts, router_weights = np.empty(chosen, np.int64), np.empty(chosen, np.float32)
+        hidden = x.numpy().copy()
+        inputs, unrouted = np.empty_like(hidden), np.empty_like(hidden)
+        done = route_idx = 0
+        try:
+            while done < len(kinds):
+                left = LayerPass(hidden, inputs, unrouted, experts[route_idx:], router_weights[route_idx:])
+                complete = self._native.run(first + done, left, steps[done:])
+                route_idx += sum(kind.routes for kind in kinds[done : done + complete])
+                done += complete
+                if done < len(kinds):
+                    own = unrouted if kinds[done].runs_neurons else None
+                    route = experts[route_idx], router_weights[route_idx]
+                    self._end(first + done, LayerPass(hidden, inputs, own, *route))
+                    route_idx += 1
+                    done += 1
+        except LayerCutError as fault:
+            assert isinstance(self._weights, RowsInMemory), "only experts in memory are mapped"
+            raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
+        routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
+        if isinstance(self._weights, RowsInMemory):
+            for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
+                self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
+        last = first + len(kinds) - 1
+        return BegunLayer(torch.from_numpy(hidden), last, True, torch.from_numpy(inputs), None, True, None)
+
+    def _end(self, layer: int, arrays: LayerPass) -> None:
+        """Runs the rest of a layer that chose experts which are not all set."""
+        assert self._native is not None, "calls are native"
+        self._set_chosen(layer, arrays)
+        self._native.end(layer, arrays)
+
+    def _set_chosen(self, layer: int, arrays: LayerPass) -> None:
+        """Sets the chosen experts that have not been set."""
+        assert isinstance(self._weights, RowsInMemory) and arrays.experts is not None and self._native is not None
+        for expert in np.unique(arrays.experts).tolist():
+            if (layer, expert) not in self._set_experts:
+                self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
+                self._set_experts.add((layer, expert))
+
+    def _kind(self, layer: int) -> _Kind | None:
+        """Returns what a layer's call computes; None if it has none."""
+        if layer not in self._kinds:
+            self._kinds[layer] = self._prepare(layer)
+        return self._kinds[layer]
+
+    def _prepare(self, layer: int) -> _Kind | None:
+        """Sets a layer on the native side, as much of it as is standard."""
+        weights, spec, role = self._weights, self._weights.spec, f"layers.{layer}"
+        attention = spec.attention_of(layer)
+        if not isinstance(attention, GroupedQuerySpec) or not _is_standard(weights, layer, attention):
+            return None
+        q, k, v, o = (_projection(weights, layer, name, attention) for name in PROJECTIONS)
+        if q is None or k is None or v is None or o is None:
+            return None
+        has_experts = layer in self._layer_idx
+        router = None
+        if has_experts and _routes(weights, layer):
+            bias = f"{role}.router_logit_bias" if spec.router.logit_bias else None
+            router = _matrix(weights, f"{role}.router", bias)
+        neurons, has_unrouted = _unrouted(weights, layer)
+        kind = _Kind(
+            attention,
+            attention.rotates(layer),
+            spec.router.num_experts_per_tok,
+            router is not None,
+            has_unrouted,
+            neurons[0] is not None,
+            has_unrouted and (not has_experts or (router is not None and self._runs_experts(layer))),
+        )
+        assert self._native is not None, "calls are native"
+        vectors = _vectors(weights, layer, attention, self._layer_idx.get(layer) if kind.completes else None)
+        self._native.set(layer, _facts(weights, layer, attention), vectors, LayerMatrices(q, k, v, o, router, *neurons))
+        return kind
+
+    def _runs_experts(self, layer: int) -> bool:
+        """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
+        weights = self._weights
+        if not isinstance(weights, RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
+            return False
+        rotation = weights.rotation(self._layer_idx[layer])
+        return rotation is None or hartley_array(weights.spec.hidden_size) is not None
+
+
+# ---- what is standard -----------------------------------------------------------------------------------------------
+
+
+def _is_standard(weights: Weights, layer: int, attention: GroupedQuerySpec) -> bool:
+    """Whether a layer's first half, and the norm of its second, are what a call computes."""
+    spec = weights.spec
+    if spec.residual is not None or spec.norm.kind != "rms" or spec.encoder is not None:
+        return False
+    if not spec.has_first(layer) or not spec.has_second(layer) or spec.mixer_of(layer) is not None:
+        return False
+    is_plain = attention.temperature is None and attention.gate is None and attention.indexer is None
+    is_plain = is_plain and not (attention.gated or attention.keys_as_values or attention.v_norm)
+    is_plain = is_plain and attention.clip is None and attention.value_scale == 1.0
+    return (
+        is_plain and attention.value_dim == attention.head_dim and attention.qk_norm in ("none", "head", "projection")
+    )
+
+
+def _routes(weights: Weights, layer: int) -> bool:
+    """Whether a layer's router is one that a call computes."""
+    router = weights.spec.router
+    is_plain = not (router.num_identity or router.zero_outside or router.input_scale or router.expert_scale)
+    return is_plain and router.capacity is None and layer not in router.table_layers
+
+
+def _fits(spec: GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) -> bool:
+    """Whether a call takes these tokens: those of chunks one of a sequence at a time."""
+    return not spec.chunked or num_tokens == len(caches)
+
+
+# ---- what a call gets -----------------------------------------------------------------------------------------------
+
+
+class _CacheBytes:
+    """The bytes of caches as a call takes them; each cache's are made once, because that takes a while."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, tuple[Tensor, NDArray[np.uint8]]] = {}  # by the id of a tensor, which stays alive
+
+    def of(self, rows: Tensor) -> NDArray[np.uint8]:
+        """Returns the bytes of keys or values, a view."""
+        known = self._bytes.get(id(rows))
+        if known is None:
+            known = self._bytes[id(rows)] = (rows, rows.view(torch.uint8).numpy())
+        return known[1]
+
+
+def _given(
+    kind: _Kind, caches: Batch[LayerCache], angles: Angles, stored: _CacheBytes
+) -> tuple[FloatAngles, SequenceCaches]:
+    """Returns the angles and caches of a layer as its call takes them."""
+    cosines, sines = angles
+    if not kind.is_rotated:
+        cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
+    kept = []
+    for each in caches:
+        cache, (rows, _) = each.cache, each.cache.rows
+        kept.append((stored.of(cache.keys), stored.of(cache.values), cache.num_tokens, CACHE_KINDS.index(rows.dtype)))
+    return (np.ascontiguousarray(cosines.numpy()), np.ascontiguousarray(sines.numpy())), kept
+
+
+def _arrays(x: Tensor, kind: _Kind) -> LayerPass:
+    """Returns the arrays of a pass; hidden states are copied, because the call changes them."""
+    hidden, chosen = x.numpy().copy(), (len(x), kind.num_chosen)
+    return LayerPass(
+        hidden,
+        np.empty_like(hidden),
+        np.empty_like(hidden) if kind.runs_neurons else None,
+        np.empty(chosen, np.int64) if kind.routes else None,
+        np.empty(chosen, np.float32) if kind.routes else None,
+    )
+
+
+def _projection(weights: Weights, layer: int, name: Projection, attention: GroupedQuerySpec) -> LayerMatrix | None:
+    role = f"layers.{layer}.attention.{name}"
+    return _matrix(weights, role, f"{role}_bias" if name in attention.bias else None)
+
+
+def _matrix(weights: Weights, role: str, bias: str | None = None) -> LayerMatrix | None:
+    """Returns a dense matrix as a call takes it, with the bias of a role; None if no kernel multiplies it."""
+    matrix = weights.matrix(role)
+    product = matrix.native if isinstance(matrix, DivisibleMatrix) else None
+    if product is None:
+        return None
+    return LayerMatrix(product.layout, product.rows, None if bias is None else weights.vector(bias).numpy())
+
+
+def _unrouted(
+    weights: Weights, layer: int
+) -> tuple[tuple[LayerMatrix | None, LayerMatrix | None, LayerMatrix | None], bool]:
+    """Returns up, gate and down of what runs for every token, and whether a call computes all of it.
+
+    It does where nothing runs for every token, too.
+    """
+    spec, nothing = weights.spec, (None, None, None)
+    if layer in spec.moe_layers:
+        if spec.shared_expert is None:
+            return nothing, True
+        if spec.shared_expert.gated:
+            return nothing, False
+    name = "shared" if layer in spec.moe_layers else "mlp"
+    role = f"layers.{layer}.{name}"
+    up, down = _matrix(weights, f"{role}.up"), _matrix(weights, f"{role}.down")
+    has_gate = "gate" in spec.expert.matrices
+    gate = _matrix(weights, f"{role}.gate") if has_gate else None
+    if up is None or down is None or (has_gate and gate is None):
+        return nothing, False
+    return (up, gate, down), True
+
+
+def _facts(weights: Weights, layer: int, attention: GroupedQuerySpec) -> LayerFacts:
+    spec = weights.spec
+    return LayerFacts(
+        spec.hidden_size,
+        attention,
+        attention.window(layer),
+        is_interleaved(spec, layer),
+        spec.norm.eps,
+        spec.residual_multiplier,
+        spec.router,
+        least_sum(spec.router),
+        spec.expert.unrouted_function(layer),
+    )
+
+
+def _vectors(weights: Weights, layer: int, attention: GroupedQuerySpec, layer_idx: int | None) -> LayerVectors:
+    """Returns the vectors of a layer. `layer_idx`: of a MoE layer whose experts the call runs."""
+    spec, role = weights.spec, f"layers.{layer}"
+    normed, router = attention.qk_norm != "none", spec.router
+    has_bias = router.bias and layer in spec.moe_layers and layer not in router.table_layers
+    rotation = None if layer_idx is None else weights.rotation(layer_idx)
+    return LayerVectors(
+        weights.vector(f"{role}.attention_norm").numpy(),
+        weights.vector(f"{role}.mlp_norm").numpy(),
+        weights.vector(f"{role}.attention.q_norm").numpy() if normed else None,
+        weights.vector(f"{role}.attention.k_norm").numpy() if normed else None,
+        weights.vector(f"{role}.attention.sinks").numpy() if attention.sinks else None,
+        weights.vector(f"{role}.router_bias").numpy() if has_bias else None,
+        None if rotation is None else rotation.input.numpy(),
+        None if rotation is None else rotation.output.numpy(),
+        None if rotation is None else hartley_array(spec.hidden_size),
+    )
