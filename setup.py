@@ -28,6 +28,7 @@ SOURCES = (
     "tiles",
     "rows",
     "attention",
+    "cached_rows",
     "norm",
     "recurrence",
     "rotation",

@@ -50,7 +50,7 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
-from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
+from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS, BegunLayer, LayerCalls
 from moe_pack.runtime.model.mixers import LayerState, NgramRows
 from moe_pack.runtime.model.weights import Weights
 
@@ -249,7 +249,7 @@ class Decoder:
                 for tokens, rows in chunks:
                     num_left -= len(tokens)
                     batch = _Pass([sequence], [rows], len(tokens), [len(sequence.ids)])
-                    piece = self._pass(batch, tokens, ends_early and not num_left)
+                    piece = self._pass(batch, tokens, ends_early and not num_left and len(tokens) > MAX_CALL_TOKENS)
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
@@ -261,7 +261,8 @@ class Decoder:
         """Whether the last layer's experts may run for the last token of a prompt alone.
 
         Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
-        number of tokens at most; a GPU computes whole passes.
+        number of tokens at most; a GPU computes whole passes. Passes that calls of layers may take are whole, too, so
+        that calls change no bit.
         """
         return self.device.type == "cpu" and sequence.follower is None and not self.spec.router.capacity
 
@@ -356,9 +357,8 @@ class Decoder:
                 x = batch.add_attention(x, weights, layer)
             else:
                 x, layer = begun.x, begun.layer
-            if ends_early and layer == last and (begun is None or not begun.is_complete):
+            if ends_early and layer == last:
                 x, ids = x[-1:], ids[-1:]
-                begun = None if begun is None else begun.last()
             if self.spec.has_second(layer) and (begun is None or not begun.is_complete):
                 x = self._second_half(x, layer, ids, self._partial_state(x, layer, batch), begun)
             layer += 1

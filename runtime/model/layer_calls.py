@@ -6,7 +6,7 @@ are not in memory, its call ends after the router, or before it, and Python goes
 computed by `layer` alone, which is the reference; a call gives the same bits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -56,12 +56,6 @@ class BegunLayer:
     route: tuple[Tensor, Tensor] | None
     has_unrouted: bool
     unrouted: Tensor | None
-
-    def last(self) -> "BegunLayer":
-        """Returns the same of the last token alone."""
-        route = None if self.route is None else (self.route[0][-1:], self.route[1][-1:])
-        unrouted = None if self.unrouted is None else self.unrouted[-1:]
-        return replace(self, x=self.x[-1:], inputs=self.inputs[-1:], route=route, unrouted=unrouted)
 
 
 class PassOfLayers(Protocol):

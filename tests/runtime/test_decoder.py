@@ -93,19 +93,19 @@ class Routes:
 
 def test_the_last_layers_experts_run_for_the_last_token_of_a_prompt_alone(tmp_path: Path) -> None:
     pack(SHAPES["plain"].write(tmp_path / "source"), tmp_path / "packed")
-    ids = [(11 * i + 3) % 96 for i in range(20)]
+    ids = [(11 * i + 3) % 96 for i in range(60)]
     with Pack(tmp_path / "packed") as opened:
         weights, routes = PackWeights(opened, CPU), Routes()
         expected = Decoder(weights, 64).logits(ids)
         weights.observer = routes
-        decoder = Decoder(weights, 64, chunk_tokens=8)
+        decoder = Decoder(weights, 64, chunk_tokens=20)
         assert (decoder.next_logits(ids) - expected[-1]).abs().max() < TOLERANCE
-        assert [len(each) for each in routes.of[0]] == [8, 8, 4]
-        assert [len(each) for each in routes.of[max(routes.of)]] == [8, 8, 1]
+        assert [len(each) for each in routes.of[0]] == [20, 20, 20]
+        assert [len(each) for each in routes.of[max(routes.of)]] == [20, 20, 1]
         routes.of.clear()
         decoder.reset()
         assert (decoder.logits(ids) - expected).abs().max() < TOLERANCE
-        assert [len(each) for each in routes.of[max(routes.of)]] == [8, 8, 4], "all tokens are asked for"
+        assert [len(each) for each in routes.of[max(routes.of)]] == [20, 20, 20], "all tokens are asked for"
 
 
 def test_quantized_dense_matrices_run(tmp_path: Path, tiny_source: Path) -> None:

@@ -13,6 +13,7 @@ from random_experts import FOUR_BIT, Shape, random_expert, random_rows
 from moe_pack.formats import RouterSpec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.cpu import (
+    CACHE_KINDS,
     LayerFacts,
     LayerMatrices,
     LayerMatrix,
@@ -47,6 +48,14 @@ MATRICES = LayerMatrices(
 )
 
 
+F32 = CACHE_KINDS.index("f32")
+
+
+def cache() -> NDArray[np.uint8]:
+    """The bytes of a cache of float32."""
+    return floats(KV_HEADS, PLACES, HEAD_DIM).view(np.uint8)
+
+
 def opened(num_experts: int = EXPERTS, **changes: Any) -> NativeLayers:
     """A layer of a model, and some of its experts."""
     layers = NativeLayers(kernels_limited_to("portable"), 2)
@@ -65,14 +74,14 @@ def begin(layers: NativeLayers, layer: int = 0, **changes: Any) -> None:
     given = {
         "arrays": arrays(),
         "angles": (floats(T, HEAD_DIM // 2), floats(T, HEAD_DIM // 2)),
-        "caches": [(floats(KV_HEADS, PLACES, HEAD_DIM), floats(KV_HEADS, PLACES, HEAD_DIM), 3)],
+        "caches": [(cache(), cache(), 3, F32)],
     } | changes
     layers.begin(layer, given["arrays"], given["angles"], given["caches"])
 
 
 def run(layers: NativeLayers, first: int = 0, **changes: Any) -> int:
-    turns, keys = floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
-    given = {"arrays": arrays(), "steps": [(turns, turns, [(keys, keys.copy(), 3)])]} | changes
+    turns, keys = floats(T, HEAD_DIM // 2), cache()
+    given = {"arrays": arrays(), "steps": [(turns, turns, [(keys, keys.copy(), 3, F32)])]} | changes
     return layers.run(first, given["arrays"], given["steps"])
 
 
@@ -102,34 +111,36 @@ def test_arrays_of_a_pass_that_do_not_fit_are_refused() -> None:
         for call in (begin, run):
             with case(name, "missing"), pytest.raises(REFUSED):
                 call(layers, arrays=replace(arrays(), **{name: None}))
-    turns, keys = floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
+    turns, keys = floats(T, HEAD_DIM // 2), cache()
     for number, fault in enumerate(faults(turns)):
         with case("angles", number), pytest.raises(REFUSED):
             begin(layers, angles=(turns, fault))
     for number, fault in enumerate(faults(keys)):
         with case("values", number), pytest.raises(REFUSED):
-            begin(layers, caches=[(keys, fault, 0)])
+            begin(layers, caches=[(keys, fault, 0, F32)])
     wide = floats(T, HEAD_DIM)
     for name, changes in {
         "more angles than pairs": {"angles": (wide, wide)},
         "no sequence": {"caches": []},
-        "more sequences than tokens": {"caches": [(keys, keys, 0)] * 3},
-        "no place for the new tokens": {"caches": [(keys, keys, PLACES - 1)]},
-        "a start below 0": {"caches": [(keys, keys, -1)]},
+        "more sequences than tokens": {"caches": [(keys, keys, 0, F32)] * 3},
+        "no place for the new tokens": {"caches": [(keys, keys, PLACES - 1, F32)]},
+        "a start below 0": {"caches": [(keys, keys, -1, F32)]},
         "no tuple": {"caches": [keys]},
+        "rows of another kind": {"caches": [(keys, keys, 0, 9)]},
+        "rows of another size": {"caches": [(keys, keys, 0, CACHE_KINDS.index("q4"))]},
     }.items():
         with case(name), pytest.raises(REFUSED):
             begin(layers, **changes)
 
 
 def test_steps_that_do_not_fit_are_refused() -> None:
-    layers, turns, keys = opened(), floats(T, HEAD_DIM // 2), floats(KV_HEADS, PLACES, HEAD_DIM)
-    step = turns, turns, [(keys, keys, 0)]
+    layers, turns, keys = opened(), floats(T, HEAD_DIM // 2), cache()
+    step = turns, turns, [(keys, keys, 0, F32)]
     for name, steps in {
         "a layer that is not set": [step, step],
         "no tuple": [turns],
         "no caches": [(turns, turns, [])],
-        "other angles": [(turns, turns[:1], [(keys, keys, 0)])],
+        "other angles": [(turns, turns[:1], [(keys, keys, 0, F32)])],
         "no step for the chosen": [],
     }.items():
         with case(name), pytest.raises(REFUSED):
