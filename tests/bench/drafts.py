@@ -4,13 +4,15 @@
     python tests/bench/drafts.py PACK --budget 0.6 --temperature 0.8
 
 PACK has a real model with a tokenizer, and for chat with a chat template. Every text is generated without drafts, with
-n-gram look-up behind its gate, and with every proposal verified. The ways take turns in each round, and each begins
-with a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
+n-gram look-up behind its gate, and with every proposal verified. In memory the ways take turns every eight tokens,
+within a budget from text to text. Each begins with a new gate, as a command does. All have to give the same tokens.
+Noise is a prompt of random tokens.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -39,7 +41,7 @@ _MESSAGES = (
     f"Summarize this text in two sentences: {_PARAGRAPH}",
     "Explain to a child why the sky is blue.",
 )
-_PROMPT_TOKENS, _NOISE_TOKENS = 300, 128
+_PROMPT_TOKENS, _NOISE_TOKENS, _TURN_TOKENS = 300, 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +85,49 @@ def ways(has_ungated: bool) -> Iterator[tuple[str, Drafts | None]]:
         yield ALL, Drafts(NgramDrafter(), None)
 
 
+@dataclass(slots=True)
+class Run:
+    """A text on its way, in one way. `seconds`: from its first token on."""
+
+    way: str
+    drafts: Drafts | None
+    left: Iterator[int]
+    tokens: list[int]
+    seconds: float = 0.0
+
+    def go_on(self, number: int) -> None:
+        """Takes so many more tokens, or all that are left."""
+        began = time.perf_counter()
+        self.tokens += islice(self.left, number)
+        self.seconds += time.perf_counter() - began
+
+
 def generated(
-    decoder: Decoder, prompt: list[int], options: SamplingOptions, number: int, drafts: Drafts | None
-) -> tuple[list[int], float]:
-    """Returns a text's tokens, and the seconds from its first to its last."""
-    decoder.reset()
-    tokens, began = list[int](), 0.0
-    for token in generate(decoder, prompt, Sampler(options, prompt), number, frozenset(), drafts):
-        began = began or time.perf_counter()
-        tokens.append(token)
-    return tokens, time.perf_counter() - began
+    decoders: list[Decoder],
+    prompt: list[int],
+    options: SamplingOptions,
+    number: int,
+    taken: list[tuple[str, Drafts | None]],
+) -> list[Run]:
+    """Generates a text in some ways: with a decoder for each, some tokens in turns; else one text after the other."""
+    runs = []
+    for place, (way, drafts) in enumerate(taken):
+        decoder = decoders[place % len(decoders)]
+        decoder.reset()
+        left = generate(decoder, prompt, Sampler(options, prompt), number, frozenset(), drafts)
+        runs.append(Run(way, drafts, left, [next(left)]))
+        if len(decoders) == 1:
+            runs[-1].go_on(number)
+    while any(len(run.tokens) < number for run in runs):
+        for run in runs:
+            run.go_on(_TURN_TOKENS)
+        runs.reverse()
+    return runs
 
 
 def outcomes(
     kind: str,
-    decoder: Decoder,
+    decoders: list[Decoder],
     all_prompts: list[list[int]],
     options: SamplingOptions,
     number: int,
@@ -109,14 +139,13 @@ def outcomes(
     counts: dict[str, list[Drafts]] = {way: [] for way in seconds}
     for turn in range(rounds):
         for place, prompt in enumerate(all_prompts):
-            texts, taken = list[list[int]](), [*ways(has_ungated)]
-            for way, drafts in taken if turn % 2 else reversed(taken):
-                tokens, took = generated(decoder, prompt, options, number, drafts)
-                texts.append(tokens)
-                seconds[way][place].append(took)
-                if drafts is not None:
-                    counts[way].append(drafts)
-            if any(tokens != texts[0] for tokens in texts):
+            taken = [*ways(has_ungated)]
+            runs = generated(decoders, prompt, options, number, taken if turn % 2 else taken[::-1])
+            for run in runs:
+                seconds[run.way][place].append(run.seconds)
+                if run.drafts is not None:
+                    counts[run.way].append(run.drafts)
+            if any(run.tokens != runs[0].tokens for run in runs):
                 raise click.ClickException(f"{kind}: the text depends on drafts")
     found = []
     for way, each in seconds.items():
@@ -164,10 +193,13 @@ def main(
         text, options = Text(opened), SamplingOptions(temperature=temperature, seed=1)
         with Engine(opened, EngineOptions(budget_bytes=num_bytes, threads=threads), context) as engine:
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
+            decoders = [engine.decoder]
+            if budget is None:  # else the ways would find each other's experts in memory
+                decoders += [Decoder(engine.weights, context) for _ in list(ways(ungated))[1:]]
             for kind in kinds:
                 all_prompts = prompts(kind, opened, text)[:texts]
-                generated(engine.decoder, all_prompts[0], options, 8, None)  # the first pages come
-                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds, ungated)
+                generated(decoders, all_prompts[0], options, 8, [*ways(ungated)])  # the first pages come
+                found += outcomes(kind, decoders, all_prompts, options, tokens, rounds, ungated)
     rows = [
         (
             each.kind,
