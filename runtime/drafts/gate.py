@@ -7,9 +7,9 @@ right, given that those before it were. It drafts as many tokens as give the mos
 
     (1 + p_1 + p_1 p_2 + ... + p_1 ... p_k) / seconds(1 + k)
 
-It also keeps an account of the time that drafts have lost so far, or gained. No draft is longer than the account can
-bear if all of it is wrong: the loss stays below a small share of all time, and in the beginning below the time of one
-token. So a text never takes much longer than without drafts, even if what was measured does not hold for what comes.
+It also keeps an account of the time that drafts have lost so far, or gained. What a draft loses if all of it is wrong,
+times how likely that is, has to fit: the loss may become a small share of all time, and in the beginning the time of
+one token. So a text hardly takes longer than without drafts, even if what was measured does not hold for what comes.
 """
 
 from bisect import bisect_right
@@ -89,11 +89,12 @@ class Gate:
         if most < 1 or plain.number < _LEAST_PLAIN or self._since_plain >= _STALE_PASSES:
             return 0
         most_lost = _MOST_LOST * self.spent_s
-        best = self._best(match_length, self._bearable(most, max(most_lost, plain.value)), self.seconds)
+        bearable = self._bearable(match_length, most, max(most_lost, plain.value))
+        best = self._best(match_length, bearable, self.seconds)
         if best or self._since_draft < _PROBE_PASSES:
             return best
         # What was measured may be past: a probe measures again.
-        return self._best(match_length, self._bearable(most, most_lost), self._hoped_seconds)
+        return self._best(match_length, self._bearable(match_length, most, most_lost), self._hoped_seconds)
 
     def passed(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Takes note of a pass over a token and a draft behind it, and how long it took."""
@@ -126,10 +127,11 @@ class Gate:
         step = _ASSUMED_STEP * least if below == 1 else (least - self._seconds[1].value) / (below - 1)
         return least + (num_tokens - below) * max(step, 0.0)
 
-    def _bearable(self, most: int, most_lost: float) -> int:
-        """Returns the longest draft, at most `most`, after which the loss is not larger even if all of it is wrong."""
-        can_lose = most_lost - self.lost_s + self._seconds[1].value
-        return next((number for number in range(most, 0, -1) if self.seconds(1 + number) <= can_lose), 0)
+    def _bearable(self, match_length: int, most: int, most_lost: float) -> int:
+        """Returns the longest draft, at most `most`, whose loss if it is wrong, times how likely that is, fits."""
+        wrong = 1 - self._right[_class_of(match_length)][0].value
+        can_lose, plain = most_lost - self.lost_s, self._seconds[1].value
+        return next((n for n in range(most, 0, -1) if wrong * (self.seconds(1 + n) - plain) <= can_lose), 0)
 
     def _hoped_seconds(self, num_tokens: int) -> float:
         return self._seconds[1].value * (1 + _HOPED_STEP * (num_tokens - 1))

@@ -5,13 +5,14 @@
 
 PACK has a real model with a tokenizer, and for chat with a chat template. Every text is generated without drafts, with
 n-gram look-up behind its gate, and with every proposal verified; if the pack has a prediction layer, with that in the
-same two ways. The ways take turns in each round, and each begins
-with a new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
+same two ways. In memory the ways take turns every eight tokens, within a budget from text to text. Each begins with a
+new gate, as a command does. All have to give the same tokens. Noise is a prompt of random tokens.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +44,7 @@ _MESSAGES = (
     f"Summarize this text in two sentences: {_PARAGRAPH}",
     "Explain to a child why the sky is blue.",
 )
-_PROMPT_TOKENS, _NOISE_TOKENS = 300, 128
+_PROMPT_TOKENS, _NOISE_TOKENS, _TURN_TOKENS = 300, 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,23 @@ def prompts(kind: str, pack: Pack, text: Text) -> list[list[int]]:
     return [book[start : start + _PROMPT_TOKENS] for start in (1_000, 9_000, 21_000)]
 
 
-def ways(has_ungated: bool, layer: PredictionDrafter | None) -> Iterator[tuple[str, Drafts | None]]:
-    """Yields the ways to generate, each anew."""
-    yield OFF, None
-    yield GATED, Drafts(NgramDrafter(), Gate())
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to generate. `layer`: what follows the sequence; None where no prediction layer drafts."""
+
+    name: str
+    drafts: Drafts | None
+    layer: PredictionDrafter | None = None
+
+
+def ways(has_ungated: bool, layers: list[PredictionDrafter]) -> Iterator[Way]:
+    """Yields the ways to generate, each anew. `layers`: of the pack, one for each way that drafts with it, or none."""
+    yield Way(OFF, None)
+    yield Way(GATED, Drafts(NgramDrafter(), Gate()))
     if has_ungated:
-        yield ALL, Drafts(NgramDrafter(), None)
-    if layer is not None:
-        yield PREDICTED, Drafts(layer, Gate())
-        if has_ungated:
-            yield ALL_PREDICTED, Drafts(layer, None)
+        yield Way(ALL, Drafts(NgramDrafter(), None))
+    for name, gate, layer in zip((PREDICTED, ALL_PREDICTED), (Gate(), None), layers, strict=False):
+        yield Way(name, Drafts(layer, gate), layer)
 
 
 def prediction_drafter(opened: Pack, weights: Weights, decoder: Decoder, context: int) -> PredictionDrafter | None:
@@ -99,48 +107,69 @@ def prediction_drafter(opened: Pack, weights: Weights, decoder: Decoder, context
     return PredictionDrafter(PredictionWeights(found, weights), context, decoder.chunk_tokens)
 
 
+@dataclass(slots=True)
+class Run:
+    """A text on its way, in one way. `seconds`: from its first token on."""
+
+    way: str
+    drafts: Drafts | None
+    left: Iterator[int]
+    tokens: list[int]
+    seconds: float = 0.0
+
+    def go_on(self, number: int) -> None:
+        """Takes so many more tokens, or all that are left."""
+        began = time.perf_counter()
+        self.tokens += islice(self.left, number)
+        self.seconds += time.perf_counter() - began
+
+
 def generated(
-    decoder: Decoder,
+    decoders: list[Decoder],
     prompt: list[int],
     options: SamplingOptions,
     number: int,
-    drafts: Drafts | None,
-    layer: PredictionDrafter | None,
-) -> tuple[list[int], float]:
-    """Returns a text's tokens, and the seconds from its first to its last."""
-    decoder.reset()
-    decoder.sequences[0].follower = layer
-    tokens, began = list[int](), 0.0
-    for token in generate(decoder, prompt, Sampler(options, prompt), number, frozenset(), drafts):
-        began = began or time.perf_counter()
-        tokens.append(token)
-    return tokens, time.perf_counter() - began
+    taken: list[Way],
+) -> list[Run]:
+    """Generates a text in some ways: with a decoder for each, some tokens in turns; else one text after the other."""
+    runs = []
+    for place, way in enumerate(taken):
+        decoder = decoders[place % len(decoders)]
+        decoder.reset()
+        decoder.sequences[0].follower = way.layer
+        left = generate(decoder, prompt, Sampler(options, prompt), number, frozenset(), way.drafts)
+        runs.append(Run(way.name, way.drafts, left, [next(left)]))
+        if len(decoders) == 1:
+            runs[-1].go_on(number)
+    while any(len(run.tokens) < number for run in runs):
+        for run in runs:
+            run.go_on(_TURN_TOKENS)
+        runs.reverse()
+    return runs
 
 
 def outcomes(
     kind: str,
-    decoder: Decoder,
+    decoders: list[Decoder],
     all_prompts: list[list[int]],
     options: SamplingOptions,
     number: int,
     rounds: int,
     has_ungated: bool,
-    layer: PredictionDrafter | None,
+    layers: list[PredictionDrafter],
 ) -> list[Outcome]:
     """Generates the texts of a kind in all ways, in turns."""
-    seconds: dict[str, list[list[float]]] = {way: [[] for _ in all_prompts] for way, _ in ways(has_ungated, layer)}
+    seconds: dict[str, list[list[float]]] = {way.name: [[] for _ in all_prompts] for way in ways(has_ungated, layers)}
     counts: dict[str, list[Drafts]] = {way: [] for way in seconds}
     for turn in range(rounds):
         for place, prompt in enumerate(all_prompts):
-            texts, taken = list[list[int]](), [*ways(has_ungated, layer)]
-            for way, drafts in taken if turn % 2 else reversed(taken):
-                follower = layer if way in (PREDICTED, ALL_PREDICTED) else None
-                tokens, took = generated(decoder, prompt, options, number, drafts, follower)
-                texts.append(tokens)
-                seconds[way][place].append(took)
-                if drafts is not None:
-                    counts[way].append(drafts)
-            if any(tokens != texts[0] for tokens in texts):
+            taken = [*ways(has_ungated, layers)]
+            runs = generated(decoders, prompt, options, number, taken if turn % 2 else taken[::-1])
+            for run in runs:
+                seconds[run.way][place].append(run.seconds)
+                if run.drafts is not None:
+                    counts[run.way].append(run.drafts)
+            if any(run.tokens != runs[0].tokens for run in runs):
                 raise click.ClickException(f"{kind}: the text depends on drafts")
     found = []
     for way, each in seconds.items():
@@ -188,11 +217,18 @@ def main(
         text, options = Text(opened), SamplingOptions(temperature=temperature, seed=1)
         with Engine(opened, EngineOptions(budget_bytes=num_bytes, threads=threads), context) as engine:
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
-            layer = prediction_drafter(opened, engine.weights, engine.decoder, context)
+            layers = [
+                layer
+                for _ in range(2 if ungated else 1)
+                if (layer := prediction_drafter(opened, engine.weights, engine.decoder, context)) is not None
+            ]
+            all_ways, decoders = [*ways(ungated, layers)], [engine.decoder]
+            if budget is None:  # else the ways would find each other's experts in memory
+                decoders += [Decoder(engine.weights, context) for _ in all_ways[1:]]
             for kind in kinds:
                 all_prompts = prompts(kind, opened, text)[:texts]
-                generated(engine.decoder, all_prompts[0], options, 8, None, None)  # the first pages come
-                found += outcomes(kind, engine.decoder, all_prompts, options, tokens, rounds, ungated, layer)
+                generated(decoders, all_prompts[0], options, 8, [*ways(ungated, layers)])  # the first pages come
+                found += outcomes(kind, decoders, all_prompts, options, tokens, rounds, ungated, layers)
     rows = [
         (
             each.kind,
