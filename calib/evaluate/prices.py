@@ -320,7 +320,8 @@ def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRES
         return None
     with _same_threads(), Engine(pack, EngineOptions(numerics="exact", read="map"), S) as engine:
         assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
-        kernels, losses = engine.operations.kernels, dict[NumericsMode, list[float]](fast=[], fastest=[])
+        kernels = engine.operations.kernels
+        losses: dict[NumericsMode, list[float]] = {"fast": [], "fastest": []}
         if not kernels.take_digits(DIGITS["fast"]):
             return None
         cost = _text_cost(pack, S)

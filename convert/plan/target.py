@@ -176,15 +176,6 @@ class Target:
             help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
         ),
     )
-    kv_dtype: KvDtype | None = field(
-        default=None,
-        metadata=option(
-            "--kv-dtype",
-            mark="cpu",
-            help="With --device cpu: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with "
-            "f32]",
-        ),
-    )
     gpu: str | None = field(
         default=None,
         metadata=option(
@@ -224,6 +215,15 @@ class Target:
     )
     selectors: tuple[Selector, ...] = SELECTORS
     sparsity: float | None = None
+    kv_dtype: KvDtype | None = field(
+        default=None,
+        metadata=option(
+            "--kv-dtype",
+            mark="cpu",
+            help="With --device cpu: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with "
+            "f32]",
+        ),
+    )
 
     def check(self) -> None:
         """Refuses options that the device or the preset does not use.

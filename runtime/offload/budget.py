@@ -496,8 +496,9 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) 
     floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
-    rounded = _ROUNDED_TOKENS * 9 * (spec.expert.intermediate_size + d) + 3 * _ROUNDED_TOKENS * max(d, width, widest)
-    many = max(many, rounded)
+    # Where inputs are rounded: an expert's inputs and the outputs of its neurons, or a dense matrix's inputs.
+    rounded = max(9 * (spec.expert.intermediate_size + d), 3 * max(d, width, widest))
+    many = max(many, _ROUNDED_TOKENS * rounded)
     floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
     return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
 

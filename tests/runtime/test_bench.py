@@ -71,7 +71,8 @@ def test_json_has_every_fact_and_they_agree(demo: Path) -> None:
     facts = json.loads(run(demo, "--bench", "--json", "-n", 4, "--prompt-tokens", 9, "--seed", 7).stdout)
     assert list(facts) == [
         "synthetic", "prompt_tokens", "prefill_s", "prefill_tokens_per_s", "generated_tokens", "decode_s",
-        "decode_tokens_per_s", "median_token_ms", "peak_resident_bytes", "seed", "computed_by", "dense_bytes",
+        "decode_tokens_per_s", "median_token_ms", "peak_resident_bytes", "seed", "computed_by", "numerics",
+        "numerics_kl", "dense_bytes",
         "kv_cache_bytes", "context_tokens", "experts_asked_for_bytes", "anonymous_bytes", "stream", "gpu",
         "drafts", "why_no_drafts", "fallbacks",
     ]  # fmt: skip

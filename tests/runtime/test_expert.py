@@ -13,7 +13,7 @@ from specs import GROUPED
 
 from moe_pack.formats import LimitedFunction, Matrix, Selector
 from moe_pack.formats.spec import SELECTORS, LimitedName, LimitSpec, spec_fault
-from moe_pack.runtime.model import NeuronBlock, StoredMatrix, activations, run_expert
+from moe_pack.runtime.model import TORCH, NeuronBlock, StoredMatrix, activations, run_expert
 from moe_pack.runtime.model.layer import run_dense_expert
 
 
@@ -121,6 +121,7 @@ def test_a_dense_expert_is_the_same_function_over_all_neurons(matrices: tuple[Ma
 
     class DenseWeights:
         spec = replace(GROUPED, expert=replace(GROUPED.expert, matrices=matrices))
+        operations = TORCH
 
         def matrix(self, role: str) -> StoredMatrix:
             name = role.removeprefix("layers.0.shared.")

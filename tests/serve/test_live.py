@@ -161,7 +161,8 @@ def test_the_observer_sees_the_routes_that_a_recording_has(folder: Path, tmp_pat
             live = live_counts(engine)
             run_all(engine)
             chosen, read = live.totals()
-            np.testing.assert_array_equal(chosen, expected)
+            np.testing.assert_array_equal(chosen[:-1], expected[:-1])
+            assert chosen[-1].sum() == (1 + len(IDS[20:])) * 2, "of a prompt the last token alone has experts there"
             assert bool(read.sum()) == ("kernels" in options), "torch reads experts, kernels use mapped files"
 
 
