@@ -39,9 +39,10 @@ from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
 from moe_pack.runtime.gpu.placement import Misses
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS, PolicyName
 from moe_pack.runtime.offload.prefetch import methods_by_layer
-from moe_pack.runtime.options import KvDtype, MissesOption
+from moe_pack.runtime.options import MissesOption
 
 MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 2 << 30  # that stay free in a file system

@@ -39,7 +39,8 @@ from moe_pack.runtime.gpu.device import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placement import NUM_TURNS
 from moe_pack.runtime.gpu.token_step import GpuDecoder
-from moe_pack.runtime.options import KvDtype, MissesOption
+from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.options import MissesOption
 from moe_pack.runtime.sampling import SamplingOptions
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
