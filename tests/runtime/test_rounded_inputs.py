@@ -48,7 +48,7 @@ def rounded(x: Tensor, digits: int) -> Tensor:
 def digits_of(stored: PartFormat, num_tokens: int, digits: int, instruction_set: str) -> int:
     """The digits to which inputs are rounded: AVX2 has bytes for small codes alone; few tokens, affine codes alone."""
     if num_tokens <= 3:
-        return digits if stored.codec == "affine" else 0
+        return 1 if digits == 1 and stored.codec == "affine" else 0
     if instruction_set == "avx2" and (stored.codec != "affine" or stored.bits > 4):
         return 2
     return digits

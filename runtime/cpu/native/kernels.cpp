@@ -39,8 +39,7 @@ struct All {
         (is_trellis(part) ? TRELLIS.decode : MOST.decode)(part, row, start, stop, out);
     }
 
-    static const Kernels* named(const char* name, const Kernels* one_digit = nullptr,
-                                const Kernels* two_digits = nullptr) {
+    static const Kernels* named(const char* name, const Kernels* one_digit = nullptr) {
         static const Kernels all = [=] {
             Kernels made = MOST;
             made.name = name;
@@ -49,22 +48,16 @@ struct All {
             made.dot_rows = dot_rows;
             made.add_rows = add_rows;
             made.decode = decode;
-            made.rounding[0] = one_digit;
-            made.rounding[1] = two_digits;
+            made.one_digit = one_digit;
             return made;
         }();
         return &all;
     }
 };
 
-template <const Kernels& EXACT, const Kernels& ONE, const Kernels& TWO, const TrellisKernels& TRELLIS>
+template <const Kernels& EXACT, const Kernels& ONE, const TrellisKernels& TRELLIS>
 const Kernels* with_rounding(const char* name) {
-    return All<EXACT, TRELLIS>::named(name, All<ONE, TRELLIS>::named(name), All<TWO, TRELLIS>::named(name));
-}
-
-template <const TrellisKernels& TRELLIS>
-const Kernels* with_avx512(const char* name) {
-    return with_rounding<avx512_kernels, avx512_kernels_of_one_digit, avx512_kernels_of_two_digits, TRELLIS>(name);
+    return All<EXACT, TRELLIS>::named(name, All<ONE, TRELLIS>::named(name));
 }
 
 #endif
@@ -80,14 +73,13 @@ const Kernels* usable(int name_idx) {
         if (!has || (name_idx == 3 && !__builtin_cpu_supports("avx512vbmi"))) {
             return nullptr;
         }
-        return name_idx == 3 ? with_avx512<vbmi_trellis_kernels>(kNames[3])
-                             : with_avx512<avx512_trellis_kernels>(kNames[2]);
+        return name_idx == 3 ? with_rounding<avx512_kernels, avx512_kernels_of_one_digit, vbmi_trellis_kernels>(kNames[3])
+                             : with_rounding<avx512_kernels, avx512_kernels_of_one_digit, avx512_trellis_kernels>(kNames[2]);
     }
     if (name_idx == 1) {
         const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                          __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-        return has ? with_rounding<avx2_kernels, avx2_kernels_of_one_digit, avx2_kernels_of_two_digits,
-                                   avx2_trellis_kernels>(kNames[1])
+        return has ? with_rounding<avx2_kernels, avx2_kernels_of_one_digit, avx2_trellis_kernels>(kNames[1])
                    : nullptr;
     }
 #endif

@@ -67,40 +67,35 @@ namespace moe_pack {
 
 namespace {
 
-template <int DIGITS>
 size_t rounded_bytes(const Part& part) {
-    return has_rounded(part) ? round_up(RoundedInputs<DIGITS>::num_bytes(part), 64) : prepared_bytes(part);
+    return has_rounded(part) ? round_up(RoundedInputs::num_bytes(part), 64) : prepared_bytes(part);
 }
 
-template <int DIGITS>
 void prepare_for_rounded(const Part& part, const float* x, void* prepared) {
-    (has_rounded(part) ? prepare_rounded<DIGITS> : prepare)(part, x, prepared);
+    (has_rounded(part) ? prepare_rounded : prepare)(part, x, prepared);
 }
 
-template <int DIGITS>
 void dot_with_rounded(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
                       const Ahead& ahead, float* work, float* out) {
-    (has_rounded(part) ? dot_rounded_rows<DIGITS> : dot_rows)(part, rows, num_rows, prepared, ahead, work, out);
+    (has_rounded(part) ? dot_rounded_rows : dot_rows)(part, rows, num_rows, prepared, ahead, work, out);
 }
 
-template <int DIGITS>
-constexpr Kernels kernels_of_digits(Kernels kernels) {
-    kernels.prepared_bytes = rounded_bytes<DIGITS>;
-    kernels.prepare = prepare_for_rounded<DIGITS>;
-    kernels.dot_rows = dot_with_rounded<DIGITS>;
+constexpr Kernels with_one_digit(Kernels kernels) {
+    kernels.prepared_bytes = rounded_bytes;
+    kernels.prepare = prepare_for_rounded;
+    kernels.dot_rows = dot_with_rounded;
     return kernels;
 }
 
 constexpr Kernels kExact = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
-    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, {nullptr, nullptr},
+    exponentials, decode_cached, rotate, recur, convolve, &avx2_rounded_kernels, nullptr,
 };
 
 }  // namespace
 
 const Kernels avx2_kernels = kExact;
-const Kernels avx2_kernels_of_one_digit = kernels_of_digits<1>(kExact);
-const Kernels avx2_kernels_of_two_digits = kernels_of_digits<2>(kExact);
+const Kernels avx2_kernels_of_one_digit = with_one_digit(kExact);
 
 }  // namespace moe_pack
 

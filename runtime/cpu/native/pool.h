@@ -51,8 +51,7 @@ class Pool {
 
     int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const {
-        const Kernels* rounding = rounds() ? kernels_.rounding[digits() - 1] : nullptr;
-        return rounding == nullptr ? kernels_ : *rounding;
+        return digits() == 1 && kernels_.one_digit != nullptr ? *kernels_.one_digit : kernels_;
     }
 
     // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
