@@ -119,9 +119,9 @@ class EngineOptions:
         default="auto",
         metadata=option(
             "--numerics",
-            help="Rounding of what weights are multiplied with: exact none, fast to 16 bits in prompts, fastest to 8 bits; "
-            "these two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and is "
-            "below 0.0005 nats. With --device cuda: fast computes prompts in bfloat16, auto is exact.",
+            help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
+            "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
+            "is below 0.0005 nats. With --device cuda: fast computes prompts in bfloat16, auto is exact.",
         ),
     )
     kv_dtype: KvDtype | None = field(
