@@ -197,7 +197,9 @@ def attend(
     group, splits = num_heads // num_kv_heads, workspace.sums.shape[1]
     tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
-    block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
+    # The many loads of blocks of odd sizes would spill registers.
+    block_s = 16 if coding.BITS and not coding.HAS_WIDE_LOADS else _block_s(value_width)
+    block_v = max(16, triton.next_power_of_2(value_width))
     norms = entering.norms if entering is not None else None
     cos, sin = (None, None) if entering is None else entering.angles
     _attend_kernel[(num_kv_heads * tiles, splits)](
@@ -316,9 +318,15 @@ def _attend_kernel(
             c = c_begin + tl.arange(0, BLOCK_C)
             is_c = c < WIDTH
             q = tl.load(q_ptr + heads[:, None] * WIDTH + c[None, :], mask=is_head[:, None] & is_c[None, :], other=0.0)
-            k = _load_values(k_rows, c, is_seen[:, None] & is_c[None, :], CODING)
+            if CODING.BITS and CODING.HAS_WIDE_LOADS:
+                k = _load_blocks(k_rows, is_seen, c_begin, BLOCK_C, CODING)
+            else:
+                k = _load_values(k_rows, c, is_seen[:, None] & is_c[None, :], CODING)
             scores = tl.dot(q, tl.trans(k), scores, input_precision="tf32x3")
-        v = _load_values(v_rows, cv, is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], CODING)
+        if CODING.BITS and CODING.HAS_WIDE_LOADS:
+            v = _load_blocks(v_rows, is_seen, 0, BLOCK_V, CODING)
+        else:
+            v = _load_values(v_rows, cv, is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], CODING)
         scores = tl.where(is_seen[None, :], scores * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         powers = tl.exp(scores - new_top[:, None])
@@ -392,7 +400,8 @@ class Coding(NamedTuple):
     """How rows of a cache are codes; the names are those of kernels' constants.
 
     `BITS`: of a code; 0: rows are plain values.   `BLOCKS`, `EACH`: of a row, and values of a block.   `CODE_BYTES`: of
-    a row's codes.   `ROW_BYTES`: of a row.   `STAGES`: of the Hadamard transform of a piece; `FACTOR`: its factor.
+    a row's codes.   `ROW_BYTES`: of a row.   `HAS_WIDE_LOADS`: whether blocks are loaded whole, with a load for each
+    scale: those of a power of two of values.   `STAGES`: of the Hadamard transform of a piece; `FACTOR`: its factor.
     """
 
     BITS: int
@@ -400,6 +409,7 @@ class Coding(NamedTuple):
     EACH: int = 1
     CODE_BYTES: int = 0
     ROW_BYTES: int = 0
+    HAS_WIDE_LOADS: bool = False
     STAGES: int = 0
     FACTOR: float = 1.0
 
@@ -411,9 +421,9 @@ def _coding(rows: RowStorage | None) -> Coding:
     bits, (blocks, each) = (8 if rows.dtype == "q8" else 4), block_sizes(width)
     piece = width & -width
     assert rows.row_bytes % 2 == 0, "scales lie at whole multiples of 2 bytes"
-    return Coding(
-        bits, blocks, each, blocks * each * bits // 8, rows.row_bytes, piece.bit_length() - 1, float(piece**-0.5)
-    )
+    has_wide_loads = each & (each - 1) == 0
+    code_bytes, stages = blocks * each * bits // 8, piece.bit_length() - 1
+    return Coding(bits, blocks, each, code_bytes, rows.row_bytes, has_wide_loads, stages, float(piece**-0.5))
 
 
 def _enter_rows(entering: Entering, cache: tuple[Tensor, Tensor], position: Tensor, coding: Coding, q: Tensor) -> None:
@@ -559,6 +569,28 @@ def _load_values(rows_ptr, c, mask, CODING: tl.constexpr):
             minima = tl.load(halves_ptr + CODING.BLOCKS, mask=mask, other=0.0).to(tl.float32)
             values = ((codes >> shift[None, :]) & 15).to(tl.float32) * scales + minima
     return values
+
+
+@triton.jit
+def _load_blocks(rows_ptr, is_row, begin, COLUMNS: tl.constexpr, CODING: tl.constexpr):
+    """Returns the same of `COLUMNS` columns from `begin` on, the first of a block, by blocks."""
+    ROWS: tl.constexpr = rows_ptr.shape[0]
+    EACH: tl.constexpr = CODING.EACH
+    block = begin // EACH + tl.arange(0, COLUMNS // EACH)
+    mask = is_row[:, None] & (block < CODING.BLOCKS)[None, :]
+    halves_ptr = (rows_ptr + CODING.CODE_BYTES).to(tl.pointer_type(tl.float16))[:, None] + block[None, :]
+    scales = tl.load(halves_ptr, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+    if CODING.BITS == 8:
+        places = (block * EACH)[:, None] + tl.arange(0, EACH)[None, :]
+        codes = tl.load(rows_ptr[:, None, None] + places[None, :, :], mask=mask[:, :, None], other=0)
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32) * scales
+    else:
+        places = (block * (EACH // 2))[:, None] + tl.arange(0, EACH // 2)[None, :]
+        pairs = tl.load(rows_ptr[:, None, None] + places[None, :, :], mask=mask[:, :, None], other=0)
+        minima = tl.load(halves_ptr + CODING.BLOCKS, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+        low, high = (pairs & 15).to(tl.float32) * scales + minima, (pairs >> 4).to(tl.float32) * scales + minima
+        values = tl.permute(tl.join(low, high), [0, 1, 3, 2])
+    return tl.reshape(values, [ROWS, COLUMNS])
 
 
 # ---- latent attention ------------------------------------------------------------------------------------------------
