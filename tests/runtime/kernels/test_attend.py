@@ -206,7 +206,8 @@ def assert_same_codes(rows: RowStorage, found: Tensor, expected: Tensor) -> None
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy, in the interpreter
 def test_a_value_that_is_not_finite_makes_its_row_nans(kernel_device: torch.device) -> None:
-    held = Case(SAMPLE[0], 0, kernel_device)
+    """Of 80 values it makes one of five pieces NaN; the others' blocks would stay numbers."""
+    held = Case(next(c for c in SAMPLE if (c["head_dim"], c["num_kv_heads"]) == (80, 2)), 0, kernel_device)
     held.projected[2][1] = torch.nan
     for dtype in CODED:
         with case(dtype):
