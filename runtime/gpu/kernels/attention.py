@@ -435,7 +435,7 @@ def _enter_rows(entering: Entering, cache: tuple[Tensor, Tensor], position: Tens
         cos, sin, 0.0 if norms is None else norms.eps, position, q, keys, values, num_places, num_heads, num_kv_heads,
         width, cos.shape[1], entering.interleaved, entering.is_norm_whole, triton.next_power_of_2(width),
         triton.next_power_of_2(num_heads * width), coding,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
