@@ -44,7 +44,6 @@ _HEADS = ("head", "embed")  # the roles that can give logits
 # pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
-BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
