@@ -417,7 +417,7 @@ class Engine:
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
         facts = torch.cuda.get_device_properties(self.device)
         check_capability(facts.name, (facts.major, facts.minor))
-        cache_dtype: KvDtype = "f32" if options.kv_dtype == "f32" else "bf16"
+        cache_dtype: KvDtype = options.kv_dtype or "bf16"
         request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 

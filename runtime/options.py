@@ -12,7 +12,7 @@ from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
-from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.model.caches import KvDtype, row_storages
 from moe_pack.runtime.numerics import NumericsOption
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -74,6 +74,18 @@ def cpu_only(spec: ModelSpec) -> str | None:
     return next((part for part, is_there in parts.items() if is_there), None)
 
 
+def _uncoded_on_gpu(spec: ModelSpec, kv_dtype: KvDtype | None) -> str | None:
+    """Returns why a GPU's kernels cannot have a model's keys and values as codes, in words; None if they can."""
+    if kv_dtype not in ("q8", "q4"):
+        return None
+    if isinstance(spec.attention, LatentSpec):
+        return "latent attention"
+    _, rows = row_storages(spec.attention, kv_dtype)
+    if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
+        return f"heads of {sum(rows[0].parts)} values"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How to run a pack; the help of each option says what its field means.
@@ -128,8 +140,8 @@ class EngineOptions:
         default=None,
         metadata=option(
             "--kv-dtype",
-            help="How keys and values are stored: in 32 or 16 bit, or, on the CPU, as codes of about 9 or 5 bits (q8, "
-            "q4), which CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
+            help="How keys and values are stored: in 32 or 16 bit, or as codes of about 9 or 5 bits (q8, q4), which "
+            "CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
         ),
     )
     policy: Literal["auto"] | PolicyName = field(
@@ -259,8 +271,10 @@ class EngineOptions:
         """
         if (part := cpu_only(spec)) is not None:
             raise RunError(f"--device cuda does not support models with {part}; use --device cpu")
-        if self.kv_dtype in ("q8", "q4"):
-            raise RunError(f"--kv-dtype {self.kv_dtype} needs --device cpu; with --device cuda use bf16 or f32")
+        if (part := _uncoded_on_gpu(spec, self.kv_dtype)) is not None:
+            raise RunError(
+                f"--kv-dtype {self.kv_dtype} with --device cuda does not support models with {part}; use bf16 or f32"
+            )
         if self.read == "map":
             raise RunError("--read map needs --device cpu; remove one of them")
         if self.numerics == "fastest":

@@ -16,10 +16,9 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from moe_pack.formats import ExpertLayout, Pack, PackLayout, RunError, size_text
-from moe_pack.formats.spec import cache_values
 from moe_pack.runtime.gpu.placement import least_placement, place_experts
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
-from moe_pack.runtime.model.caches import KvDtype, plain_dtype
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload.budget import (
     AS_BUDGET,
     AS_TARGET,
@@ -28,6 +27,8 @@ from moe_pack.runtime.offload.budget import (
     Division,
     FixedParts,
     MemoryNeeds,
+    cache_bytes,
+    decoded_cache_bytes,
     divide_or_refuse,
     most_chunk_tokens,
     workspace_bytes,
@@ -43,18 +44,17 @@ _HEADS = ("head", "embed")  # the roles that can give logits
 # pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
-BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
     """The costs of a GPU that do not depend on the pack.
 
-    `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
-    allocated nothing yet; measured if there is a GPU.
+    `kv_dtype`: of the key-value cache.   `overhead_bytes`: what the driver charges a process that has allocated nothing
+    yet; measured if there is a GPU.
     """
 
-    value_bytes: int = BF16_BYTES
+    kv_dtype: KvDtype = "bf16"
     overhead_bytes: int = _OVERHEAD_BYTES
 
 
@@ -67,8 +67,11 @@ def gpu_needs(layout: PackLayout, context_tokens: int, costs: GpuCosts = PLANNED
     least, whole = least_placement(layout, "split"), place_experts(layout, sys.maxsize, "split")
 
     def fixed(chunk_tokens: int) -> FixedParts:
-        cache = costs.value_bytes * cache_values(spec, context_tokens, chunk_tokens)
-        return FixedParts(dense, cache, workspace_bytes(spec, chunk_tokens), overhead=costs.overhead_bytes)
+        cache = cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype)
+        workspace = workspace_bytes(spec, chunk_tokens)
+        if costs.kv_dtype in ("q8", "q4"):  # which torch dequantizes for prompts
+            workspace += decoded_cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype, has_kernels=False)
+        return FixedParts(dense, cache, workspace, overhead=costs.overhead_bytes)
 
     longest = most_chunk_tokens(context_tokens)
     return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, least.num_bytes, whole.num_bytes, usual_share=8)
@@ -246,7 +249,7 @@ def fit_to_gpu(
 
 def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
     """Returns how many tokens a forward pass may have, before anything is measured."""
-    costs = GpuCosts(plain_dtype(request.cache_dtype).itemsize, context_bytes)
+    costs = GpuCosts(request.cache_dtype, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
     most = divide_gpu(needs, budget, request.context_tokens, AS_BUDGET).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)

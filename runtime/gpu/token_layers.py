@@ -26,7 +26,7 @@ from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gath
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import PackWeights
-from moe_pack.runtime.model.caches import Angles, KVCache
+from moe_pack.runtime.model.caches import Angles, KVCache, RowStorage
 
 
 def stored(weights: PackWeights, role: str) -> StoredRows:
@@ -67,6 +67,7 @@ class GroupedAttention:
         self._q, self._k, self._v = (torch.zeros(width, device=device) for width in (queries, keys, keys))
         self._rotated = torch.zeros((spec.num_heads, spec.head_dim), device=device)
         self._mixed = torch.zeros_like(self._rotated)
+        self._rows = RowStorage(cache.dtype, (spec.head_dim,))
         self._workspace = AttentionWorkspace.allocate(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
         )
@@ -94,7 +95,7 @@ class GroupedAttention:
         )
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
         window, workspace = spec.window(layer), self._workspace
-        attend(self._rotated, cache, position, spec.scale, window, workspace, self._mixed, sinks, entering)
+        attend(self._rotated, cache, position, spec.scale, window, workspace, self._mixed, sinks, entering, self._rows)
         bias, scale = self._bias(role, "o"), weights.spec.residual_multiplier
         gemv(self._mixed.view(-1), stored(weights, f"{role}.o"), x, bias=bias, residual=x, scale=scale)
 

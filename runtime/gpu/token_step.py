@@ -306,7 +306,7 @@ class GpuDecoder(Decoder):
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
     Args:    residency: decides on the slots; None if there are none.   chunk_tokens: of a forward pass of several
-             tokens.   cache_dtype: f32 or bf16.   link_rate: bytes a second that promotions may count on.
+             tokens.   cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
     """
 
     def __init__(

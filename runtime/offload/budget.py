@@ -452,16 +452,19 @@ def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv
     return num_bytes
 
 
-def decoded_cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype) -> int:
+def decoded_cache_bytes(
+    spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype, has_kernels: bool = True
+) -> int:
     """Returns the most bytes of keys and values that are dequantized at once, with their scores and sums, by torch.
 
     Kernels dequantize a few rows at a time, in the threads' memory; float32 is read as it is.
+    Args:    has_kernels: whether native kernels compute what they can; on a GPU torch does, for several tokens.
     """
     if kv_dtype == "f32":
         return 0
     most = 0
     for attention, _ in spec.attention_kinds:
-        if isinstance(attention, GroupedQuerySpec) and kernels_attend(attention):
+        if has_kernels and isinstance(attention, GroupedQuerySpec) and kernels_attend(attention):
             continue
         heads, rows = row_storages(attention, "f32")
         positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)

@@ -77,7 +77,9 @@ TABLES = (
         ("operation", "rows", "cols", "bits", "tokens"),
         ("timed.us", "timed.share", "tflops"),
     ),
-    Table("Attention of a token", "AttentionTime", ("heads", "kv_heads", "context"), ("timed.us", "timed.share")),
+    Table(
+        "Attention of a token", "AttentionTime", ("heads", "kv_heads", "cache", "context"), ("timed.us", "timed.share")
+    ),
     Table("What ncu counts", "Metric", ("kernel", "case", "metric", "unit"), ("value",)),
     Table(
         "Rows over the link",

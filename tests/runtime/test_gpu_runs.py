@@ -41,6 +41,7 @@ from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.placement import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.layer import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import PRESETS, CacheFacts
@@ -267,6 +268,18 @@ def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
         for token in IDS[PROMPT:]:
             got = decoder.next_logits([token]).clone()
     assert 0 < (got - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["q8", pytest.param("q4", marks=pytest.mark.slow)])
+def test_a_cache_of_codes_runs_as_in_plain_torch(dtype: KvDtype, tmp_path: Path) -> None:
+    """A prompt, then single tokens, which read what it wrote and what they write."""
+    folder = packed(tmp_path, shape=replace(SHAPE, num_layers=1))
+    with Pack(folder) as pack:
+        expected = Decoder(PackWeights(pack, CPU), 64, cache_dtype=dtype).logits(IDS)
+    with gpu_decoder(folder, GpuRun(1.0, cache_dtype=dtype)) as decoder:
+        found = torch.cat([decoder.logits(IDS[:PROMPT]), *(decoder.logits([token]) for token in IDS[PROMPT:])])
+    assert (found - expected).abs().max() < TOLERANCE
+    assert (found - reference_logits(folder)).abs().max() > TOLERANCE, "codes change the answer"
 
 
 @pytest.mark.slow

@@ -257,9 +257,19 @@ def test_a_budget_has_the_bytes_of_codes(demo_pack: PackMaker) -> None:
 
 def test_where_few_bits_are_not_supported_the_message_says_so(demo_pack: PackMaker, tmp_path: Path) -> None:
     with Pack(demo_pack("none", 4)) as opened:
-        for dtype in CODED:
-            with pytest.raises(RunError, match=f"--kv-dtype {dtype} needs --device cpu; .* use bf16 or f32"):
-                EngineOptions(device="cuda", kv_dtype=dtype).check_gpu(opened.spec)
+        heads = opened.spec
+    assert isinstance(heads.attention, GroupedQuerySpec)
+    odd = replace(heads, attention=replace(heads.attention, head_dim=18))
+    latent = model_spec(write(Tiny("deepseek_v2", "latents"), tmp_path / "latent"))
+    for named, spec, part in (
+        ("q8", latent, "latent attention"),
+        ("q4", latent, "latent attention"),
+        ("q4", odd, "of 18 values"),
+    ):
+        with case(named, part), pytest.raises(RunError, match=f"--kv-dtype {named} with .*{part}; use bf16 or f32"):
+            EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
+    for named, spec in (("q8", heads), ("q4", heads), ("q8", odd), ("bf16", latent)):
+        EngineOptions(device="cuda", kv_dtype=named).check_gpu(spec)
     spec = model_spec(write(Tiny("switch_transformers", "encoder"), tmp_path / "encoder"))
     for named in ("bf16", *CODED):
         with pytest.raises(RunError, match=f"--kv-dtype {named} does not support models with an encoder; remove it"):

@@ -1,10 +1,12 @@
 """What every engine's division of memory comes to, to the byte, for two models."""
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
+from cases import case
 from hypothesis import given
 from hypothesis import strategies as st
 from specs import GROUPED
@@ -13,8 +15,9 @@ from moe_pack.formats import BF16, PackLayout, RunError, dense_roles, part_forma
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
+from moe_pack.runtime.gpu.fit import GpuCosts, divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placement import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
+from moe_pack.runtime.model.caches import KVCache, KvDtype
 from moe_pack.runtime.offload import divide_budget, least_budget
 from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, divide
 
@@ -123,3 +126,14 @@ def test_passes_are_made_shorter_until_experts_have_enough(budget: int, chunk: i
     if found.chunk_tokens < chunk:
         assert budget - 300 - 2 * min(chunk, 2 * found.chunk_tokens + 1) < enough, "no shorter than it must be"
     assert divide(needs.least_budget, needs).experts >= 0
+
+
+def test_a_gpu_counts_the_bytes_that_its_cache_has() -> None:
+    made = layout_of("tiny")
+    for dtype in get_args(KvDtype):
+        with case(dtype):
+            fixed = gpu_needs(made, 300, GpuCosts(dtype)).fixed(16)
+            cache = KVCache(made.spec, 300, torch.device("cpu"), dtype=dtype, chunk_tokens=16)
+            assert fixed.cache == cache.num_bytes
+            plain = gpu_needs(made, 300, GpuCosts("bf16")).fixed(16)
+            assert (fixed.workspace > plain.workspace) == (dtype in ("q8", "q4")), "torch dequantizes codes"

@@ -55,8 +55,10 @@ def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, rotate: Rota
 
     source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
     pack(source, tmp_path / "packed", rotate=rotate)
-    for misses in ("split", "pull"):
-        with case(misses), gpu_engine(tmp_path / "packed", GpuRun(0.3, misses)) as built, torch.inference_mode():
+    runs = [GpuRun(0.3, "split"), GpuRun(0.3, "pull")]
+    runs += [GpuRun(0.3, cache_dtype="q4")] if family == "mixtral" else []
+    for run in runs:
+        with case(run), gpu_engine(tmp_path / "packed", run) as built, torch.inference_mode():
             logits = built.decoder.next_logits([80]).zero_()  # the memory to which every token's are copied
             with Watch():
                 built.decoder.launch(0)

@@ -34,6 +34,7 @@ from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
+from moe_pack.runtime.model.caches.storage import RowStorage
 from moe_pack.runtime.model.matrix import TORCH_DTYPES
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -67,6 +68,16 @@ def token_calls() -> Iterator[Call]:
         (64, 8, 64, BF16, "none", None, CONTEXT, True),
     ):
         yield f"attend {case}", partial(_attend, *case)
+    for dtype in ("q8", "q4"):
+        for coded in (
+            (32, 8, 128, dtype, "none", 4096),
+            (32, 4, 128, dtype, "head"),
+            (16, 16, 128, dtype, "projection"),
+            (8, 8, 80, dtype, "none"),
+            (16, 2, 256, dtype, "head"),
+            (64, 8, 64, dtype, "none", 128, 639, True),
+        ):
+            yield f"attend {coded}", partial(_attend, *coded)
     for d in (2048, 7168):
         yield f"norm rms d{d}", partial(norm, torch.empty(d), Norm(torch.empty(d), None, 1e-6), torch.empty(d))
     for d in (2880, 4096, 7168, 8192):
@@ -91,13 +102,17 @@ def _attend(
     heads: int,
     kv_heads: int,
     width: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["q8", "q4"],
     qk_norm: Literal["none", "head", "projection"],
     window: int | None = None,
     num_places: int = CONTEXT,
     has_sinks: bool = False,
 ) -> None:
-    keys = torch.empty((kv_heads, num_places, width), dtype=dtype)
+    if isinstance(dtype, torch.dtype):
+        rows, keys = None, torch.empty((kv_heads, num_places, width), dtype=dtype)
+    else:
+        rows = RowStorage(dtype, (width,))
+        keys = rows.empty(kv_heads, num_places, CPU)
     q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
     norms = None if qk_norm == "none" else QkNorms(q, k, 1e-6)
     angles = torch.empty(CONTEXT, width // 2), torch.empty(CONTEXT, width // 2)
@@ -111,6 +126,7 @@ def _attend(
         torch.empty(heads, width),
         torch.empty(heads) if has_sinks else None,
         Entering(q, k, v, norms, qk_norm == "projection", angles, interleaved=width == 80),
+        rows,
     )
 
 

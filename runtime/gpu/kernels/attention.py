@@ -12,6 +12,11 @@ on values that only the host knows; splits without positions return at once. A l
 context may keep its positions in a ring, and a head may have a sink, a logit without a value. In latent attention the
 values are the first columns of the keys. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
 
+A cache may have codes (`q8`, `q4`) in the rows that `runtime.model.caches.storage` describes, for grouped queries. A
+launch of its own then rotates queries once more, by the signs and the Hadamard matrix of rows, and writes the token's
+key and value as codes, a program a head: they depend on the largest value of a block. What is added up of values is
+rotated back where splits are combined. On a GPU none of this has run yet.
+
 `enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
 mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie:
 for each head `nope` rows of W_k, then the rows of W_v. The twin is the latent attention of `runtime.model.attention`.
@@ -29,8 +34,9 @@ from torch import Tensor
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
+from moe_pack.runtime.gpu.kernels.rotation import hadamard_stage
 from moe_pack.runtime.gpu.kernels.rows import lookup_for
-from moe_pack.runtime.model.caches import Angles
+from moe_pack.runtime.model.caches import Angles, RowStorage, block_sizes
 
 
 class QkNorms(NamedTuple):
@@ -167,23 +173,33 @@ def attend(
     out: Tensor,
     sinks: Tensor | None = None,
     entering: Entering | None = None,
+    rows: RowStorage | None = None,
 ) -> None:
     """Writes each head's mix of values at positions up to `position`; only of the last `window`, if there is one.
 
-    Args:    q: float32 [heads, width], rotated; written first if a token enters.
+    Args:    q: float32 [heads, width], rotated; written first if a token enters. Over codes rotated as these are.
              cache: keys and values, float32 or bfloat16 [kv heads, places, width]; keys contiguous, and values
              either contiguous too or the first columns of the keys. A position's place is the position modulo `places`.
              position: int32 [1], this token's, not checked against the cache's size.
              out: float32 [heads, values' width].   sinks: float32 [heads].
              entering: this token, whose rotated keys and values are written to the cache at `position`; if None, they
              are in the cache already.
+             rows: how keys and values are stored, if they are codes: uint8 [kv heads, places, bytes], contiguous.
     """
     keys, values = cache
+    coding = _coding(rows)
     (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
+    if rows is not None and coding.BITS:
+        value_width = width
+        if entering is not None:
+            _enter_rows(entering, cache, position, coding, q)
+            entering = None
     group, splits = num_heads // num_kv_heads, workspace.sums.shape[1]
     tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
-    block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
+    # The many loads of blocks of odd sizes would spill registers.
+    block_s = 16 if coding.BITS and not coding.HAS_WIDE_LOADS else _block_s(value_width)
+    block_v = max(16, triton.next_power_of_2(value_width))
     norms = entering.norms if entering is not None else None
     cos, sin = (None, None) if entering is None else entering.angles
     _attend_kernel[(num_kv_heads * tiles, splits)](
@@ -194,13 +210,13 @@ def attend(
         num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
         _BLOCK_H, block_s, max(16, block_c), block_v,
         0 if cos is None else cos.shape[1], entering is not None and entering.interleaved,
-        entering is not None and entering.is_norm_whole, triton.next_power_of_2(num_heads * width),
+        entering is not None and entering.is_norm_whole, triton.next_power_of_2(num_heads * width), coding,
         num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1 or coding.BITS:
         _combine_kernel[(num_heads,)](
             position, sinks, workspace.sums, workspace.mixed, out, num_heads, value_width, window or 0, splits,
-            block_s, _COMBINED, block_v, num_warps=4, enable_fp_fusion=True,
+            block_s, _COMBINED, block_v, coding, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -252,6 +268,7 @@ def _attend_kernel(
     INTERLEAVED: tl.constexpr,
     IS_NORM_WHOLE: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     kv_head, tile, split = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -301,18 +318,24 @@ def _attend_kernel(
             c = c_begin + tl.arange(0, BLOCK_C)
             is_c = c < WIDTH
             q = tl.load(q_ptr + heads[:, None] * WIDTH + c[None, :], mask=is_head[:, None] & is_c[None, :], other=0.0)
-            k = tl.load(k_rows[:, None] + c[None, :], mask=is_seen[:, None] & is_c[None, :], other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(tl.float32)), scores, input_precision="tf32x3")
-        v = tl.load(v_rows[:, None] + cv[None, :], mask=is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
+            if CODING.BITS and CODING.HAS_WIDE_LOADS:
+                k = _load_blocks(k_rows, is_seen, c_begin, BLOCK_C, CODING)
+            else:
+                k = _load_values(k_rows, c, is_seen[:, None] & is_c[None, :], CODING)
+            scores = tl.dot(q, tl.trans(k), scores, input_precision="tf32x3")
+        if CODING.BITS and CODING.HAS_WIDE_LOADS:
+            v = _load_blocks(v_rows, is_seen, 0, BLOCK_V, CODING)
+        else:
+            v = _load_values(v_rows, cv, is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], CODING)
         scores = tl.where(is_seen[None, :], scores * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         powers = tl.exp(scores - new_top[:, None])
         shrink = tl.exp(top - new_top)
         total = total * shrink + tl.sum(powers, 1)
-        mixed = tl.dot(powers, v.to(tl.float32), mixed * shrink[:, None], input_precision="tf32x3")
+        mixed = tl.dot(powers, v, mixed * shrink[:, None], input_precision="tf32x3")
         top = new_top
     stored = is_head[:, None] & (cv < VALUE_WIDTH)[None, :]
-    if SPLITS == 1:
+    if SPLITS == 1 and CODING.BITS == 0:
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0)
             new_top = tl.maximum(top, sinks)
@@ -341,6 +364,7 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     COMBINED: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CODING: tl.constexpr,
 ):
     head = tl.program_id(0)
     start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
@@ -363,8 +387,213 @@ def _combine_kernel(
         places = (split * HEADS + head)[:, None] * VALUE_WIDTH + cv[None, :]
         mixed = tl.load(mixed_ptr + places, mask=(split < used)[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
         y += tl.sum(mixed * powers[:, None], 0)
-    tl.store(out_ptr + head * VALUE_WIDTH + cv, y / total, mask=cv < VALUE_WIDTH)
+    y /= total
+    if CODING.BITS:
+        y = _hadamard(y, CODING) * _signs(cv)
+    tl.store(out_ptr + head * VALUE_WIDTH + cv, y, mask=cv < VALUE_WIDTH)
 
+
+# ---- rows of codes --------------------------------------------------------------------------------------------------
+
+
+class Coding(NamedTuple):
+    """How rows of a cache are codes; the names are those of kernels' constants.
+
+    `BITS`: of a code; 0: rows are plain values.   `BLOCKS`, `EACH`: of a row, and values of a block.   `CODE_BYTES`: of
+    a row's codes.   `ROW_BYTES`: of a row.   `HAS_WIDE_LOADS`: whether blocks are loaded whole, with a load for each
+    scale: those of a power of two of values.   `STAGES`: of the Hadamard transform of a piece; `FACTOR`: its factor.
+    """
+
+    BITS: int
+    BLOCKS: int = 0
+    EACH: int = 1
+    CODE_BYTES: int = 0
+    ROW_BYTES: int = 0
+    HAS_WIDE_LOADS: bool = False
+    STAGES: int = 0
+    FACTOR: float = 1.0
+
+
+def _coding(rows: RowStorage | None) -> Coding:
+    if rows is None or not rows.is_coded:
+        return Coding(0)
+    (width,) = rows.parts
+    bits, (blocks, each) = (8 if rows.dtype == "q8" else 4), block_sizes(width)
+    piece = width & -width
+    assert rows.row_bytes % 2 == 0, "scales lie at whole multiples of 2 bytes"
+    has_wide_loads = each & (each - 1) == 0
+    code_bytes, stages = blocks * each * bits // 8, piece.bit_length() - 1
+    return Coding(bits, blocks, each, code_bytes, rows.row_bytes, has_wide_loads, stages, float(piece**-0.5))
+
+
+def _enter_rows(entering: Entering, cache: tuple[Tensor, Tensor], position: Tensor, coding: Coding, q: Tensor) -> None:
+    """Writes a token's rotated queries to `q`, and its key and value as codes to a cache."""
+    (num_heads, width), (keys, values), norms, (cos, sin) = q.shape, cache, entering.norms, entering.angles
+    num_kv_heads, num_places, _ = keys.shape
+    _enter_rows_kernel[(num_heads + 2 * num_kv_heads,)](
+        entering.q, entering.k, entering.v, None if norms is None else norms.q, None if norms is None else norms.k,
+        cos, sin, 0.0 if norms is None else norms.eps, position, q, keys, values, num_places, num_heads, num_kv_heads,
+        width, cos.shape[1], entering.interleaved, entering.is_norm_whole, triton.next_power_of_2(width),
+        triton.next_power_of_2(num_heads * width), coding,
+        num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _enter_rows_kernel(
+    new_q_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps,
+    position_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    num_places,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    IS_NORM_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
+    CODING: tl.constexpr,
+):
+    number = tl.program_id(0)
+    position = tl.load(position_ptr).to(tl.int64)
+    cos_ptr += position * HALF
+    sin_ptr += position * HALF
+    c = tl.arange(0, BLOCK)
+    if number < HEADS:
+        one = number + tl.zeros([1], tl.int32)
+        q = _rotated_heads(
+            new_q_ptr, one, one >= 0, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, WIDTH, HALF, INTERLEAVED,
+            IS_NORM_WHOLE, BLOCK, BLOCK_ALL,
+        )  # fmt: skip
+        turned = _hadamard(tl.reshape(q, [BLOCK]) * _signs(c), CODING)
+        tl.store(q_ptr + number * WIDTH + c, turned, mask=c < WIDTH)
+    else:
+        kv_head = (number - HEADS) % KV_HEADS
+        row = (kv_head.to(tl.int64) * num_places + position % num_places) * CODING.ROW_BYTES
+        if number < HEADS + KV_HEADS:
+            one = kv_head + tl.zeros([1], tl.int32)
+            k = _rotated_heads(
+                new_k_ptr, one, one >= 0, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, WIDTH, HALF, INTERLEAVED,
+                IS_NORM_WHOLE, BLOCK, BLOCK_ALL,
+            )  # fmt: skip
+            _store_codes(keys_ptr + row, tl.reshape(k, [BLOCK]), c, CODING)
+        else:
+            v = tl.load(new_v_ptr + kv_head * WIDTH + c, mask=c < WIDTH, other=0.0)
+            _store_codes(values_ptr + row, v, c, CODING)
+
+
+@triton.jit
+def _signs(c):
+    """Returns the signs of columns, as `storage.rotation` has them."""
+    # Bit 15 of a product depends on the low 16 bits of its factors; these are 2654435761's.
+    return 1.0 - 2.0 * ((c * 31153 >> 15) & 1).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(x, CODING: tl.constexpr):
+    """Returns values, float32 [BLOCK], each piece multiplied by the Hadamard matrix; zeros behind them stay zeros."""
+    BLOCK: tl.constexpr = x.shape[0]
+    STAGES: tl.constexpr = CODING.STAGES
+    for stage in tl.static_range(STAGES):
+        x = hadamard_stage(x, BLOCK, 1 << stage)
+    return x * CODING.FACTOR
+
+
+@triton.jit
+def _store_codes(row_ptr, x, c, CODING: tl.constexpr):
+    """Writes a row of values, float32 [BLOCK] with zeros behind them; one that is not finite makes all of them NaN."""
+    y = _hadamard(x * _signs(c), CODING)
+    nan_or_zero = tl.sum(y * 0.0)  # a maximum leaves NaNs out
+    block, in_block = c // CODING.EACH, c % CODING.EACH
+    halves_ptr = (row_ptr + CODING.CODE_BYTES).to(tl.pointer_type(tl.float16))
+    scales, minima = y * 0.0, y * 0.0
+    BLOCKS: tl.constexpr = CODING.BLOCKS
+    for b in tl.static_range(BLOCKS):
+        own = block == b
+        if CODING.BITS == 8:
+            scale = tl.div_rn(tl.max(tl.where(own, tl.abs(y), 0.0)) + nan_or_zero, 127.0).to(tl.float16)
+        else:
+            least = (tl.min(tl.where(own, y, float("inf"))) + nan_or_zero).to(tl.float16)
+            most = tl.max(tl.where(own, y, -float("inf")))
+            scale = tl.div_rn(most - least.to(tl.float32), 15.0).to(tl.float16)
+            tl.store(halves_ptr + BLOCKS + b, least)
+            minima = tl.where(own, least.to(tl.float32), minima)
+        tl.store(halves_ptr + b, scale)
+        scales = tl.where(own, scale.to(tl.float32), scales)
+    steps = (y - minima) * tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0))
+    codes = _rounded(tl.where(scales > 0, steps, 0.0))
+    is_stored = c < BLOCKS * CODING.EACH
+    if CODING.BITS == 8:
+        codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int32)
+        tl.store(row_ptr + c, (codes & 255).to(tl.uint8), mask=is_stored)
+    else:
+        codes = tl.minimum(tl.maximum(codes, 0.0), 15.0).to(tl.int32)
+        half = CODING.EACH // 2
+        is_low = (in_block < half) & is_stored
+        high = tl.gather(codes, tl.where(is_low, c + half, c), 0)
+        tl.store(row_ptr + block * half + in_block, (codes | high << 4).to(tl.uint8), mask=is_low)
+
+
+@triton.jit
+def _rounded(x):
+    """Returns whole numbers, the nearest to values below 2^22, even ones for halves."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _load_values(rows_ptr, c, mask, CODING: tl.constexpr):
+    """Returns some columns of rows, float32 [rows, columns]; of codes, what they stand for, not rotated back."""
+    if CODING.BITS == 0:
+        values = tl.load(rows_ptr[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        block, in_block = c // CODING.EACH, c % CODING.EACH
+        halves_ptr = (rows_ptr + CODING.CODE_BYTES).to(tl.pointer_type(tl.float16))[:, None] + block[None, :]
+        scales = tl.load(halves_ptr, mask=mask, other=0.0).to(tl.float32)
+        if CODING.BITS == 8:
+            codes = tl.load(rows_ptr[:, None] + c[None, :], mask=mask, other=0)
+            values = codes.to(tl.int8, bitcast=True).to(tl.float32) * scales
+        else:
+            half = CODING.EACH // 2
+            place, shift = block * half + in_block % half, in_block // half * 4
+            codes = tl.load(rows_ptr[:, None] + place[None, :], mask=mask, other=0).to(tl.int32)
+            minima = tl.load(halves_ptr + CODING.BLOCKS, mask=mask, other=0.0).to(tl.float32)
+            values = ((codes >> shift[None, :]) & 15).to(tl.float32) * scales + minima
+    return values
+
+
+@triton.jit
+def _load_blocks(rows_ptr, is_row, begin, COLUMNS: tl.constexpr, CODING: tl.constexpr):
+    """Returns the same of `COLUMNS` columns from `begin` on, the first of a block, by blocks."""
+    ROWS: tl.constexpr = rows_ptr.shape[0]
+    EACH: tl.constexpr = CODING.EACH
+    block = begin // EACH + tl.arange(0, COLUMNS // EACH)
+    mask = is_row[:, None] & (block < CODING.BLOCKS)[None, :]
+    halves_ptr = (rows_ptr + CODING.CODE_BYTES).to(tl.pointer_type(tl.float16))[:, None] + block[None, :]
+    scales = tl.load(halves_ptr, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+    if CODING.BITS == 8:
+        places = (block * EACH)[:, None] + tl.arange(0, EACH)[None, :]
+        codes = tl.load(rows_ptr[:, None, None] + places[None, :, :], mask=mask[:, :, None], other=0)
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32) * scales
+    else:
+        places = (block * (EACH // 2))[:, None] + tl.arange(0, EACH // 2)[None, :]
+        pairs = tl.load(rows_ptr[:, None, None] + places[None, :, :], mask=mask[:, :, None], other=0)
+        minima = tl.load(halves_ptr + CODING.BLOCKS, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+        low, high = (pairs & 15).to(tl.float32) * scales + minima, (pairs >> 4).to(tl.float32) * scales + minima
+        values = tl.permute(tl.join(low, high), [0, 1, 3, 2])
+    return tl.reshape(values, [ROWS, COLUMNS])
+
+
+# ---- latent attention ------------------------------------------------------------------------------------------------
 
 _ROWS = 16  # rows that are read at once
 

@@ -112,7 +112,7 @@ def _launch(
 
 
 @triton.jit
-def _stage(y, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+def hadamard_stage(y, SIZE: tl.constexpr, STRIDE: tl.constexpr):
     """Returns a stage of the Hadamard transform: sums and differences of values `STRIDE` apart."""
     a, b = tl.split(tl.permute(tl.reshape(y, [SIZE // (2 * STRIDE), 2, STRIDE]), [0, 2, 1]))
     return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 2, 1]), [SIZE])
@@ -147,7 +147,7 @@ def _rotate_kernel(
         else:
             y += tl.load(matrix_ptr + row * M + j) * values
     for stage in tl.static_range(STAGES):
-        y = _stage(y, SIZE, 1 << stage)
+        y = hadamard_stage(y, SIZE, 1 << stage)
     y *= FACTOR
     place = row * SIZE + c
     if not IS_SCALED_FIRST:

@@ -17,7 +17,9 @@ from moe_pack.runtime.model.caches.kv_cache import (
 from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
 from moe_pack.runtime.model.caches.storage import (
     KvDtype,
+    RowStorage,
     RunningSoftmax,
+    block_sizes,
     layer_cache_bytes,
     plain_dtype,
     row_storages,
@@ -35,8 +37,10 @@ __all__ = [
     "LayerCache",
     "LayerRopes",
     "Rope",
+    "RowStorage",
     "RunningSoftmax",
     "SequenceRows",
+    "block_sizes",
     "each_sequence",
     "joined_angles",
     "layer_cache_bytes",

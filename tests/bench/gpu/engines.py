@@ -196,7 +196,7 @@ class EngineRequest:
             prediction=prediction if num_predicted and self.ram_bytes is None else None,
             chunk_tokens=_CHUNK_TOKENS,
             context_tokens=context_tokens,
-            cache_dtype="bf16" if self.kv_dtype == "bf16" else "f32",
+            cache_dtype=self.kv_dtype or "f32",
         )
 
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,12 @@ from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
+from moe_pack.runtime.model.caches import KvDtype, RowStorage
 
 MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
 _GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)
 _SPARSITIES = (0.0, 0.8)
+_KV_DTYPES: tuple[KvDtype, ...] = ("bf16", "q8", "q4")
 _TOKENS = (16, 128, 512)
 
 
@@ -274,25 +277,26 @@ def _many(results: Results, timer: ByteClock, model: Model, num_experts: int) ->
 
 
 def _attention(results: Results, timer: ByteClock, heads: int, kv_heads: int) -> None:
-    tiny, dtype = timer.clock.is_rehearsal, torch.bfloat16
+    tiny = timer.clock.is_rehearsal
     head_dim = 16 if tiny else 128
-    for context in (48,) if tiny else (4096, 32768):
-        num_bytes = 2 * kv_heads * context * head_dim * dtype.itemsize
+    for context, dtype in product((48,) if tiny else (4096, 32768), _KV_DTYPES):
+        rows = RowStorage(dtype, (head_dim,))
+        num_bytes = 2 * kv_heads * context * rows.row_bytes
         num_copies = copies_beyond(timer.clock.l2_bytes, num_bytes)
-        caches = torch.randn((num_copies, 2, kv_heads, context, head_dim), device=timer.clock.device).to(dtype)
-        timed = timer.timed(num_bytes, attends(caches, heads), num_copies)
-        results.add(AttentionTime(heads, kv_heads, head_dim, str(dtype), context, timed))
+        drawn = torch.randn((num_copies, 2, kv_heads, context, head_dim), device=timer.clock.device)
+        timed = timer.timed(num_bytes, attends(rows.encode(drawn), rows, heads), num_copies)
+        results.add(AttentionTime(heads, kv_heads, head_dim, dtype, context, timed))
 
 
-def attends(caches: Tensor, heads: int) -> Callable[[int], None]:
-    """Attention of one token at the last position, over the copy [keys and values, heads, context, dim] of a number."""
-    _, _, kv_heads, context, head_dim = caches.shape
+def attends(caches: Tensor, rows: RowStorage, heads: int) -> Callable[[int], None]:
+    """Attention of one token at the last position, over the copy [keys and values, heads, context, n] of a number."""
+    (_, _, kv_heads, context, _), (head_dim,) = caches.shape, rows.parts
     q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
     position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
     workspace = AttentionWorkspace.allocate(heads, kv_heads, head_dim, context, caches.device)
 
     def attend_once(number: int) -> None:
-        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, workspace, out)
+        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, workspace, out, rows=rows)
 
     return attend_once
 
@@ -406,8 +410,11 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
         product = partial(gemv, torch.randn(cols).to(device), StoredRows(matrices.rows[-1], matrices.part), out)
         found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
-    caches = torch.randn((1, 2, kv_heads, context, dim), device=device).to(torch.bfloat16)
-    found.append(Launch("_attend_kernel", f"{heads}/{kv_heads}, {context} tokens", partial(attends(caches, heads), 0)))
+    for dtype in _KV_DTYPES:
+        rows = RowStorage(dtype, (dim,))
+        caches = rows.encode(torch.randn((1, 2, kv_heads, context, dim), device=device))
+        name = f"{heads}/{kv_heads}, {context} tokens, {dtype}"
+        found.append(Launch("_attend_kernel", name, partial(attends(caches, rows, heads), 0)))
     pull = one_pull(clock, replace(model, k=1), 4)
     return [*found, Launch("_pull_records_kernel", f"{model.name}, a fifth of an expert's records", pull)]
 

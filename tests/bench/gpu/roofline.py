@@ -23,10 +23,10 @@ from moe_pack.convert.plan.speed import drawn_passes, pulled_records, running_ro
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.spec import cache_values
-from moe_pack.runtime.gpu.fit import BF16_BYTES, divide_gpu, gpu_needs
+from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat, work_of_whole
+from moe_pack.runtime.offload.budget import cache_bytes
 
 Array = NDArray[Any]
 Misses = Literal["cpu", "pull", "auto"]
@@ -230,7 +230,7 @@ def moved_bytes(
 
     return LayerBytes(
         dense=subject.layer_bytes,
-        attention=BF16_BYTES * cache_values(spec, CONTEXT_TOKENS, 1) / spec.num_hidden_layers,
+        attention=cache_bytes(spec, CONTEXT_TOKENS, 1, "bf16") / spec.num_hidden_layers,
         partials=4.0 * k * num_partials(k, f, num_sms) * spec.hidden_size,
         select=of_tokens(np.where(is_whole, 0.0, selector_bytes)),
         here=of_tokens(here_bytes),

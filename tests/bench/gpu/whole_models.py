@@ -53,7 +53,8 @@ _SHARES = (0.0, 0.3, 0.6)  # of all experts' bytes that fit
 _BUDGET_SHARE = 0.3  # likewise, where a budget is measured
 _ALL_MISSES: tuple[MissesOption, ...] = ("auto", "cpu", "pull")
 _TIER_BYTES = 1 << 20  # of the host's memory: less than any pack has experts, which are mapped
-_MOST_KL = 0.01  # nats a token, of keys and values in bfloat16
+_ROUNDED: tuple[KvDtype, ...] = ("bf16", "q8", "q4")
+_MOST_KL = 0.01  # nats a token, of keys and values in bfloat16; of codes, beside plain torch with the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def _measured() -> list[EngineRequest]:
     """
     f32 = EngineRequest("auto", kv_dtype="f32")
     capped = [replace(f32, misses=misses, budget_bytes=0) for misses in _ALL_MISSES]
-    return [f32, replace(f32, kv_dtype="bf16"), *capped]
+    return [f32, *(replace(f32, kv_dtype=dtype) for dtype in _ROUNDED), *capped]
 
 
 def _shared(shares: Sequence[float] = _SHARES) -> list[EngineRequest]:
@@ -170,13 +171,24 @@ def _kept(spec: ModelSpec) -> Plan:
 def _compare_all(
     results: Results, clock: Clock, folder: Path, ids: list[int], requests: Sequence[EngineRequest]
 ) -> None:
-    with Pack(folder) as pack:
-        expected = _answers(lambda context: Engine(pack, EngineOptions(kernels="torch"), context), ids, clock)
+    expected = {dtype: _plain_answers(folder, ids, clock, dtype) for dtype in {*map(_reference_dtype, requests)}}
     for wanted in requests:
         space = "a budget" if wanted.budget_bytes is not None else _space(1.0 if wanted.share is None else wanted.share)
         tier = ", disk" if wanted.ram_bytes is not None else ""
         name = f"{folder.name}, {wanted.misses}{tier}, {wanted.policy}, {wanted.kv_dtype}, {space}"
-        results.section(name, partial(_compare, results, clock, folder, wanted, expected))
+        known = expected[_reference_dtype(wanted)]
+        results.section(name, partial(_compare, results, clock, folder, wanted, known))
+
+
+def _reference_dtype(wanted: EngineRequest) -> KvDtype:
+    """How the reference stores keys and values: as codes where the request does."""
+    return "f32" if wanted.kv_dtype in (None, "bf16") else wanted.kv_dtype
+
+
+def _plain_answers(folder: Path, ids: list[int], clock: Clock, dtype: KvDtype) -> _Reference:
+    options = EngineOptions(kernels="torch", kv_dtype=dtype)
+    with Pack(folder) as pack:
+        return _answers(lambda context: Engine(pack, options, context), ids, clock)
 
 
 def _space(share: float) -> str:
