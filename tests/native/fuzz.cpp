@@ -88,6 +88,8 @@ Pool& Pools::open(size_t set_idx, int threads) {
         pool = std::make_unique<Pool>(threads, *instruction_sets()[set_idx]);
         await_threads(*pool);
     }
+    pool->take_digits(0);
+    pool->take_tokens_alone(false);
     return *pool;
 }
 
