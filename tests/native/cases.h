@@ -66,6 +66,9 @@ void rows_case(Random& random, Pools& pools, Counts& counts);
 // Attention and norms against plain sums.
 void attention_case(Random& random, Pools& pools, Counts& counts);
 
+// A layer of a decoder, whole and as its operations one by one.
+void layer_case(Random& random, Pools& pools, Counts& counts);
+
 // Checksums, gathering, reading.
 void bytes_case(Random& random, Pools& pools, Counts& counts);
 

@@ -60,6 +60,28 @@ struct Given {
     }
 };
 
+// The same rows in pages, each an array of its own: the last ends with the rows.
+class Paged {
+  public:
+    Paged(Random& random, const Exact<uint8_t>& rows, size_t row_bytes)
+        : begin_(random.between(0, 99)), page_bytes_(random.between(row_bytes + 1, 2 * row_bytes + 100)) {
+        const size_t end = begin_ + rows.size();
+        for (size_t first = 0; rows.size() > 0 && first < end; first += page_bytes_) {
+            const size_t stop = std::min(end, first + page_bytes_), before = std::min(row_bytes, first);
+            Exact<uint8_t>& page = pages_.emplace_back(random, row_bytes + stop - first);
+            const size_t from = std::max(first - before, begin_);
+            if (from < stop) std::memcpy(page.get() + row_bytes + from - first, rows.get() + from - begin_, stop - from);
+            places_.push_back(page.get() + row_bytes);
+        }
+    }
+    Rows rows() const { return places_.empty() ? Rows() : Rows(places_.data(), page_bytes_, begin_); }
+
+  private:
+    size_t begin_, page_bytes_;
+    std::deque<Exact<uint8_t>> pages_;
+    std::vector<const uint8_t*> places_;
+};
+
 // What a selector tells of tokens.
 struct Told {
     Exact<float> a;
@@ -308,6 +330,24 @@ void run_selected(Random& random, Pool& pool, std::vector<ExpertWork> works, con
     require(y.same_bits(whole), "the same bits for neurons that were selected before");
 }
 
+// Rows in pages: the same bits.
+void run_paged(Random& random, Pool& pool, const std::vector<Given>& experts, const Exact<float>& x,
+               const Exact<float>& before, const Exact<float>& whole) {
+    std::vector<ExpertWork> works;
+    std::deque<Paged> pages;
+    for (const Given& given : experts) {
+        ExpertWork work = given.work();
+        work.selector = pages.emplace_back(random, given.selector, given.layout.selector_row_bytes).rows();
+        work.records = pages.emplace_back(random, given.records, given.layout.record_row_bytes).rows();
+        works.push_back(work);
+    }
+    Exact<float> y(random, x.size());
+    y.copy_from(before);
+    require(run_experts(pool, works.data(), (int32_t)works.size(), x.get(), y.get()) == Outcome::done,
+            "experts in pages are done");
+    require(y.same_bits(whole), "the same bits for rows in pages");
+}
+
 void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& experts, const Exact<float>& x,
                Counts& counts) {
     std::vector<ExpertWork> works;
@@ -326,6 +366,7 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
     require(run_experts(several, works.data(), count, x.get(), other.get()) == Outcome::done, "experts are done");
     require(y.same_bits(other), "the same bits for any number of threads");
     run_selected(random, several, works, x, before, y);
+    run_paged(random, several, experts, x, before, y);
     if (!sane) return;
     for (Given& given : experts) add_expert(alone, given, x, expected);
     counts.compared++;
