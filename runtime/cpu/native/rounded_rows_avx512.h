@@ -76,6 +76,8 @@ void prepare_rounded(const Part& part, const float* x, void* prepared) {
     }
 }
 
+// A lane adds up four columns of each of COUNT planes, exactly: at most 8 * 4 * 32512 with 1 bit, 4 * 255 * 32512 with 8,
+// which is far below 2^31.
 template <int DIGITS, int WIDTH, int FIRST, int COUNT>
 MOE_PACK_INLINE inline __m512 rounded_products(const Codes<WIDTH>& codes, const uint8_t* digits) {
     __m512i sums[DIGITS];
