@@ -190,7 +190,8 @@ class OneByOne {
         Floats up = product(w_.up, inputs), gate;
         if (w_.gate.rows != nullptr) gate = product(w_.gate, inputs);
         Floats h(up.size());
-        done(activate(pool_, w_.unrouted, w_.gate.rows == nullptr ? nullptr : gate.data(), up.data(), up.size(), h.data()));
+        const float* gates = w_.gate.rows == nullptr ? nullptr : gate.data();
+        done(activate(pool_, w_.unrouted, gates, up.data(), up.size(), h.data()));
         const Floats found = product(w_.down, h);
         std::copy(found.begin(), found.end(), p_.unrouted);
     }
@@ -329,7 +330,7 @@ void layer_case(Random& random, Pools& pools, Counts& counts) {
         require(whole.cached[i].same_bits(parts.cached[i]), "a layer's cache");
     counts.compared++;
     if (are_set(layer, pass)) {
-        require(run_second_half(both.several, layer, pass, room) == Outcome::done, "the second half of a layer is done");
+        require(run_second_half(both.several, layer, pass, room) == Outcome::done, "the second half is done");
         expected.second_half();
     }
     same_floats(whole.x, parts.x, "x");
