@@ -23,7 +23,8 @@ void await_threads(Pool& pool);
 // Those this machine can run, slowest first.
 const std::vector<const Kernels*>& instruction_sets();
 
-// Pools of 1 to 4 threads of an instruction set, opened when they are first wanted.
+// Pools of 1 to 4 threads of an instruction set, opened when they are first wanted. Each time they compute exactly, and
+// tokens together.
 class Pools {
   public:
     Pool& alone(size_t set_idx) { return open(set_idx, 1); }
@@ -34,6 +35,22 @@ class Pools {
     Pool& open(size_t set_idx, int threads);
 
     std::unique_ptr<Pool> pools_[4][4];
+};
+
+// Two pools of one instruction set that compute alike.
+struct TwoPools {
+    Pool &alone, &several;
+
+    // Of any set, with any numerics: inputs rounded or not, tokens together or each as if it were alone.
+    TwoPools(Random& random, Pools& pools, size_t set_idx)
+        : alone(pools.alone(set_idx)), several(pools.several(random, set_idx)) {
+        const int digits = random.pick({0, 1, 2});
+        const bool are_tokens_alone = random.chance(10);
+        for (Pool* pool : {&alone, &several}) {
+            pool->take_digits(digits);
+            pool->take_tokens_alone(are_tokens_alone);
+        }
+    }
 };
 
 struct Counts {
@@ -48,6 +65,9 @@ void rows_case(Random& random, Pools& pools, Counts& counts);
 
 // Attention and norms against plain sums.
 void attention_case(Random& random, Pools& pools, Counts& counts);
+
+// A layer of a decoder, whole and as its operations one by one.
+void layer_case(Random& random, Pools& pools, Counts& counts);
 
 // Checksums, gathering, reading.
 void bytes_case(Random& random, Pools& pools, Counts& counts);

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cases.h"
+#include "job.h"
 #include "layouts.h"
 #include "plain.h"
 #include "tiles.h"
@@ -59,6 +60,28 @@ struct Given {
     }
 };
 
+// The same rows in pages, each an array of its own: the last ends with the rows.
+class Paged {
+  public:
+    Paged(Random& random, const Exact<uint8_t>& rows, size_t row_bytes)
+        : begin_(random.between(0, 99)), page_bytes_(random.between(row_bytes + 1, 2 * row_bytes + 100)) {
+        const size_t end = begin_ + rows.size();
+        for (size_t first = 0; rows.size() > 0 && first < end; first += page_bytes_) {
+            const size_t stop = std::min(end, first + page_bytes_), before = std::min(row_bytes, first);
+            Exact<uint8_t>& page = pages_.emplace_back(random, row_bytes + stop - first);
+            const size_t from = std::max(first - before, begin_);
+            if (from < stop) std::memcpy(page.get() + row_bytes + from - first, rows.get() + from - begin_, stop - from);
+            places_.push_back(page.get() + row_bytes);
+        }
+    }
+    Rows rows() const { return places_.empty() ? Rows() : Rows(places_.data(), page_bytes_, begin_); }
+
+  private:
+    size_t begin_, page_bytes_;
+    std::deque<Exact<uint8_t>> pages_;
+    std::vector<const uint8_t*> places_;
+};
+
 // What a selector tells of tokens.
 struct Told {
     Exact<float> a;
@@ -72,29 +95,33 @@ struct Told {
           neurons(random, layout.num_rows) {}
 };
 
-// A neuron's rows, and what they do to an input.
+// A neuron's rows, and what they do to an input that may be rounded to so many digits.
 struct Neuron {
     const ExpertLayout& layout;
+    int digits;
     PlainRow gate, up, down;
 
-    Neuron(Given& given, int32_t j)
+    Neuron(Given& given, int32_t j, int of_digits)
         : layout(given.layout),
+          digits(of_digits),
           gate(given.plain(layout.gate, j)),
           up(given.plain(layout.up, j)),
           down(given.plain(layout.down, j)) {}
 
     // What the rows at a place say, times what is known.
     Near at(Place place, Near known, const float* x) const {
-        if (layout.up.place == place) known = product_of(known, layout.has_gate() ? factor_of(layout, plain_dot(up, x))
-                                                                                   : plain_dot(up, x));
-        if (layout.gate.place == place) known = product_of(known, activation_of(layout, plain_dot(gate, x)));
+        if (layout.up.place == place) {
+            const Near product = plain_dot(up, x, digits);
+            known = product_of(known, layout.has_gate() ? factor_of(layout, product) : product);
+        }
+        if (layout.gate.place == place) known = product_of(known, activation_of(layout, plain_dot(gate, x, digits)));
         return layout.up.place == place && !layout.has_gate() ? activation_of(layout, known) : known;
     }
     Near a(const float* x) const { return at(Place::selector, exactly(1), x); }
     Near h(const Near& a, const float* x) const { return at(Place::record, a, x); }
 };
 
-void check_select(Given& given, const Exact<float>& x, const Told& found, size_t num_tokens) {
+void check_select(Given& given, int digits, const Exact<float>& x, const Told& found, size_t num_tokens) {
     const ExpertLayout& layout = given.layout;
     size_t f = layout.num_rows, d = layout.num_cols;
     int32_t count = 0;
@@ -108,7 +135,7 @@ void check_select(Given& given, const Exact<float>& x, const Told& found, size_t
         require(found.runs[i] == (given.has_rows() ? runs_at(found.a[i], given.threshold) : 1), "which neurons run");
     if (!given.sane || !given.has_rows()) return;
     for (size_t j = 0; j < f; j++) {
-        Neuron neuron(given, (int32_t)j);
+        Neuron neuron(given, (int32_t)j, digits);
         for (size_t t = 0; t < num_tokens; t++) {
             Near a = neuron.a(x.get() + t * d);
             if (!a.holds(found.a[t * f + j]))
@@ -126,6 +153,40 @@ void add_plain(std::vector<Near>& y, size_t begin, double factor, const Near& h,
         to.slack += std::fabs(factor) * (h.slack * std::fabs(down.weights[c]) + 6e-6 * size * down.magnitudes[c]) + 1e-36;
     }
 }
+
+// How far a token's sums may be off because what neurons' rows are multiplied with is rounded: h times a
+// row's scale, for each unit of columns, relative to the largest of some rows.
+class RoundedSums {
+  public:
+    RoundedSums(const Pool& pool, const ExpertLayout& layout, size_t num_tokens)
+        : d_(layout.num_cols),
+          share_(rounding_share(pool.digits())),
+          rounds_(pool.rounds() && !pool.are_tokens_alone() && num_tokens > kFewTokens && can_round(layout)),
+          largest_(rounds_ ? num_tokens * d_ : 0),
+          codes_(largest_.size()) {}
+
+    void add(size_t token, const Near& h, const PlainRow& down) {
+        const double size = std::fabs(h.value) + h.slack;
+        for (size_t c = 0; rounds_ && size > 0 && c < d_; c++) {
+            if (down.steps[c] == 0) continue;
+            double& largest = largest_[token * d_ + c];
+            largest = std::max(largest, size * down.steps[c]);
+            codes_[token * d_ + c] += (std::fabs(down.weights[c]) + 1e-4 * down.magnitudes[c]) / down.steps[c];
+        }
+    }
+    void widen(std::vector<Near>& y, size_t begin, double factor, size_t token) const {
+        for (size_t c = 0; rounds_ && c < d_; c++) {
+            const size_t place = token * d_ + c;
+            y[begin + c].slack += std::fabs(factor) * (share_ * largest_[place] + kLeastRounded) * codes_[place];
+        }
+    }
+
+  private:
+    size_t d_;
+    double share_;
+    bool rounds_;
+    std::vector<double> largest_, codes_;  // [tokens, d]
+};
 
 void check_outputs(const std::vector<Near>& expected, const Exact<float>& y, const char* name) {
     for (size_t i = 0; i < expected.size(); i++)
@@ -182,18 +243,21 @@ void run_part(Random& random, Pool& alone, Pool& several, Given& given, const Ex
     if (!given.sane) return;
     counts.compared++;
     std::vector<Near> expected(y.size());
+    RoundedSums rounded(alone, layout, tokens.size());
     for (size_t i = 0; i < y.size(); i++) {
         const double bias = (double)weights[i / d] * given.bias(i % d);
         expected[i] = {bias, 1e-6 * std::fabs(bias)};
     }
     for (int32_t j : listed) {
-        Neuron neuron(given, j);
+        Neuron neuron(given, j, alone.digits());
         for (size_t t = 0; t < tokens.size(); t++) {
             if (!told.runs[t * f + j]) continue;
             const Near h = neuron.h(exactly(told.a[t * f + j]), x.get() + t * d);
             add_plain(expected, t * d, weights[t], h, neuron.down);
+            rounded.add(t, h, neuron.down);
         }
     }
+    for (size_t t = 0; t < tokens.size(); t++) rounded.widen(expected, t * d, weights[t], t);
     check_outputs(expected, y, "neurons");
 }
 
@@ -212,13 +276,14 @@ void run_selection(Random& random, Pool& alone, Pool& several, Given& given, con
     }
     require(first.runs.same_bits(second.runs) && (!given.has_rows() || first.a.same_bits(second.a)),
             "the same bits for any number of threads, in selection");
-    check_select(given, x, first, num_tokens);
+    check_select(given, alone.digits(), x, first, num_tokens);
     if (given.has_rows()) run_part(random, alone, several, given, x, first, tokens, counts);
 }
 
 // y += the expert. Where it hangs on a rounding whether a neuron runs, both will do.
-void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
+void add_expert(const Pool& pool, Given& given, const Exact<float>& x, std::vector<Near>& y) {
     size_t d = given.layout.num_cols;
+    RoundedSums rounded(pool, given.layout, given.tokens.size());
     for (size_t i = 0; i < given.tokens.size(); i++)
         for (size_t c = 0; c < d; c++) {
             const double added = (double)given.weights[i] * given.bias(c);
@@ -226,7 +291,7 @@ void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
             to = {to.value + added, to.slack + 1e-6 * std::fabs(added)};
         }
     for (int32_t j = 0; j < given.layout.num_rows; j++) {
-        Neuron neuron(given, j);
+        Neuron neuron(given, j, pool.digits());
         for (size_t i = 0; i < given.tokens.size(); i++) {
             const float* input = x.get() + given.tokens[i] * d;
             Near a = neuron.a(input), h = neuron.h(a, input), decides = given.has_rows() ? a : h;
@@ -234,8 +299,10 @@ void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
             if (size + decides.slack < given.threshold) continue;
             if (size - decides.slack < given.threshold) h = {0, std::fabs(h.value) + h.slack};
             add_plain(y, given.tokens[i] * d, given.weights[i], h, neuron.down);
+            rounded.add(i, h, neuron.down);
         }
     }
+    for (size_t i = 0; i < given.tokens.size(); i++) rounded.widen(y, given.tokens[i] * d, given.weights[i], i);
 }
 
 // Selectors first, all at once, then the experts with what they told: the same bits.
@@ -263,6 +330,24 @@ void run_selected(Random& random, Pool& pool, std::vector<ExpertWork> works, con
     require(y.same_bits(whole), "the same bits for neurons that were selected before");
 }
 
+// Rows in pages: the same bits.
+void run_paged(Random& random, Pool& pool, const std::vector<Given>& experts, const Exact<float>& x,
+               const Exact<float>& before, const Exact<float>& whole) {
+    std::vector<ExpertWork> works;
+    std::deque<Paged> pages;
+    for (const Given& given : experts) {
+        ExpertWork work = given.work();
+        work.selector = pages.emplace_back(random, given.selector, given.layout.selector_row_bytes).rows();
+        work.records = pages.emplace_back(random, given.records, given.layout.record_row_bytes).rows();
+        works.push_back(work);
+    }
+    Exact<float> y(random, x.size());
+    y.copy_from(before);
+    require(run_experts(pool, works.data(), (int32_t)works.size(), x.get(), y.get()) == Outcome::done,
+            "experts in pages are done");
+    require(y.same_bits(whole), "the same bits for rows in pages");
+}
+
 void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& experts, const Exact<float>& x,
                Counts& counts) {
     std::vector<ExpertWork> works;
@@ -281,8 +366,9 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
     require(run_experts(several, works.data(), count, x.get(), other.get()) == Outcome::done, "experts are done");
     require(y.same_bits(other), "the same bits for any number of threads");
     run_selected(random, several, works, x, before, y);
+    run_paged(random, several, experts, x, before, y);
     if (!sane) return;
-    for (Given& given : experts) add_expert(given, x, expected);
+    for (Given& given : experts) add_expert(alone, given, x, expected);
     counts.compared++;
     check_outputs(expected, y, "experts");
 }
@@ -292,7 +378,8 @@ void run_whole(Random& random, Pool& alone, Pool& several, std::vector<Given>& e
 void expert_case(Random& random, Pools& pools, Counts& counts) {
     Sizes sizes = random_sizes(random);
     size_t set_idx = pools.any_set(random);
-    Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
+    const TwoPools both(random, pools, set_idx);
+    Pool &alone = both.alone, &several = both.several;
     bool sane = random.chance(60);
     int64_t num_experts = random.chance(60) ? 1 : random.between(0, 6);
     std::vector<Given> experts;

@@ -45,10 +45,11 @@ void run_case(uint64_t seed, Pools& pools, Counts& counts) {
     alarm(kHangSeconds);
     Random random(seed);
     int64_t kind = random.between(1, 100);
-    auto run = kind <= 35   ? expert_case
-               : kind <= 45 ? share_case
-               : kind <= 65 ? rows_case
-               : kind <= 80 ? attention_case
+    auto run = kind <= 32   ? expert_case
+               : kind <= 40 ? share_case
+               : kind <= 60 ? rows_case
+               : kind <= 72 ? attention_case
+               : kind <= 82 ? layer_case
                : kind <= 90 ? bytes_case
                : kind <= 95 ? cut_case
                : kind <= 97 ? pool_case
@@ -88,6 +89,8 @@ Pool& Pools::open(size_t set_idx, int threads) {
         pool = std::make_unique<Pool>(threads, *instruction_sets()[set_idx]);
         await_threads(*pool);
     }
+    pool->take_digits(0);
+    pool->take_tokens_alone(false);
     return *pool;
 }
 

@@ -115,7 +115,7 @@ void check_part(const PlacedPart& placed, const int32_t* n, int64_t num_cols, in
 
 Sizes random_sizes(Random& random) {
     Sizes sizes = {};
-    sizes.num_tokens = random.pick({0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 33, 63, 64, 65, 66, 127, 128, 130});
+    sizes.num_tokens = random.pick({0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 33, 63, 64, 65, 66, 127, 128, 130, 140});
     if (random.chance(70))
         sizes.num_cols = kBlock * (int32_t)(random.chance(60) ? random.between(1, 4) : random.between(1, 20));
     else

@@ -108,7 +108,10 @@ void put_half(uint8_t* at, float value) {
 PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
     const Part& part = placed.part;
     const uint8_t *codes = row + placed.offset, *scales = codes + part.scales_at, *zeros = scales + part.scale_bytes;
-    PlainRow made = {std::vector<float>(part.num_cols), std::vector<double>(part.num_cols), 0.0f};
+    PlainRow made = {std::vector<float>(part.num_cols), std::vector<double>(part.num_cols), {}, 0.0f};
+    const bool has_integers =
+        part.codec == Codec::affine || part.codec == Codec::trellis || part.codec == Codec::mxfp4;
+    if (has_integers) made.steps.resize(part.num_cols);
     for (int i = 0; i < part.num_cols; i++) {
         float& weight = made.weights[i];
         if (part.codec == Codec::affine) {
@@ -117,18 +120,21 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
             float scale = bytes ? half_at(scales) * (float)scales[2 + g] : half_at(scales + 2 * g);
             float zero = bytes ? half_at(zeros) * (float)(int8_t)zeros[2 + g] : half_at(zeros + 2 * g);
             weight = ((float)code_at(part, codes, i) - zero) * scale;
-            made.magnitudes[i] = std::fabs((double)scale) * ((1 << part.width) - 1 + std::fabs((double)zero));
+            made.steps[i] = std::fabs((double)scale);
+            made.magnitudes[i] = made.steps[i] * ((1 << part.width) - 1 + std::fabs((double)zero));
             continue;
         }
         if (part.codec == Codec::trellis) {
             int g = i / part.group;
             float scale = part.scale_bits == 8 ? half_at(scales) * (float)scales[2 + g] : half_at(scales + 2 * g);
             weight = (float)trellis_value(part, codes, i) * scale;
-            made.magnitudes[i] = 124.0 * std::fabs((double)scale);  // with the zero that kernels take off
+            made.steps[i] = std::fabs((double)scale);
+            made.magnitudes[i] = 124.0 * made.steps[i];  // with the zero that kernels take off
             continue;
         }
         if (part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4) {
             weight = source_weight(part, codes, scales, i, &made.magnitudes[i]);
+            if (has_integers) made.steps[i] = made.magnitudes[i] / 24;  // codes are twice the numbers, to 12
             continue;
         }
         if (part.codec == Codec::bf16) weight = bits_at((uint32_t)u16_at(codes + 2 * i) << 16);
@@ -190,7 +196,9 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
     if (part.has_bias) std::memcpy(codes + part.bias_at(), &bias, 4);
 }
 
-Near plain_dot(const PlainRow& row, const float* x) {
+double rounding_share(int digits) { return digits == 0 ? 0.0 : 0.501 / (digits == 1 ? 127 : 127 * 256); }
+
+Near plain_dot(const PlainRow& row, const float* x, int digits) {
     Near sum = exactly(row.bias);
     double peak = 0, magnitude = std::fabs(row.bias);
     for (size_t i = 0; i < row.weights.size(); i++) peak = std::max(peak, std::fabs((double)x[i]));
@@ -199,6 +207,14 @@ Near plain_dot(const PlainRow& row, const float* x) {
         magnitude += row.magnitudes[i] * peak;
     }
     sum.slack = kRoundings * magnitude;
+    for (size_t block = 0; digits > 0 && block < row.steps.size(); block += kBlock) {
+        double largest = 0, weights = 0;
+        for (size_t i = block; i < block + kBlock; i++) {
+            largest = std::max(largest, std::fabs((double)x[i]));
+            weights += std::fabs((double)row.weights[i]);
+        }
+        sum.slack += (rounding_share(digits) * largest + kLeastRounded) * weights;
+    }
     return sum;
 }
 

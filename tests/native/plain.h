@@ -15,10 +15,11 @@ struct Near {
     bool holds(float found) const { return std::fabs(found - value) <= slack; }
 };
 
-// A row in float32, as the codec says, and each weight's magnitude before zeros are taken off.
+// A row in float32, as the codec says, and each weight's magnitude before zeros are taken off. `steps`: how far apart
+// weights of neighbouring codes are, where codes are integers; else there are none.
 struct PlainRow {
     std::vector<float> weights;
-    std::vector<double> magnitudes;
+    std::vector<double> magnitudes, steps;
     float bias;
 };
 PlainRow plain_row(const PlacedPart& placed, const uint8_t* row);
@@ -26,8 +27,13 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row);
 // Random bytes made sane: scales, zeros, biases and plain weights of a size that a model's have.
 void make_sane(Random& random, const PlacedPart& placed, uint8_t* row);
 
-// row . x (+ its bias).
-Near plain_dot(const PlainRow& row, const float* x);
+// How far a value may be from its code of so many digits (rounded.h), as a share of the largest of its block; 0 digits:
+// values are not rounded. Where the largest is below kLeastRounded all may count as zero.
+double rounding_share(int digits);
+constexpr double kLeastRounded = 0x1p-100;
+
+// row . x (+ its bias); inputs of rows of integers may be rounded to so many digits.
+Near plain_dot(const PlainRow& row, const float* x, int digits = 0);
 
 Near activation_of(const ExpertLayout& layout, const Near& v);
 Near factor_of(const ExpertLayout& layout, const Near& v);

@@ -1,6 +1,8 @@
 // Chance for the fuzzing of runtime/native: numbers from a seed, and memory that ends where it says.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -35,17 +37,22 @@ class Random {
     uint64_t state_;
 };
 
-// An array of its own allocation, at whose end it ends: a sanitizer sees any byte read or written behind it. An empty
-// one is null. It begins anywhere that suits its type.
+// An array of its own allocation, at whose end it ends: a sanitizer sees any byte read or written behind it. Some end
+// where a page does that must not be touched: what sanitizers do not look at, as loads with a mask, is found there. An
+// empty one is null. It begins anywhere that suits its type, or a `unit` of so many bytes.
 template <class T>
 class Exact {
   public:
-    Exact(Random& random, size_t count) : count_(count) {
+    Exact(Random& random, size_t count, size_t unit = sizeof(T)) : count_(count) {
         if (count == 0) return;
-        size_t lead = random.chance(50) ? 0 : sizeof(T) * random.between(1, 15);
-        block_ = static_cast<uint8_t*>(std::malloc(lead + count * sizeof(T)));
-        if (block_ == nullptr) std::abort();
-        values_ = reinterpret_cast<T*>(block_ + lead);
+        const size_t lead = random.chance(50) ? 0 : unit * random.between(1, 15);
+        if (random.chance(30) && count * sizeof(T) <= kMostGuarded) {
+            take_pages(count * sizeof(T));
+        } else {
+            block_ = static_cast<uint8_t*>(std::malloc(lead + count * sizeof(T)));
+            if (block_ == nullptr) std::abort();
+            values_ = reinterpret_cast<T*>(block_ + lead);
+        }
         // Whatever a call should write and does not is found: two such arrays differ.
         auto* bytes = reinterpret_cast<uint8_t*>(values_);
         size_t i = 0, num_bytes = count * sizeof(T);
@@ -55,10 +62,17 @@ class Exact {
         }
         for (; i < num_bytes; i++) bytes[i] = (uint8_t)random.next();
     }
-    ~Exact() { std::free(block_); }
+    ~Exact() {
+        if (mapped_bytes_ > 0)
+            munmap(block_, mapped_bytes_);
+        else
+            std::free(block_);
+    }
     Exact(const Exact&) = delete;
-    Exact(Exact&& other) noexcept : block_(other.block_), values_(other.values_), count_(other.count_) {
+    Exact(Exact&& other) noexcept
+        : block_(other.block_), mapped_bytes_(other.mapped_bytes_), values_(other.values_), count_(other.count_) {
         other.block_ = nullptr;
+        other.mapped_bytes_ = 0;
         other.values_ = nullptr;
         other.count_ = 0;
     }
@@ -80,7 +94,19 @@ class Exact {
     }
 
   private:
+    static constexpr size_t kPageBytes = 4096, kMostGuarded = 8 << 20;
+
+    void take_pages(size_t num_bytes) {
+        const size_t held = (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+        mapped_bytes_ = held + kPageBytes;
+        void* at = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (at == MAP_FAILED || mprotect(static_cast<uint8_t*>(at) + held, kPageBytes, PROT_NONE) != 0) std::abort();
+        block_ = static_cast<uint8_t*>(at);
+        values_ = reinterpret_cast<T*>(block_ + held - num_bytes);
+    }
+
     uint8_t* block_ = nullptr;
+    size_t mapped_bytes_ = 0;  // of a block that is no allocation
     T* values_ = nullptr;
     size_t count_;
 };

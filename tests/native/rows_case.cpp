@@ -5,6 +5,7 @@
 #include "crc.h"
 #include "layouts.h"
 #include "plain.h"
+#include "rounded.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -21,18 +22,30 @@ void check_decoded(const RowsLayout& layout, const Exact<uint8_t>& rows, int32_t
 }
 
 void check_products(const RowsLayout& layout, bool is_tampered, const Exact<uint8_t>& rows, int32_t num_rows,
-                    const Exact<float>& x, int32_t num_tokens, const Exact<float>& out) {
+                    const Exact<float>& x, int32_t num_tokens, int digits, const Exact<float>& out) {
     size_t d = layout.part.part.num_cols;
     for (int32_t r = 0; r < num_rows; r++) {
         PlainRow row = plain_row(layout.part, rows.get() + (size_t)r * layout.row_bytes);
         for (int32_t t = 0; t < num_tokens; t++) {
-            Near expected = plain_dot(row, x.get() + t * d);
+            Near expected = plain_dot(row, x.get() + t * d, digits);
             float found = out[(size_t)t * num_rows + r];
             // Where parts of a tampered layout overlap, what is no number must stay none.
             if (std::isnan(expected.value) && is_tampered && std::isnan(found)) continue;
             if (!expected.holds(found))
-                fail("product [%d, %d] is %.9g, expected %.9g within %.3g", t, r, found, expected.value, expected.slack);
+                fail("product [%d, %d] is %.9g, expected %.9g within %.3g, %d digits", t, r, found, expected.value,
+                     expected.slack, digits);
         }
+    }
+}
+
+// What is not finite makes every product of its token no number; others' tokens do not feel it.
+void check_wild(const RowsLayout& layout, const Exact<float>& x, const Exact<float>& out, int32_t num_rows) {
+    const size_t d = layout.part.part.num_cols;
+    for (size_t t = 0; t < x.size() / d; t++) {
+        bool is_finite = true;
+        for (size_t c = 0; c < d; c++) is_finite = is_finite && std::isfinite(x[t * d + c]);
+        for (int32_t r = 0; !is_finite && r < num_rows; r++)
+            if (!std::isnan(out[t * num_rows + r])) fail("product [%zu, %d] of what is not finite is a number", t, r);
     }
 }
 
@@ -62,7 +75,8 @@ void check_read(Pool& pool, const Exact<uint8_t>& bytes) {
 void rows_case(Random& random, Pools& pools, Counts& counts) {
     Sizes sizes = random_sizes(random);
     size_t set_idx = pools.any_set(random);
-    Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
+    const TwoPools both(random, pools, set_idx);
+    Pool &alone = both.alone, &several = both.several;
     Numbers numbers = random_rows(random, sizes);
     RowsLayout layout;
     const char* fault = read_rows_layout(numbers.values.data(), numbers.values.size(), &layout);
@@ -91,9 +105,10 @@ void rows_case(Random& random, Pools& pools, Counts& counts) {
     }
     require(weights.same_bits(same_weights) && out.same_bits(same_out), "the same bits for any number of threads, in rows");
     check_decoded(layout, rows, num_rows, weights);
+    if (alone.rounds() && can_round(part)) check_wild(layout, x, out, num_rows);
     if (!sane) return;
     counts.compared++;
-    check_products(layout, numbers.tampered, rows, num_rows, x, num_tokens, out);
+    check_products(layout, numbers.tampered, rows, num_rows, x, num_tokens, alone.digits(), out);
 }
 
 void bytes_case(Random& random, Pools& pools, Counts& counts) {

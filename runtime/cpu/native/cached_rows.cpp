@@ -62,10 +62,10 @@ bool find_span(const float* values, int32_t count, int32_t block, float* least, 
     return none == 0.0f;
 }
 
+// The least code where there is no number: of values that are not finite as halves, whose block is NaNs anyway.
 int32_t code_of(float value, float inverse, float least, float most) {
-    float whole = (value * inverse + kToWhole) - kToWhole;
-    whole = whole < least ? least : whole;
-    return (int32_t)(whole > most ? most : whole);
+    const float whole = (value * inverse + kToWhole) - kToWhole, at_least = whole > least ? whole : least;
+    return (int32_t)(at_least < most ? at_least : most);
 }
 
 void encode_q8(const CachedRows& rows, const float* values, int32_t count, uint8_t* codes, uint8_t* scale) {

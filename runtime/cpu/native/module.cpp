@@ -439,7 +439,7 @@ PyMethodDef methods[] = {
     {"gather", caught<gather_rows>, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
     {"attend", caught<attend_heads>, METH_VARARGS,
      "attend(pool, q, k, v, q_norm, k_norm, cosines, sines, keys, values, sinks, out, num_heads, num_kv_heads, head_dim, "
-     "start, window, scale, eps, interleaved)"},
+     "start, window, scale, eps, interleaved, kind)"},
     {"route", caught<route_tokens>, METH_VARARGS,
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
      "jitter)"},
@@ -454,10 +454,10 @@ PyMethodDef methods[] = {
     {"set_layer_expert", caught<set_layer_expert>, METH_VARARGS,
      "set_layer_expert(layers, layer, expert, layout, selector, records, extra, threshold)"},
     {"begin_layer", caught<begin_layer>, METH_VARARGS,
-     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start)])"},
+     "begin_layer(pool, layers, layer, x, inputs, unrouted, experts, weights, cosines, sines, [(keys, values, start, kind)])"},
     {"run_layers", caught<run_layers>, METH_VARARGS,
-     "run_layers(pool, layers, first, x, inputs, unrouted, experts, weights, [(cosines, sines, [(keys, values, start)])]) "
-     "-> int, how many are complete; -1 - n if the map of the next was cut"},
+     "run_layers(pool, layers, first, x, inputs, unrouted, experts, weights, [(cosines, sines, [(keys, values, start, "
+     "kind)])]) -> int, how many are complete; -1 - n if the map of the next was cut"},
     {"end_layer", caught<end_layer>, METH_VARARGS,
      "end_layer(pool, layers, layer, x, inputs, unrouted, experts, weights)"},
     {"search_trellis", caught<search_codes>, METH_VARARGS,

@@ -194,6 +194,10 @@ struct GivenPass {
     Buffer<const float> cosines, sines;
     std::vector<std::unique_ptr<Buffer<uint8_t>>> cached;
     std::vector<SequenceCache> caches;
+    // The router's choice, where experts are taken by it: nobody else can change it meanwhile.
+    std::vector<int64_t> own_experts;
+    std::vector<float> own_weights;
+    size_t first_chosen = 0;  // of a call for several layers
     LayerPass pass = {};
 
     // The same from a call for several layers; `chosen` counts values of experts so far.
@@ -209,13 +213,32 @@ struct GivenPass {
         pass.inputs = of_all.inputs.values();
         pass.unrouted = layer.down.rows == nullptr ? nullptr : of_all.unrouted.values();
         if (layer.router.rows == nullptr) return true;
-        const size_t first = *chosen;
+        first_chosen = *chosen;
         *chosen += tokens * layer.routing.num_chosen;
         if (of_all.experts.size() < *chosen || of_all.weights.size() < *chosen)
             return refuse("experts", "fewer than the layers choose") != nullptr;
-        pass.experts = of_all.experts.values() + first;
-        pass.weights = of_all.weights.values() + first;
+        own_experts.resize(tokens * layer.routing.num_chosen);
+        own_weights.resize(own_experts.size());
+        use_own();
         return true;
+    }
+
+    // Hands the choice over to the buffers of the call.
+    void tell(const GivenPass& of_all) const {
+        std::copy(own_experts.begin(), own_experts.end(), of_all.experts.values() + first_chosen);
+        std::copy(own_weights.begin(), own_weights.end(), of_all.weights.values() + first_chosen);
+    }
+
+    // Takes the choice from Python as it is now.
+    void copy_choice() {
+        own_experts.assign(experts.values(), experts.values() + experts.size());
+        own_weights.assign(weights.values(), weights.values() + weights.size());
+        use_own();
+    }
+
+    void use_own() {
+        pass.experts = own_experts.data();
+        pass.weights = own_weights.data();
     }
 
     bool has_tokens(const LayerWeights& layer) const {
@@ -234,7 +257,7 @@ struct GivenPass {
         if (!has_tokens(layer)) return false;
         pass.x = x.values();
         pass.inputs = inputs.values();
-        pass.unrouted = unrouted.values();
+        pass.unrouted = layer.down.rows == nullptr ? nullptr : unrouted.values();  // an empty buffer is somewhere, too
         pass.experts = experts.values();
         pass.weights = weights.values();
         return has_size("inputs", inputs.size(), x.size()) &&
@@ -266,6 +289,8 @@ struct GivenPass {
         Buffer<uint8_t>& own_values = *cached.back();
         if (!own_keys.take(keys, "keys", true) || !own_values.take(values, "values", true)) return false;
         const CachedRows rows = cached_rows((CacheKind)kind, layer.head_dim);
+        if (rows.kind == CacheKind::f32 && (!is_aligned(own_keys) || !is_aligned(own_values)))
+            return refuse("keys", "floats that are not aligned") != nullptr;
         const size_t kv_bytes = layer.num_kv_heads * rows.row_bytes, places = own_keys.size() / kv_bytes;
         const size_t tokens = pass.num_tokens / pass.num_sequences;
         if (places > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
@@ -301,11 +326,14 @@ struct GivenPass {
 
     // Of experts that Python gives.
     bool are_experts_known(const LayerWeights& layer) const {
-        for (size_t i = 0; i < experts.size(); i++)
-            if (experts.values()[i] < 0 || experts.values()[i] >= layer.routing.num_experts)
+        for (int64_t expert : own_experts)
+            if (expert < 0 || expert >= layer.routing.num_experts)
                 return refuse("experts", "one is not of the layer") != nullptr;
         return true;
     }
+
+  private:
+    static bool is_aligned(const Buffer<uint8_t>& cached) { return (uintptr_t)cached.values() % alignof(float) == 0; }
 };
 
 // A layer of a call for several.
@@ -436,6 +464,7 @@ PyObject* run_layers(PyObject*, PyObject* arguments) {
         for (const auto& step : steps) {
             const LayerWeights& layer = step->layer->weights;
             Outcome found = run_first_half(*pool, layer, step->own.pass, given->room);
+            step->own.tell(shared);
             if (found == Outcome::done && !are_set(layer, step->own.pass)) break;
             if (found == Outcome::done) found = run_second_half(*pool, layer, step->own.pass, given->room);
             is_cut = found == Outcome::cut;
@@ -460,8 +489,9 @@ PyObject* end_layer(PyObject*, PyObject* arguments) {
     GivenLayers* given = pool == nullptr ? nullptr : layers_of(capsule);
     GivenLayer* layer = given == nullptr ? nullptr : layer_of(given, idx);
     GivenPass taken;
-    if (layer == nullptr || !taken.take(layer->weights, from) || !taken.are_experts_known(layer->weights))
-        return nullptr;
+    if (layer == nullptr || !taken.take(layer->weights, from)) return nullptr;
+    taken.copy_choice();
+    if (!taken.are_experts_known(layer->weights)) return nullptr;
     if (!are_set(layer->weights, taken.pass)) return refuse("experts", "one is not set");
     if (layer->experts.empty() && taken.pass.unrouted == nullptr)
         return refuse("layer", "has nothing in its second half");

@@ -14,6 +14,13 @@ constexpr int32_t kRoundedTokens = 128;  // at once
 constexpr int32_t kDotRows = 64;         // that are multiplied with tokens at once
 constexpr int32_t kAddRows = 128;        // that are added up at once
 
+// Sums of products are integers of 32 bits: a code is at most 255 (a trellis's 124), a rounded value at most 127 in one
+// digit, 127 * 256 in two (rounding_*.h), and as many are added up as a block has columns, or a tile rows. The lower
+// digit, down to -128, comes on top, be it added apart.
+constexpr int64_t kMostCode = 255, kMostRounded = 127 * 256, kMostLowDigit = 128;
+constexpr int64_t kMostAdded = kAddRows > kBlock ? kAddRows : kBlock;
+static_assert(kMostAdded * kMostCode * (kMostRounded + kMostLowDigit) <= INT32_MAX, "sums of products fit");
+
 // Inputs of tokens: `codes` [blocks, tokens, digits, 64], of one digit or of two, the higher one first; `scales` [blocks,
 // tokens]; `sums` of codes [units, tokens], where a unit is a group or a block, the shorter of the two. Aligned to 64
 // bytes.

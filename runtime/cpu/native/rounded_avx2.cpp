@@ -1,7 +1,7 @@
 // Rounded inputs with AVX2: codes of up to 4 bits times one digit in bytes, all others in 16-bit words.
 //
-// Eight registers of codes stay where they are while the tokens go by. Sums of bytes' products are of 16 bits for eight
-// steps: 8 * 2 * 15 * 127 fits. A word holds both digits of an input, so two digits cost no more than one.
+// Eight registers of codes stay where they are while the tokens go by. A word holds both digits of an input, so two
+// digits cost no more than one.
 #if defined(__x86_64__)
 
 #include <new>
@@ -31,6 +31,10 @@ struct AsWords {
     static constexpr int32_t in_word = 2, chunk = 8;
     static constexpr int32_t digits = 2;
 };
+
+// Sums of bytes' products are of 16 bits for the steps of a chunk, two products each; those of words' are of 32 bits at
+// once, and both fit to the end (rounded.h).
+static_assert(AsBytes::chunk * 2 * ((1 << kMostBits) - 1) * 127 <= INT16_MAX, "sums of bytes' products fit");
 
 int32_t digits_for(const Part& part, int32_t digits) {
     return digits == 1 && part.codec == Codec::affine && part.width <= kMostBits ? 1 : 2;

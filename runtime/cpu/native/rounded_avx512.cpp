@@ -162,7 +162,8 @@ void pack_dots(const Part& part, Fours<WIDTH>& fours, const uint8_t* const* rows
 
 // -- Products --------------------------------------------------------------------------------------------------------
 
-// sums[v][t] += register v of each step times the four bytes of token t.
+// sums[v][t] += register v of each step times the four bytes of token t. Four products of a step, at most 255 * 128
+// each, are added without saturation.
 template <int V, int N>
 MOE_PACK_INLINE inline void add_steps(const uint8_t* panel, const int8_t* x, size_t x_stride, int32_t steps,
                                       Ints (&sums)[V][N]) {
@@ -181,7 +182,7 @@ MOE_PACK_INLINE inline void add_steps(const uint8_t* panel, const int8_t* x, siz
     }
 }
 
-// Products of all digits, `digit_stride` apart: exact. With two, 255 * 32512 * 64 columns, or 128 rows of 7 bits, fit.
+// Products of all digits, `digit_stride` apart: exact, since a unit's columns or a tile's rows fit (rounded.h).
 template <int DIGITS, int V, int N>
 MOE_PACK_INLINE inline void multiply_steps(const uint8_t* panel, const int8_t* x, size_t x_stride, size_t digit_stride,
                                            int32_t steps, Ints (&sums)[V][N]) {

@@ -45,6 +45,7 @@ void prepare_rounded(const Part& part, const float* x, void* prepared) {
 }
 
 // Codes times inputs, of one half of a block or of both, exactly; each of eight floats sums four columns of each half.
+// Sums of int16 are at most 4 * 28 * 128, as of `products`; of int32 8 * 255 * 127.
 template <int WIDTH, int HALVES>
 inline __m256 rounded_products(const __m256i* codes, const int8_t* digits) {
     const __m256i ones = _mm256_set1_epi16(1);

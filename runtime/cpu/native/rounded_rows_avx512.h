@@ -68,6 +68,7 @@ void prepare_rounded(const Part& part, const float* x, void* prepared) {
     }
 }
 
+// A lane adds up four columns of each of COUNT planes, exactly: at most 4 * 255 * 127.
 template <int WIDTH, int FIRST, int COUNT>
 MOE_PACK_INLINE inline __m512 rounded_products(const Codes<WIDTH>& codes, const uint8_t* digits) {
     __m512i sum = _mm512_setzero_si512();
