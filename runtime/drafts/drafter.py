@@ -20,6 +20,10 @@ from moe_pack.runtime.drafts.ngrams import NgramDrafter
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence
 
+_MOST_OVERHEAD = 0.01  # of a pass's time: looking up, judging and counting
+_AWAKE_PASSES = 8  # after which drafts may rest
+_FIRST_REST, _LONGEST_REST = 64, 4096  # passes
+
 
 class Drafter(Protocol):
     """Proposes the tokens that may come next in a sequence.
@@ -81,6 +85,7 @@ class _Watched:
 class Drafts:
     """Drafts the text of one sequence at a time; `counts` and the gate are those of all texts.
 
+    Where a pass is so short that looking up takes a share of it, and drafts gain nothing, they rest, longer each time.
     Args:    gate: None: every proposal is verified whole.   most_tokens: of a pass.
     """
 
@@ -90,6 +95,8 @@ class Drafts:
         self._text: object = None
         self._is_new = False  # the first look-up reads the whole text
         self._watched: _Watched | None = None
+        self._overhead_s, self._num_awake = 0.0, 0  # since the last rest
+        self._rest, self._next_rest = 0, _FIRST_REST  # passes
 
     def begin(self, text: object) -> None:
         """Begins to draft a text, which any object stands for; nothing happens if it goes on with the same."""
@@ -112,9 +119,15 @@ class Drafts:
                  and the number of tokens before it; None ends the text.
         Raises:  RunError as `Decoder.next_logits`, before anything runs; what `take` raises.
         """
+        if self._rest:
+            self._rest -= 1
+            self.counts.passes += 1
+            take(decoder.extend(sequence, [token]), sequence.num_tokens)
+            return
         began, before = time.perf_counter(), sequence.num_tokens
         number = min(most, self._most_tokens, decoder.most_verified(sequence))
         draft = self._draft(sequence, token, number - 1)
+        drafted_s = time.perf_counter() - began
         rows = decoder.verify(sequence, [token, *draft])
         seconds, kept = time.perf_counter() - began, 1
         try:
@@ -129,7 +142,23 @@ class Drafts:
             began = time.perf_counter()
             decoder.keep(sequence, before + kept)
             seconds += time.perf_counter() - began
+            began = time.perf_counter()
             self._count(len(draft), kept - 1, seconds)
+            self._overhead_s += drafted_s + time.perf_counter() - began
+            self._may_rest(seconds)
+
+    def _may_rest(self, seconds: float) -> None:
+        """Begins a rest where drafts gain nothing and take a share of passes, of which the last took so long."""
+        self._num_awake += 1
+        if self._gate is None or self._num_awake < _AWAKE_PASSES:
+            return
+        is_costly = self._overhead_s > _MOST_OVERHEAD * seconds * self._num_awake
+        self._overhead_s, self._num_awake = 0.0, 0
+        if is_costly and self._gate.lost_s >= 0:
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+            self._watched, self._is_new = None, True
+        else:
+            self._next_rest = _FIRST_REST
 
     def _draft(self, sequence: CachedSequence, token: int, most: int) -> list[int]:
         """Returns the tokens to verify behind a token, at most `most`."""

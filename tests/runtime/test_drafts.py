@@ -1,6 +1,7 @@
 """Drafts change no answer: tokens verified together have the bits that they have alone, whatever was drafted."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -100,6 +101,34 @@ FAMILIES = (
     ("qwen4_exp_text", "as it comes"),  # n-gram tables
     ("phimoe", "as it comes"),
 )
+
+
+class SlowLookUp(NgramDrafter):
+    """Looks up for as long as some passes take, and finds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
+        self.num_calls += 1
+        time.sleep(0.005)
+        return []
+
+
+def test_looking_up_rests_where_it_costs_and_gains_nothing(demo_pack: PackMaker) -> None:
+    with Pack(demo_pack("none", 4)) as pack, Engine(pack, EngineOptions(read="map"), CONTEXT) as engine:
+        assert isinstance(engine.decoder, Decoder)
+        prompt, drafter = prompt_of(pack.spec.vocab_size), SlowLookUp()
+        drafts = Drafts(drafter, Gate())
+        expected = answer(engine.decoder, prompt, SAMPLING[0])
+        for calls in (8, 16):  # eight, then 64 tokens without one, then eight
+            assert answer(engine.decoder, prompt, SAMPLING[0], drafts) == expected
+            assert drafter.num_calls == calls
+        assert drafts.counts.passes == 2 * (NUM_NEW - 1)
+        always = Drafts(SlowLookUp(), None)
+        assert answer(engine.decoder, prompt, SAMPLING[0], always) == expected
+        assert always.counts.passes == NUM_NEW - 1
 
 
 def test_every_kind_of_cache_leads_back_to_the_tokens_that_were_right(tmp_path: Path) -> None:
