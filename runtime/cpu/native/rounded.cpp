@@ -84,7 +84,7 @@ struct RoundedCall {
     // Products of rows with all tokens, and biases: [tokens, kDotRows]; null for a part that is elsewhere.
     float* dots(const PlacedPart& part, Place place, const uint8_t* const* rows, int32_t count, float* out) const {
         if (part.place != place) return nullptr;
-        const uint8_t* begins[kDotRows];
+        const uint8_t* begins[kDotRows] = {};
         for (int32_t r = 0; r < count; r++) begins[r] = rows[r] + part.offset;
         kernels.dot(part.part, begins, count, tokens_of(part), out);
         if (part.part.has_bias)

@@ -411,10 +411,10 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
         found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
     for dtype in _KV_DTYPES:
-        rows = RowStorage(dtype, (dim,))
-        caches = rows.encode(torch.randn((1, 2, kv_heads, context, dim), device=device))
+        storage = RowStorage(dtype, (dim,))
+        caches = storage.encode(torch.randn((1, 2, kv_heads, context, dim), device=device))
         name = f"{heads}/{kv_heads}, {context} tokens, {dtype}"
-        found.append(Launch("_attend_kernel", name, partial(attends(caches, rows, heads), 0)))
+        found.append(Launch("_attend_kernel", name, partial(attends(caches, storage, heads), 0)))
     pull = one_pull(clock, replace(model, k=1), 4)
     return [*found, Launch("_pull_records_kernel", f"{model.name}, a fifth of an expert's records", pull)]
 
