@@ -10,7 +10,6 @@ sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enoug
 """
 
 from dataclasses import dataclass
-from math import sqrt
 from typing import Literal
 
 from moe_pack.formats import Pack
@@ -26,15 +25,18 @@ DIGITS: dict[NumericsMode, int] = {"exact": 0, "fast": 2, "fastest": 1}  # of 8 
 
 @dataclass(frozen=True, slots=True)
 class ModeLoss:
-    """What a mode costs: the mean KL divergence from `exact` in nats a token, and half of its 95% interval."""
+    """What a mode costs: the mean KL divergence from `exact` in nats a token, and half the width of its 95% interval.
+
+    `half_width`: None if there were too few tokens for one.
+    """
 
     kl: float
-    half_width: float
+    half_width: float | None
 
     @property
     def is_small(self) -> bool:
-        """Whether `auto` may take the mode: the interval lies below `LARGEST_KL`."""
-        return self.kl + self.half_width < LARGEST_KL
+        """Whether `auto` may take the mode: there is an interval, and it lies below `LARGEST_KL`."""
+        return self.half_width is not None and self.kl + self.half_width < LARGEST_KL
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +68,14 @@ def read_numerics(pack: Pack) -> NumericsLoss | None:
 
 
 def chosen_mode(option: NumericsOption, loss: NumericsLoss | None) -> NumericsMode:
-    """Returns the mode that an option takes, for a pack whose losses are these; None if they are not known."""
+    """Returns the mode that an option takes.
+
+    Args:    loss: of the pack; None if it was not measured.
+    """
     if option != "auto":
         return option
     small = [] if loss is None else [mode for mode, of in loss.modes if of.is_small]
     return small[-1] if small else "exact"
-
-
-def mode_loss(divergences: list[float]) -> ModeLoss:
-    """Returns the loss from the KL divergence of each token, in nats; at least two."""
-    number = len(divergences)
-    kl = sum(divergences) / number
-    variance = sum((each - kl) ** 2 for each in divergences) / (number - 1)
-    return ModeLoss(kl, 1.96 * sqrt(variance / number))
 
 
 def mode_text(mode: NumericsMode, kl: float | None) -> str:

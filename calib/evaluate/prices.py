@@ -41,7 +41,7 @@ from moe_pack.runtime.model import (
     Operations,
     StreamedPackWeights,
 )
-from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, mode_loss
+from moe_pack.runtime.numerics import DIGITS, ModeLoss, NumericsLoss, NumericsMode
 from moe_pack.runtime.offload import (
     Approximations,
     OffloadedWeights,
@@ -299,25 +299,20 @@ def _same_threads() -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-NUMERICS_TOKENS, _LEAST_NUMERICS_TOKENS, _NUMERICS_LENGTH = (
-    1024,
-    64,
-    512,
-)  # on which rounded inputs are judged, and of a sequence at most
+NUMERICS_TOKENS = 1024  # on which rounded inputs are judged
+_NUMERICS_LENGTH = 512  # of their sequences, at most
 
 
 def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRESS) -> NumericsLoss | None:
     """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
 
-    Returns: None if these kernels do not round, there are none, the model has an encoder, or there are few tokens.
+    Returns: None if these kernels do not round, there are none, or the model has an encoder.
     Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
     """
     if pack.spec.encoder is not None or not is_available():
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
     S = sequences.shape[1]
-    if sequences.size < _LEAST_NUMERICS_TOKENS:
-        return None
     with _same_threads(), Engine(pack, EngineOptions(numerics="exact", read="map"), S) as engine:
         assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
         kernels = engine.operations.kernels
@@ -334,7 +329,13 @@ def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRES
                 divergences += _divergences(engine.decoder, kernels, expected, found, mode)
                 progress.advance(cost.multiplications, f"sequence {number}")
         progress.end()
-        return NumericsLoss(tokens.name, sequences.size, kernels.instruction_set, *map(mode_loss, losses.values()))
+        return NumericsLoss(tokens.name, sequences.size, kernels.instruction_set, *map(_mode_loss, losses.values()))
+
+
+def _mode_loss(divergences: list[float]) -> ModeLoss:
+    """Returns the loss from each token's KL divergence in nats."""
+    found = mean(block_sums(np.array(divergences)), block_sums(np.ones(len(divergences))).astype(np.int64))
+    return ModeLoss(found.value, found.half_width)
 
 
 def _text_cost(pack: Pack, num_tokens: int) -> Cost:

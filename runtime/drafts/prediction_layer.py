@@ -65,7 +65,7 @@ class PredictionDrafter:
     def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
         """Takes note of tokens that the model has run, and of their hidden states.
 
-        A position that ran before runs anew: what the layer has of it and of later ones is dropped.
+        A position that ran before runs again: what the layer has of it and of later ones is dropped.
         Args:    ids: the whole sequence, to which the tokens belong.   first: the position of the first of them.
                  hidden: float32 [T, d], after the last layer and before the final norm.
         """
@@ -119,7 +119,7 @@ class PredictionDrafter:
         return self._begin + self._cache.num_tokens
 
     def _cut_to(self, first: int) -> None:
-        """Drops what follows a position. After a gap the layer begins anew there.
+        """Drops what follows a position. After a gap the layer begins again there.
 
         The key before `first` stays, although the token after it may be another now: one key of many is no reason to
         run the model again.

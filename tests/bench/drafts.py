@@ -90,7 +90,10 @@ class Way:
 
 
 def ways(has_ungated: bool, layers: list[PredictionDrafter]) -> Iterator[Way]:
-    """Yields the ways to generate, each anew. `layers`: of the pack, one for each way that drafts with it, or none."""
+    """Yields the ways to generate, with new gates and counts.
+
+    Args:    layers: of the pack, one for each way that drafts with it, or none.
+    """
     yield Way(OFF, None)
     yield Way(GATED, Drafts(NgramDrafter(), Gate()))
     if has_ungated:

@@ -19,7 +19,7 @@ from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.numerics import NUMERICS_FILE, ModeLoss, NumericsLoss, chosen_mode, read_numerics
 
-TOKENS = random_tokens(2, 64, 300)
+TOKENS = random_tokens(4, 64, 300)
 PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "4", "--temperature", "0", "--stats"]
 
 
@@ -62,11 +62,12 @@ def predictions(opened: Pack, option: str) -> torch.Tensor:
 def test_losses_are_those_of_engines_with_each_mode(packed: Path) -> None:
     with Pack(packed) as opened:
         found = measure_numerics(opened, TOKENS, Recorder())
-        assert found is not None and found.num_tokens == 128
+        assert found is not None and found.num_tokens == 256
         losses = {}
         for mode in ("fast", "fastest"):
             expected, other = predictions(opened, "exact"), predictions(opened, mode)
             losses[mode] = float((expected.exp() * (expected - other)).sum(dim=1).mean())
+    assert found.fastest.half_width is not None, "there are two blocks of tokens"
     assert 0 <= found.fast.kl < 1e-6 < 1e-5 < found.fastest.kl < 0.1
     assert found.fastest.kl == pytest.approx(losses["fastest"], rel=1e-3)
     assert found.fast.kl == pytest.approx(losses["fast"], rel=0.1, abs=1e-9)
@@ -76,6 +77,8 @@ def test_auto_takes_the_fastest_mode_of_small_loss() -> None:
     cases = {None: "exact", (1e-7, 1e-4): "fastest", (1e-7, 4.95e-4): "fast", (1e-3, 1e-3): "exact"}
     for losses, mode in cases.items():
         assert chosen_mode("auto", None if losses is None else loss_of(*losses)) == mode, losses
+    few = ModeLoss(0.0, None)
+    assert chosen_mode("auto", NumericsLoss("a text", 100, "avx2", few, few)) == "exact", "no interval is known"
     assert chosen_mode("exact", loss_of(0, 0)) == "exact" and chosen_mode("fastest", None) == "fastest"
 
 

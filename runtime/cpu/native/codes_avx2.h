@@ -26,9 +26,6 @@ inline float lanes_total(__m256 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Columns of a block that share one scale.
-inline int32_t unit_of(const Part& part) { return part.group < kBlock ? part.group : kBlock; }
-
 // Eight scales (or zeros, `is_signed`) from group `first` on; zeros after the last group.
 inline __m256 load_eight(const Part& part, const uint8_t* stored, int32_t first, bool is_signed) {
     const bool is_bytes = part.scale_bits == 8;

@@ -60,9 +60,6 @@ inline int32_t num_chunks(const Part& part) {
 
 // -- Scales ----------------------------------------------------------------------------------------------------------
 
-// Scales are loaded for units: groups, or blocks where groups are longer.
-inline int32_t unit_of(const Part& part) { return part.group < kBlock ? part.group : kBlock; }
-
 inline int32_t num_units(const Part& part) { return part.num_cols / unit_of(part); }
 
 struct alignas(64) Lanes {

@@ -32,6 +32,10 @@ struct Part {
 };
 
 constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
+
+// Columns that share a scale: a group, or a block where groups are longer.
+inline int32_t unit_of(const Part& part) { return part.group < kBlock ? part.group : kBlock; }
+
 constexpr int32_t kLineBytes = 64;     // of a cache line
 constexpr int32_t kMaxTile = 64;       // rows a call of a kernel at most
 constexpr int32_t kMaxOdd = 1023;      // the largest odd factor of a hidden size that kernels rotate

@@ -62,30 +62,11 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 #include "row_kernels.h"
 #include "rows_avx2.h"
+#include "one_digit_kernels.h"
 
 namespace moe_pack {
 
 namespace {
-
-size_t rounded_bytes(const Part& part) {
-    return has_rounded(part) ? round_up(RoundedInputs::num_bytes(part), 64) : prepared_bytes(part);
-}
-
-void prepare_for_rounded(const Part& part, const float* x, void* prepared) {
-    (has_rounded(part) ? prepare_rounded : prepare)(part, x, prepared);
-}
-
-void dot_with_rounded(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
-                      const Ahead& ahead, float* work, float* out) {
-    (has_rounded(part) ? dot_rounded_rows : dot_rows)(part, rows, num_rows, prepared, ahead, work, out);
-}
-
-constexpr Kernels with_one_digit(Kernels kernels) {
-    kernels.prepared_bytes = rounded_bytes;
-    kernels.prepare = prepare_for_rounded;
-    kernels.dot_rows = dot_with_rounded;
-    return kernels;
-}
 
 constexpr Kernels kExact = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,

@@ -75,7 +75,7 @@ class LayerRoom {
     LayerRoom() = default;
     LayerRoom(const LayerRoom&) = delete;
     LayerRoom& operator=(const LayerRoom&) = delete;
-    // Begins anew with space for so many floats in `count` arrays. False if there is no memory.
+    // Drops all arrays, and makes space for so many floats in `count` arrays. False if there is no memory.
     bool reset(size_t num_floats, int count);
     // The next array of the space, aligned to 64 bytes.
     float* take(size_t num_floats);

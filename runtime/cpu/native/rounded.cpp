@@ -31,7 +31,7 @@ struct Form {
 };
 
 Form form_of(const RoundedKernels& kernels, const Part& part, int32_t digits) {
-    return {rounded_unit(part), kernels.digits_for(part, digits)};
+    return {unit_of(part), kernels.digits_for(part, digits)};
 }
 
 RoundedTokens take_tokens(Arena& arena, int32_t num_cols, const Form& form, int32_t num_tokens) {

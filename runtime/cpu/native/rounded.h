@@ -1,5 +1,5 @@
-// Products with inputs rounded to 8 bits, for many tokens: what one instruction set provides (docs/kernels.md,
-// "Numerics").
+// Products with inputs rounded to 16 bits or 8, for many tokens: what one instruction set provides (docs/kernels.md,
+// "Rounded inputs").
 //
 // A token's inputs are rounded by blocks of 64 columns, and neurons' outputs by rows of a tile: code times scale, with a
 // scale for each. Codes of weights are multiplied as they are, so nothing else is rounded. As kernels.h: no checking, no
@@ -14,9 +14,9 @@ constexpr int32_t kRoundedTokens = 128;  // at once
 constexpr int32_t kDotRows = 64;         // that are multiplied with tokens at once
 constexpr int32_t kAddRows = 128;        // that are added up at once
 
-// Sums of products are integers of 32 bits: a code is at most 255 (a trellis's 124), a rounded value at most 127 in one
-// digit, 127 * 256 in two (rounding_*.h), and as many are added up as a block has columns, or a tile rows. The lower
-// digit, down to -128, comes on top, be it added apart.
+// Sums of products are integers of 32 bits. A code is at most 255 (a trellis's 124), a rounded value at most 127 with one
+// digit and 127 * 256 with two (rounding.h); a block's columns or a tile's rows are added up. While two digits are added
+// one after the other, the lower one, from -128 on, can exceed the value by 128.
 constexpr int64_t kMostCode = 255, kMostRounded = 127 * 256, kMostLowDigit = 128;
 constexpr int64_t kMostAdded = kAddRows > kBlock ? kAddRows : kBlock;
 static_assert(kMostAdded * kMostCode * (kMostRounded + kMostLowDigit) <= INT32_MAX, "sums of products fit");
@@ -65,12 +65,6 @@ struct RoundedKernels {
 
 // Whether rows of a part can be multiplied with rounded tokens: those whose codes are integers.
 bool can_round(const Part& part);
-
-// Columns that share a scale: a group, or a block where groups are longer.
-inline int32_t rounded_unit(const Part& part) {
-    if (part.codec == Codec::mxfp4) return 32;
-    return part.group < kBlock ? part.group : kBlock;
-}
 
 #if defined(__x86_64__)
 extern const RoundedKernels avx512_rounded_kernels;

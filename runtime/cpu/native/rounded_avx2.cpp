@@ -64,8 +64,8 @@ void round_as(const float* const* x, int32_t first, int32_t stop, const RoundedT
             tokens.scales[place] = rounding.scale;
             __m256i sum = _mm256_setzero_si256();
             for (int32_t c = 0; c < kBlock; c += 16) {
-                const __m256i low = rounding.codes_of(_mm256_loadu_ps(from + c));
-                const __m256i high = rounding.codes_of(_mm256_loadu_ps(from + c + kLanes));
+                const __m256i low = codes_of(_mm256_loadu_ps(from + c), rounding.inverse);
+                const __m256i high = codes_of(_mm256_loadu_ps(from + c + kLanes), rounding.inverse);
                 store_codes<As>(low, high, codes + place * kBlock + c);
                 sum = _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
                 if ((c + 16) % tokens.unit == 0) {
@@ -276,8 +276,8 @@ inline void round_factors(const float* h, int32_t num_rows, int32_t some, const 
     const Rounding<As::digits> rounding(largest_lane(largest));
     __m256 zeros = _mm256_setzero_ps();
     for (int32_t r = 0; r < num_rows; r += 16) {
-        const __m256i low = rounding.codes_of(_mm256_load_ps(products + r));
-        const __m256i high = rounding.codes_of(_mm256_load_ps(products + r + kLanes));
+        const __m256i low = codes_of(_mm256_load_ps(products + r), rounding.inverse);
+        const __m256i high = codes_of(_mm256_load_ps(products + r + kLanes), rounding.inverse);
         zeros = _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), _mm256_load_ps(zero + r), zeros);
         zeros = _mm256_fmadd_ps(_mm256_cvtepi32_ps(high), _mm256_load_ps(zero + r + kLanes), zeros);
         store_codes<As>(low, high, codes + r);
@@ -361,7 +361,7 @@ struct RowKernels {
 
 template <class As, int WIDTH>
 RowKernels kernels_of(const Part& part) {
-    switch (rounded_unit(part)) {
+    switch (unit_of(part)) {
         case 16: return {dot_rows<As, WIDTH, 16>, add_rows<As, WIDTH, 16>};
         case 32: return {dot_rows<As, WIDTH, 32>, add_rows<As, WIDTH, 32>};
         default: return {dot_rows<As, WIDTH, kBlock>, add_rows<As, WIDTH, kBlock>};

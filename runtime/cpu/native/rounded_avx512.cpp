@@ -383,7 +383,7 @@ struct RowKernels {
 
 template <int DIGITS, int WIDTH>
 RowKernels kernels_of(const Part& part) {
-    switch (rounded_unit(part)) {
+    switch (unit_of(part)) {
         case 16: return {dot_rows<DIGITS, WIDTH, 16>, add_rows<DIGITS, WIDTH, 16>};
         case 32: return {dot_rows<DIGITS, WIDTH, 32>, add_rows<DIGITS, WIDTH, 32>};
         default: return {dot_rows<DIGITS, WIDTH, kBlock>, add_rows<DIGITS, WIDTH, kBlock>};

@@ -9,8 +9,8 @@
 namespace moe_pack {
 namespace {
 
-// Prepared inputs: codes by block; the scale of each block; and for each group the sum of its
-// blocks' scales times sums of codes, zeros after the last.
+// Prepared inputs: codes by block; the scale of each block; and for each group the sum of its blocks' scales times sums
+// of codes, zeros after the last.
 struct RoundedInputs {
     const int8_t* digits;
     const float *scales, *sums;
@@ -35,8 +35,8 @@ void prepare_rounded(const Part& part, const float* x, void* prepared) {
         const Rounding<1> rounding(largest_bits(x + block));
         *scales++ = rounding.scale;
         for (int32_t c = 0; c < kBlock; c += 16) {
-            const __m256i low = rounding.codes_of(_mm256_loadu_ps(x + block + c));
-            const __m256i high = rounding.codes_of(_mm256_loadu_ps(x + block + c + 8));
+            const __m256i low = codes_of(_mm256_loadu_ps(x + block + c), rounding.inverse);
+            const __m256i high = codes_of(_mm256_loadu_ps(x + block + c + 8), rounding.inverse);
             store_digits<1>(low, high, digits + c, kBlock);
             const int32_t sum = lanes_sum(_mm256_add_epi32(low, high));
             sums[(block + c) / part.group] += rounding.scale * float(sum);
@@ -91,31 +91,8 @@ float dot_rounded(const Part& part, const uint8_t* row, const void* prepared, Pr
     return lanes_total(_mm256_fmsub_ps(sum, _mm256_set1_ps(code_unit(WIDTH)), zeros));
 }
 
-// Whether this part's products are taken with rounded inputs, unless kernels are asked for exact ones.
-inline bool has_rounded(const Part& part) { return part.codec == Codec::affine; }
-
-template <int WIDTH>
-DotRow rounded_dot_of(const Part& part) {
-    switch (unit_of(part)) {
-        case 16: return dot_rounded<WIDTH, 16>;
-        case 32: return dot_rounded<WIDTH, 32>;
-        default: return dot_rounded<WIDTH, kBlock>;
-    }
-}
-
-DotRow rounded_dot(const Part& part) {
-    switch (part.width) {
-        case 1: return rounded_dot_of<1>(part);
-        case 2: return rounded_dot_of<2>(part);
-        case 3: return rounded_dot_of<3>(part);
-        case 4: return rounded_dot_of<4>(part);
-        default: return rounded_dot_of<8>(part);
-    }
-}
-
-void dot_rounded_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+void dot_rounded_rows(DotRow dot, const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
                       const Ahead& ahead, float* work, float* out) {
-    const DotRow dot = rounded_dot(part);
     for (int32_t r = 0; r < num_rows; ++r) {
         Prefetch prefetch(ahead, r);
         out[r] = dot(part, rows[r], prepared, prefetch, work) + row_bias(part, rows[r]);

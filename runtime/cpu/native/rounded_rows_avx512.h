@@ -126,27 +126,9 @@ void dot_rounded(const Part& part, const uint8_t* const* rows, int32_t num_rows,
     }
 }
 
-template <int WIDTH>
-DotRow rounded_dot_of(const Part& part) {
-    switch (unit_of(part)) {
-        case 16: return dot_rounded<WIDTH, 16>;
-        case 32: return dot_rounded<WIDTH, 32>;
-        default: return dot_rounded<WIDTH, kBlock>;
-    }
-}
-
-// Whether this part's products are taken with rounded inputs, unless kernels are asked for exact ones.
-inline bool has_rounded(const Part& part) { return part.codec == Codec::affine; }
-
-void dot_rounded_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
-                      const Ahead& ahead, float* out) {
-    switch (part.width) {
-        case 1: return rounded_dot_of<1>(part)(part, rows, num_rows, prepared, ahead, out);
-        case 2: return rounded_dot_of<2>(part)(part, rows, num_rows, prepared, ahead, out);
-        case 3: return rounded_dot_of<3>(part)(part, rows, num_rows, prepared, ahead, out);
-        case 4: return rounded_dot_of<4>(part)(part, rows, num_rows, prepared, ahead, out);
-        default: return rounded_dot_of<8>(part)(part, rows, num_rows, prepared, ahead, out);
-    }
+void dot_rounded_rows(DotRow dot, const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                      const Ahead& ahead, float*, float* out) {
+    dot(part, rows, num_rows, prepared, ahead, out);
 }
 
 }  // namespace

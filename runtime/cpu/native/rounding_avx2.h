@@ -6,13 +6,10 @@
 #include <immintrin.h>
 
 #include "codes_avx2.h"
+#include "rounding.h"
 
 namespace moe_pack {
 namespace {
-
-// The largest code of one digit, or of two: the higher digit is at most 127.
-template <int DIGITS>
-constexpr float kLargest = DIGITS == 1 ? 127.0f : 127.0f * 256.0f;
 
 inline __m256i magnitudes(__m256 values) {
     return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32(0x7fffffff));
@@ -41,24 +38,11 @@ inline int32_t lanes_sum(__m256i lanes) {
     return sum;
 }
 
-// The scale of values whose largest magnitude has these bits, and what they are multiplied with to become codes.
-template <int DIGITS>
-struct Rounding {
-    float scale, inverse;
-
-    explicit Rounding(uint32_t peak_bits) {
-        const float peak = as_float(peak_bits);
-        const bool finite = peak_bits < 0x7f800000u, counts = finite && peak >= 0x1p-100f;
-        scale = !finite ? __builtin_nanf("") : counts ? peak / kLargest<DIGITS> : 0.0f;
-        inverse = counts ? kLargest<DIGITS> / peak : 0.0f;
-    }
-
-    // Zeros where `inverse` is zero, whatever the values.
-    __m256i codes_of(__m256 values) const {
-        if (inverse == 0.0f) return _mm256_setzero_si256();
-        return _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
-    }
-};
+// Codes of eight values; zeros where `inverse` is zero, whatever the values.
+inline __m256i codes_of(__m256 values, float inverse) {
+    if (inverse == 0.0f) return _mm256_setzero_si256();
+    return _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
+}
 
 // Sixteen values of at most 16 bits, in their order.
 inline __m256i as_words(__m256i first, __m256i second) {

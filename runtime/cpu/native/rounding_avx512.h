@@ -6,13 +6,10 @@
 #include <immintrin.h>
 
 #include "codes_avx512.h"
+#include "rounding.h"
 
 namespace moe_pack {
 namespace {
-
-// The largest code of one digit, or of two: the higher digit is at most 127.
-template <int DIGITS>
-constexpr float kLargest = DIGITS == 1 ? 127.0f : 127.0f * 256.0f;
 
 // The bits of the largest magnitude; infinity and NaNs are larger than all numbers.
 inline uint32_t largest_bits(const __m512 values[4]) {
@@ -22,19 +19,6 @@ inline uint32_t largest_bits(const __m512 values[4]) {
     });
     return _mm512_reduce_max_epu32(largest);
 }
-
-// The scale of values whose largest magnitude has these bits, and what they are multiplied with to become codes.
-template <int DIGITS>
-struct Rounding {
-    float scale, inverse;
-
-    explicit Rounding(uint32_t peak_bits) {
-        const float peak = as_float(peak_bits);
-        const bool finite = peak_bits < 0x7f800000u, counts = finite && peak >= 0x1p-100f;
-        scale = !finite ? __builtin_nanf("") : counts ? peak / kLargest<DIGITS> : 0.0f;
-        inverse = counts ? kLargest<DIGITS> / peak : 0.0f;
-    }
-};
 
 // Codes of 16 values; zeros where `inverse` is zero, whatever the values.
 inline __m512i codes_of(__m512 values, float inverse) {

@@ -54,7 +54,7 @@ _BUDGET_SHARE = 0.3  # likewise, where a budget is measured
 _ALL_MISSES: tuple[MissesOption, ...] = ("auto", "cpu", "pull")
 _TIER_BYTES = 1 << 20  # of the host's memory: less than any pack has experts, which are mapped
 _ROUNDED: tuple[KvDtype, ...] = ("bf16", "q8", "q4")
-_MOST_KL = 0.01  # nats a token, of keys and values in bfloat16; of codes, beside plain torch with the same
+_MOST_KL = 0.01  # nats a token, of keys and values in bfloat16; of codes, compared with plain torch with the same
 
 
 @dataclass(frozen=True, slots=True)
