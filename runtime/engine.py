@@ -356,7 +356,7 @@ class Engine:
         if self._pack.spec.encoder is not None:
             return "the model has an encoder"
         if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:
-            return "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
+            return "an option that CHANGES THE ANSWER makes it depend on which tokens run together"
         if options.draft == "auto" and not isinstance(self.operations, NativeOperations):
             return "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
         if options.draft == "mtp" and self._sequences.number > 1:

@@ -140,8 +140,8 @@ class EngineOptions:
         default=None,
         metadata=option(
             "--kv-dtype",
-            help="How keys and values are stored: in 32 or 16 bit, or as codes of about 9 or 5 bits (q8, q4), which "
-            "CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
+            help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). All "
+            "but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
         ),
     )
     policy: Literal["auto"] | PolicyName = field(
@@ -189,10 +189,10 @@ class EngineOptions:
         default="auto",
         metadata=option(
             "--draft",
-            help="Drafts on the CPU: tokens that are proposed cheaply and verified together; the answer stays the "
-            "same. ngram proposes what followed the last time that the text had its present end, as far as it pays; "
-            "mtp runs the prediction layer that the model ships, whose weights take memory; auto is ngram where native "
-            "kernels compute; off runs each token alone.",
+            help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. ngram "
+            "looks for the last tokens earlier in the text and proposes what followed them; mtp runs the prediction "
+            "layer that the model ships, which takes memory; auto is ngram where native kernels compute; off runs each "
+            "token alone.",
         ),
     )
     threads: int | None = field(

@@ -1,4 +1,4 @@
-"""Drafts by look-up: what followed the last time that the text had its present end.
+"""Drafts by look-up: the last tokens are looked for earlier in the text, and what followed them is proposed.
 
 Texts repeat themselves: names, phrases, lines of code, what a question quotes. The longest end of the text that
 occurred before, of some lengths, is looked up in an index, and the tokens after it are proposed. It needs no model and

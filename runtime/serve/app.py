@@ -153,7 +153,7 @@ class _Counts(Collector):
         yield CounterMetricFamily("moe_serve_decode_seconds", "Seconds of decode.", counts.decode_s)
         yield CounterMetricFamily("moe_serve_decode_steps", "Forward passes of decode.", counts.decode_steps)
         yield CounterMetricFamily("moe_serve_drafted_tokens", "Drafted tokens that were verified.", counts.drafted)
-        yield CounterMetricFamily("moe_serve_accepted_tokens", "Of these, the ones that were right.", counts.accepted)
+        yield CounterMetricFamily("moe_serve_accepted_tokens", "Drafted tokens that were right.", counts.accepted)
 
 
 async def _refuse(http: HttpRequest, fault: Exception) -> Response:

@@ -78,7 +78,7 @@ def test_a_budget_has_the_layer_to_the_byte(packed: Path) -> None:
 def test_what_cannot_draft_says_why(packed: Path, tmp_path: Path) -> None:
     pack(DEMO_MODEL, tmp_path / "demo")
     several = "a prediction layer follows one sequence, and several run; --draft ngram follows all"
-    changed = "the answer depends on which tokens run together, with an option that CHANGES THE ANSWER"
+    changed = "an option that CHANGES THE ANSWER makes it depend on which tokens run together"
     none = "the pack has no prediction layer that runs; --draft ngram needs none"
     approximate = EngineOptions(draft="mtp", approximations=Approximations(substitute=0.5), budget_bytes=1 << 30)
     cases: list[tuple[Path, EngineOptions, Sequences, str]] = [
