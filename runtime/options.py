@@ -140,8 +140,8 @@ class EngineOptions:
         default=None,
         metadata=option(
             "--kv-dtype",
-            help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). All "
-            "but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
+            help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). "
+            "All but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
         ),
     )
     policy: Literal["auto"] | PolicyName = field(
@@ -189,10 +189,10 @@ class EngineOptions:
         default="auto",
         metadata=option(
             "--draft",
-            help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. ngram "
-            "looks for the last tokens earlier in the text and proposes what followed them; mtp runs the prediction "
-            "layer that the model ships, which takes memory; auto is ngram where native kernels compute; off runs each "
-            "token alone.",
+            help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. "
+            "ngram looks for the last tokens earlier in the text and proposes what followed them; mtp runs the "
+            "prediction layer that the model ships, which takes memory; auto is ngram where native kernels compute; "
+            "off runs each token alone.",
         ),
     )
     threads: int | None = field(
