@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.profile import Profile, check_same_source
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_notes
-from moe_pack.formats import CheckpointError, ModelSpec, PackLayout, Plan, PlanError, RangeReader, canonical, dump
+from moe_pack.formats import ModelSpec, PackLayout, Plan, PlanError, canonical, dump
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
 from moe_pack.formats.manifest import (
@@ -125,7 +124,8 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
     Raises:  PlanError if the quantizer's package is not installed; CheckpointError if a file to copy cannot be read.
     """
     checkpoint, order = recipe.checkpoint, recipe.order
-    copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
+    files = checkpoint.files
+    copied = [(name, files.read_file(name, _MAX_COPIED_BYTES).tobytes()) for name in COPIED_FILES if files.has(name)]
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()
@@ -320,12 +320,3 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
             f"--quantizer {plan.quantizer} needs the package {fault.name}, which is not installed; "
             "pip install 'moe-pack[convert]', or use --quantizer nearest"
         ) from fault
-
-
-def _copied(folder: Path, name: str) -> bytes | None:
-    if not (folder / name).exists():
-        return None
-    with RangeReader(folder / name, CheckpointError) as reader:
-        if reader.num_bytes > _MAX_COPIED_BYTES:
-            raise CheckpointError(f"{name}: found {reader.num_bytes} bytes, expected at most {_MAX_COPIED_BYTES}")
-        return reader.read(0, reader.num_bytes).tobytes()

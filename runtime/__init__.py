@@ -28,7 +28,7 @@ from moe_pack.runtime.machine import (
 from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
 from moe_pack.runtime.sampling import Sampler
-from moe_pack.runtime.text import ChatTemplate, FolderFiles, Text, chat_prompt
+from moe_pack.runtime.text import ChatTemplate, Text, chat_prompt
 
 __all__ = [
     "DEVICE_OPTION",
@@ -39,7 +39,6 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "FixedCosts",
-    "FolderFiles",
     "MachineFacts",
     "Model",
     "ReadRate",

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from moe_pack.formats import CheckpointError, Pack, PackError, RangeReader, RunError, parse
+from moe_pack.formats import CheckpointError, Pack, PackError, RunError, parse
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import text_config
 
-_MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 _TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError)
@@ -34,7 +33,7 @@ _END_MARK = "END_OF_THE_LAST_MESSAGE "  # the space shows whether the template k
 
 
 class TextFiles(Protocol):
-    """A folder with a tokenizer's files: a `Pack`, or the `FolderFiles` of a checkpoint."""
+    """A folder with a tokenizer's files: a `Pack`, or the files of a checkpoint."""
 
     folder: Path
 
@@ -45,32 +44,6 @@ class TextFiles(Protocol):
     def read_file(self, name: str) -> NDArray[np.uint8]:
         """Reads a whole file: u8 [bytes]."""
         ...
-
-
-class FolderFiles:
-    """The small files of a checkpoint's folder. It keeps nothing open and reads a file each time.
-
-    Raises:  CheckpointError if there is no such folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder")
-        self.folder = folder
-
-    def has(self, name: str) -> bool:
-        """Whether the folder has this file."""
-        return (self.folder / name).exists()
-
-    def read_file(self, name: str) -> NDArray[np.uint8]:
-        """Reads a whole file: u8 [bytes].
-
-        Raises:  CheckpointError if it is larger than 64 MiB, or cannot be read.
-        """
-        with RangeReader(self.folder / name, CheckpointError) as reader:
-            if reader.num_bytes > _MAX_FILE_BYTES:
-                raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_FILE_BYTES}")
-            return reader.read(0, reader.num_bytes)
 
 
 class Text:

@@ -83,7 +83,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 
 AnyQuantizer = Quantizer | Literal["auto"]
@@ -347,7 +347,7 @@ def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens
     """Returns the text on which thresholds are measured: the profile's, or else our sample."""
     if profile is not None:
         return profile.tokens()
-    return _sample(checkpoint, Text(FolderFiles(checkpoint.folder)))
+    return _sample(checkpoint, Text(checkpoint.files))
 
 
 def _say_plan(
@@ -416,7 +416,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
     dtypes = dense_dtypes(checkpoint)
     target = with_kv_dtype(target, checkpoint.spec, dtypes)
     check_budget(target, checkpoint.spec, dtypes)
-    text = Text(FolderFiles(checkpoint.folder))
+    text = Text(checkpoint.files)
     tokens = _eval_tokens(checkpoint, text, options)
     with ExitStack() as stack:
         progress = stack.enter_context(TerminalProgress())

@@ -36,7 +36,7 @@ from moe_pack.convert.cli.options import (
 from moe_pack.formats import Pack, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import DEVICE_OPTION, FolderFiles, Text
+from moe_pack.runtime import DEVICE_OPTION, Text
 from moe_pack.runtime.offload import PREDICTORS
 
 
@@ -101,11 +101,10 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
 
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     """
-    folder = find_checkpoint(path)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()
     with closing(checkpoint), TerminalProgress() as progress:
-        tokens = options.text.tokens(Text(FolderFiles(folder)))
+        tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
         device = chosen_device(options.device)
         profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device)

@@ -1,61 +1,45 @@
-"""A Hugging Face checkpoint folder, read range by range; and model specs by name or by `config.json` alone.
+"""A checkpoint, read range by range; and model specs by name or by `config.json` alone.
 
-`Checkpoint` reads the config and the headers of one or many safetensors shards, and checks the structure in full; it
-compares the values only of tensors that must be copies of each other. It never reads a tensor whole: `rows` reads the
-rows that its caller wants. `model_spec` needs no weights.
+`Checkpoint` reads the config and what the files say of their tensors, and checks the structure in full; it compares the
+values only of tensors that must be copies of each other. It never reads a tensor whole: `rows` reads the rows that its
+caller wants. `model_spec` needs no weights.
 """
 
-import hashlib
-import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
+from moe_pack.formats import CheckpointError, Matrix, ModelSpec
+from moe_pack.formats.families.checkpoint_files import CheckpointFiles, FolderFiles, SafetensorsFiles, read_json
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Claims, Family, SourceMatrix, claim_tensors, spec_of_tensors
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
-from moe_pack.formats.safetensors import StoredTensor, TensorEntry, read_header, split_bytes
+from moe_pack.formats.safetensors import StoredTensor, TensorEntry, split_bytes
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
-_MAX_JSON_BYTES = 64 << 20
 _COMPARED_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardTensor:
-    """A tensor and the shard that it is in."""
-
-    shard: str
-    entry: TensorEntry
-
-
 class Checkpoint(SourceReader):
-    """An open checkpoint. Owns the shards' descriptors: `close` it.
+    """An open checkpoint. Owns its files, which it closes: `close` it.
 
+    Args:    source: a folder with safetensors, or any other files with tensors under the names of a family.
     Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._readers: dict[str, RangeReader] = {}
-        self._tensors: dict[str, _ShardTensor] = {}
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder")
-        config = Config(read_json(folder, "config.json"), "config.json")
-        self.family, self.spec, quantization = read_spec(config)
+    def __init__(self, source: Path | CheckpointFiles) -> None:
+        self.files = SafetensorsFiles(source) if isinstance(source, Path) else source
         try:
-            self._open_shards()
-            shapes = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in self._tensors.items()}
+            config = Config(self.files.config(), "config.json")
+            self.family, self.spec, quantization = read_spec(config)
+            self._entries = self.files.entries()
+            shapes = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
             self.spec = spec_of_tensors(self.family, self.spec, shapes)
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
@@ -66,11 +50,14 @@ class Checkpoint(SourceReader):
             self.close()
             raise
 
+    @property
+    def folder(self) -> Path:
+        """Returns where the checkpoint is, for messages."""
+        return self.files.folder
+
     def close(self) -> None:
-        """Closes all shards."""
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        """Closes all files."""
+        self.files.close()
 
     def dense_source(self, role: str) -> SourceMatrix:
         """Returns the place of the dense tensor with this role."""
@@ -85,8 +72,8 @@ class Checkpoint(SourceReader):
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def entry(self, tensor: str) -> TensorEntry:
-        """Returns what a shard's header says about a tensor."""
-        return self._tensors[tensor].entry
+        """Returns what its file says about a tensor."""
+        return self._entries[tensor]
 
     def table_dtype(self, layer: int) -> str:
         """Returns the safetensors dtype of the n-gram table of a decoder layer."""
@@ -115,23 +102,23 @@ class Checkpoint(SourceReader):
         for source in self.claims.tables[layer]:
             low, high = np.searchsorted(numbers, (first, first + source.num_rows))
             if low < high:
-                place, row_bytes = self._tensors[source.tensor], source.row_size * self.value_bits(source) // 8
-                offsets = place.entry.offset + (numbers[low:high] - first) * row_bytes
-                pieces.append(self._readers[place.shard].read_each(offsets.tolist(), row_bytes))
+                row_bytes = source.row_size * self.value_bits(source) // 8
+                starts = (numbers[low:high] - first) * row_bytes
+                pieces.append(self.files.read_each(source.tensor, starts.tolist(), row_bytes))
             first += source.num_rows
         return np.concatenate(pieces)
 
     def place(self, source: SourceMatrix) -> str:
-        """Returns shard and tensor for messages, and the matrix's rows if the tensor has many matrices."""
-        tensor = self._tensors[source.tensor]
+        """Returns file and tensor for messages, and the matrix's rows if the tensor has many matrices."""
+        entry = self._entries[source.tensor]
         last = source.first_row + (source.num_rows - 1) * source.row_step
-        is_part = len(tensor.entry.shape) > 2 or source.num_rows < tensor.entry.shape[0]
+        is_part = len(entry.shape) > 2 or source.num_rows < entry.shape[0]
         rows = f", rows {source.first_row} to {last}" if is_part and not source.transposed else ""
-        return f"{tensor.shard}: tensor {source.tensor!r}{rows}"
+        return f"{self.files.file_of(source.tensor)}: tensor {source.tensor!r}{rows}"
 
     def unused(self) -> list[StoredTensor]:
         """Returns the tensors that a pack keeps although they are not run, sorted by name."""
-        entries = [self._tensors[name].entry for name in sorted(self.claims.unused)]
+        entries = [self._entries[name] for name in sorted(self.claims.unused)]
         return [(entry.name, entry.dtype, entry.shape) for entry in entries]
 
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
@@ -139,18 +126,10 @@ class Checkpoint(SourceReader):
 
         Raises:  CheckpointError as `rows`.
         """
-        place = self._tensors[tensor]
-        assert 0 <= start <= start + num_bytes <= place.entry.num_bytes, (tensor, start, num_bytes)
-        return self._readers[place.shard].read(place.entry.offset + start, num_bytes)
+        return self.files.read(tensor, start, num_bytes)
 
     def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
-        """Returns every shard and the fate of every tensor."""
-        files = []
-        for shard in sorted({tensor.shard for tensor in self._tensors.values()}):
-            reader = self._readers[shard]
-            length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
-            header = reader.read(0, 8 + length)
-            files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
+        """Returns every file with tensors and the fate of every tensor."""
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
         packed = {source.tensor for source in experts}
         sources = (*experts, *self.claims.dense.values())
@@ -160,7 +139,7 @@ class Checkpoint(SourceReader):
             weights[source.tensor] += source.num_rows * source.num_cols
         tables = {source.tensor for pieces in self.claims.tables.values() for source in pieces}
         tensors = []
-        for name, tensor in self._tensors.items():
+        for name, entry in self._entries.items():
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
             reason = ""
             if name in tables:
@@ -169,85 +148,33 @@ class Checkpoint(SourceReader):
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            usual = SourceTensor(name, tensor.entry.dtype, tensor.entry.shape, fate, reason)
+            usual = SourceTensor(name, entry.dtype, entry.shape, fate, reason)
             is_usual = name not in weights or usual.num_weights == weights[name]
             tensors.append(usual if is_usual else replace(usual, weights=weights[name]))
-        return files, tensors
+        return self.files.account(), tensors
 
     def stamp(self) -> str:
-        """Returns a digest of the shards' sizes and modification times, which shows that a source has changed."""
-        paths = sorted(self.folder / shard for shard in self._readers)
-        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        """Returns a digest which shows that a source has changed, without reading all of it."""
+        return self.files.stamp()
 
     def _check_copy(self, name: str, original: str) -> None:
-        copy, entry = self._tensors[name], self._tensors[original].entry
-        is_equal = (copy.entry.dtype, copy.entry.shape) == (entry.dtype, entry.shape)
+        copy, entry = self._entries[name], self._entries[original]
+        is_equal = (copy.dtype, copy.shape) == (entry.dtype, entry.shape)
         for start, size in split_bytes(0, entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
             is_equal &= np.array_equal(self.raw(name, start, size), self.raw(original, start, size))
         if not is_equal:
             raise CheckpointError(
-                f"{copy.shard}: tensor {name!r} differs from {original!r}, but must be a copy of it; models where "
-                "the two differ are not supported"
+                f"{self.files.file_of(name)}: tensor {name!r} differs from {original!r}, but must be a copy "
+                "of it; models where the two differ are not supported"
             )
 
     def _check_constants(self, name: str, expected: tuple[int, ...]) -> None:
-        numbers = self.raw(name, 0, self._tensors[name].entry.num_bytes).view("<i8").tolist()
+        numbers = self.raw(name, 0, self._entries[name].num_bytes).view("<i8").tolist()
         if numbers != list(expected):
             raise CheckpointError(
-                f"{self._tensors[name].shard}: tensor {name!r} has numbers that do not follow from config.json; models "
+                f"{self.files.file_of(name)}: tensor {name!r} has numbers that do not follow from config.json; models "
                 "with other n-gram hashes are not supported"
             )
-
-    def _open_shards(self) -> None:
-        weight_map = _weight_map(self.folder)
-        for shard in sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]:
-            path = self.folder / shard
-            for entry in read_header(path, CheckpointError):
-                if entry.name in self._tensors:
-                    raise CheckpointError(
-                        f"{shard}: tensor {entry.name!r} is also in {self._tensors[entry.name].shard}; each tensor "
-                        "must be in one shard"
-                    )
-                self._tensors[entry.name] = _ShardTensor(shard, entry)
-            self._readers[shard] = RangeReader(path, CheckpointError)
-        for name, shard in (weight_map or {}).items():
-            if name not in self._tensors or self._tensors[name].shard != shard:
-                raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
-
-
-def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns each tensor's shard, or None for a checkpoint of one file."""
-    if (folder / _INDEX).exists():
-        index = read_json(folder, _INDEX)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{_INDEX}: weight_map is missing")
-        for shard in weight_map.values():
-            if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
-                raise CheckpointError(f"{_INDEX}: {shard!r} is not the name of a safetensors file in the same folder")
-        return weight_map
-    if (folder / _SINGLE).exists():
-        return None
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-        raise CheckpointError(
-            f"{folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
-            "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
-        )
-    raise CheckpointError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
-
-
-def read_json(folder: Path, name: str) -> object:
-    """Reads a JSON file of a checkpoint.
-
-    Raises:  CheckpointError if it is missing, too long or not JSON.
-    """
-    if not (folder / name).exists():
-        raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one")
-    with RangeReader(folder / name, CheckpointError) as reader:
-        if reader.num_bytes > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_JSON_BYTES}")
-        return json_files.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError, is_foreign=True)
 
 
 def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:
@@ -337,9 +264,9 @@ def _config(source: str) -> tuple[Any, str]:
     """Returns the values of a config, and their file's name for messages."""
     path = Path(source)
     if path.is_dir():
-        return read_json(path, "config.json"), "config.json"
+        return read_json(FolderFiles(path), "config.json"), "config.json"
     if path.exists():
-        return read_json(path.parent, path.name), path.name
+        return read_json(FolderFiles(path.parent), path.name), path.name
     names = published_names()
     hub_id = SHORT_NAMES.get(source.lower())
     name = next((name for name in names if name == source.lower() or SHORT_NAMES[name] == hub_id), None)

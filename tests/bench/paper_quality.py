@@ -45,7 +45,8 @@ from moe_pack.convert.plan.papers import PresetName, preset_decision
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.formats import BF16, NO_PROGRESS, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 from moe_pack.runtime.model import CheckpointWeights, StreamedPackWeights, operations_for
 
 TASKS = ROOT / "tests" / "data" / "tasks.jsonl"

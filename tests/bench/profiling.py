@@ -32,7 +32,8 @@ from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.profile.profile import Sensitivity
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text, available_bytes
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text, available_bytes
 
 _LEAST_TOKENS = 2 * SEQUENCE_LENGTH  # of one sequence nothing is held out, and no predictor is learned
 _BATCH = 8

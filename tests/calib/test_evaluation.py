@@ -18,7 +18,8 @@ from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.formats import ConversionError, Pack, PlanError
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, Weights
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)

@@ -22,7 +22,8 @@ from moe_pack.calib.quantize.gptq import (
     weighted_hessian,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 from moe_pack.runtime.model import CheckpointWeights, activations
 
 M = 12

@@ -16,7 +16,8 @@ from moe_pack.calib.evaluate.tasks import Choice, score
 from moe_pack.calib.forward import Tokens
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 BEGINNING = 0  # the demo tokenizer puts it before every text
 TASKS: list[dict[str, Any]] = [

@@ -16,7 +16,8 @@ from moe_pack.calib.forward import Tokens, num_held_out, read_tokens, unseen_tok
 from moe_pack.calib.forward import text as documents
 from moe_pack.calib.forward.text import open_documents
 from moe_pack.formats import RunError
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 BEGINNING = 0  # the demo tokenizer puts it before every text
 

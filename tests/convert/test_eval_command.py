@@ -15,7 +15,8 @@ from moe_pack.calib.evaluate.prices import SparsityPrice, Substitution, Substitu
 from moe_pack.calib.forward import read_tokens, unseen_tokens
 from moe_pack.convert.cli.eval import quality_lines
 from moe_pack.convert.cli.main import main
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 SHORT = ["--tokens", "256"]

@@ -20,7 +20,8 @@ from moe_pack.calib.sensitivity import log_probabilities
 from moe_pack.convert import convert
 from moe_pack.formats import BF16, Pack, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 from moe_pack.runtime.model import Activations, CheckpointWeights, Decoder, PackWeights, StreamedPackWeights
 
 CPU = torch.device("cpu")

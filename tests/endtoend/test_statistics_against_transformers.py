@@ -21,7 +21,8 @@ from profiles import StoppedError, StopsBefore, profiled
 from safetensors.numpy import load_file
 
 from moe_pack.calib.forward import Tokens, read_tokens
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 Array = NDArray[Any]
 NUM_SEQUENCES, S, NUM_HELD_OUT = 8, 256, 1  # a fifth of 8, rounded down, is held out

@@ -9,7 +9,8 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime import ChatTemplate, FolderFiles, Text, chat_prompt
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import ChatTemplate, Text, chat_prompt
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"

@@ -9,7 +9,8 @@ from cases import case
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import CheckpointError, Pack, RunError
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MIB = 1 << 20

@@ -16,7 +16,8 @@ from cases import case, random_seed
 from models import DEMO_MODEL
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import FolderFiles, Sampler, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.grammars import GrammarCompiler, TokenGrammar
 from moe_pack.runtime.serve.requests import RequestError
@@ -280,7 +281,7 @@ HOSTILE = """
 import json, sys, torch
 from pathlib import Path
 from moe_pack.formats import RunError
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime import Text
 from moe_pack.runtime.serve.grammars import GrammarCompiler
 
 compiler = GrammarCompiler(Text(FolderFiles(Path(sys.argv[1]))), {1})

@@ -9,7 +9,8 @@ from models import DEMO_MODEL
 from transformers import PreTrainedTokenizerFast
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import ChatTemplate, FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import ChatTemplate, Text
 
 TOOLS: list[dict[str, object]] = [
     {

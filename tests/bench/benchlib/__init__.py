@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from moe_pack.calib.forward import Tokens, read_tokens
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.runtime import Text
 
 ROOT = Path(__file__).parents[3]
 DEMO_MODEL = ROOT / "tests" / "models" / "tiny-mixtral"
