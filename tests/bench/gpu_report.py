@@ -3,7 +3,7 @@
     python tests/bench/gpu_report.py docs/benchmarks/gpu-*.json -o docs/benchmarks/gpu
 
 writes gpu.md and gpu.svg. Files of one GPU, day and commit are one run, whatever their calls. Of several runs each
-table has the most telling figure of each, and the last one's ratio to the first.
+table has the most telling figure of each, and the ratio of the last one on the first one's GPU to the first.
 """
 
 import json
@@ -125,6 +125,7 @@ class Run:
     """
 
     name: str
+    gpu: str
     began: str
     is_rehearsal: bool
     machine: str
@@ -146,7 +147,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
         versions = ", ".join(f"{name} {whole['versions'][name]}" for name in ("torch", "triton"))
         machine = f"{gpu}, {whole['cores']} cores of {whole['cpu']}, {versions}"
         name = f"{gpu}, {began[:10]}, {commit}"
-        run = runs.setdefault(name, Run(name, began, whole["rehearsal"], machine))
+        run = runs.setdefault(name, Run(name, gpu, began, whole["rehearsal"], machine))
         run.began = min(run.began, began)
         for part in whole["parts"]:
             run.rows += [row for row in part["rows"] if row["kind"] != "Metric"]
@@ -217,7 +218,8 @@ def _table(table: Table, runs: list[Run]) -> list[str]:
     else:
         first = table.values[0]
         names = [f"{first}, {label}" for label in labels(runs)] + ["last / first"]
-        body = [_compared([_get(rows[key], first) if key in rows else None for rows in found]) for key in keys]
+        last = max(number for number, run in enumerate(runs) if run.gpu == runs[0].gpu)
+        body = [_compared([_get(rows[key], first) if key in rows else None for rows in found], last) for key in keys]
     heads = [key.rpartition(".")[2] for key in table.keys] + [name.replace("timed.", "") for name in names]
     rule = [*["---"] * len(table.keys), *["---:"] * len(names)]
     lines = [f"## {table.title}", "", _line(heads), _line(rule)]
@@ -235,8 +237,8 @@ def _largest(table: Table, keys: list[tuple[Any, ...]], found: list[dict[Any, Ro
     return kept
 
 
-def _compared(values: list[Any]) -> list[str]:
-    first, last = values[0], values[-1]
+def _compared(values: list[Any], last_idx: int) -> list[str]:
+    first, last = values[0], values[last_idx]
     return [*map(_figure, values), f"{last / first:.2f}" if first and last is not None else ""]
 
 

@@ -15,7 +15,7 @@ values are the first columns of the keys. Products are 3xTF32 on a GPU, which lo
 A cache may have codes (`q8`, `q4`) in the rows that `runtime.model.caches.storage` describes, for grouped queries. A
 launch of its own then rotates queries once more, by the signs and the Hadamard matrix of rows, and writes the token's
 key and value as codes, a program a head: they depend on the largest value of a block. What is added up of values is
-rotated back where splits are combined. On a GPU none of this has run yet.
+rotated back where splits are combined.
 
 `enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
 mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie:
@@ -401,7 +401,8 @@ class Coding(NamedTuple):
 
     `BITS`: of a code; 0: rows are plain values.   `BLOCKS`, `EACH`: of a row, and values of a block.   `CODE_BYTES`: of
     a row's codes.   `ROW_BYTES`: of a row.   `HAS_WIDE_LOADS`: whether blocks are loaded whole, with a load for each
-    scale: those of a power of two of values.   `STAGES`: of the Hadamard transform of a piece; `FACTOR`: its factor.
+    scale: those of a power of two of values, except in long rows of 4 bits.   `STAGES`: of the Hadamard transform of a
+    piece; `FACTOR`: its factor.
     """
 
     BITS: int
@@ -421,7 +422,8 @@ def _coding(rows: RowStorage | None) -> Coding:
     bits, (blocks, each) = (8 if rows.dtype == "q8" else 4), block_sizes(width)
     piece = width & -width
     assert rows.row_bytes % 2 == 0, "scales lie at whole multiples of 2 bytes"
-    has_wide_loads = each & (each - 1) == 0
+    # With rows of 256 values of 4 bits, an H100 got others from wide loads than the interpreter (Triton 3.6).
+    has_wide_loads = each & (each - 1) == 0 and not (bits == 4 and width > _USUAL_WIDTH)
     code_bytes, stages = blocks * each * bits // 8, piece.bit_length() - 1
     return Coding(bits, blocks, each, code_bytes, rows.row_bytes, has_wide_loads, stages, float(piece**-0.5))
 
