@@ -9,6 +9,8 @@ leaves no other process that could still write.
 """
 
 import hashlib
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +57,7 @@ from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
     CheckpointError,
+    ConversionError,
     ExpertFormat,
     ExpertLayout,
     Matrix,
@@ -67,7 +70,7 @@ from moe_pack.formats import (
     dense_roles,
     size_text,
 )
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import (
     DENSE_FILE,
@@ -429,13 +432,15 @@ class ItemWork:
     `make`: makes an item; it runs in a worker thread and ends soon after its event is set.
     `peak_bytes`: returns the memory that `make` takes for an item at most.
     `enter_layer`: called with the index of a MoE layer before its first expert is made and after all items before are
-    on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.
+    on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.   `end_all`:
+    called when the pack is sealed: no other part needs its files.
     """
 
     make: Callable[[Item, Event], MadeItem]
     peak_bytes: Callable[[Item], int]
     enter_layer: Callable[[int], None] | None = None
     end: Callable[[], None] = lambda: None
+    end_all: Callable[[], None] = lambda: None
 
 
 _Finished = tuple[Item, MadeItem, Digests]
@@ -445,7 +450,8 @@ _Finished = tuple[Item, MadeItem, Digests]
 class ConversionResult:
     """The result of a conversion.
 
-    `resumed_bytes`: that an earlier run has written.   `written`: False if the pack was complete before.
+    `resumed_bytes`: that an earlier run has written.   `written`: False if the pack was complete before, or if another
+    part has sealed it.
     """
 
     layout: PackLayout
@@ -480,6 +486,7 @@ def convert(
     memory_bytes: int = MEMORY_BYTES,
     rotation: RotationVectors | None = None,
     sequential: bool = True,
+    part: Part | None = None,
 ) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
@@ -491,7 +498,8 @@ def convert(
              inputs a calibrated plan is quantized; other plans need none.   memory_bytes: an approximate limit for all
              items that are worked on at once; one item is always allowed, however large.   rotation: the coordinates
              in which layers store their experts; None: the source's.   sequential: whether a layer of a calibrated plan
-             is quantized for the inputs that it has behind the stored layers before it.
+             is quantized for the inputs that it has behind the stored layers before it.   part: of several processes
+             that call this function for the same folder. It makes its own items, then those that others have not made.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
@@ -505,10 +513,10 @@ def convert(
     inputs = calibration if plan.quantizer == "calibrated" else None
     recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation, sequential and inputs is not None)
     account = recipe_account(recipe)
-    writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
+    writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step, part)
     with ExitStack() as stack:
         source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
-        stored = StoredInputs(recipe, folder, workers) if recipe.is_sequential else None
+        stored = StoredInputs(recipe, folder, workers, part) if recipe.is_sequential else None
 
         def make(item: Item, stop: Event) -> MadeItem:
             if source_pack is not None and source_pack.contains(item):
@@ -519,7 +527,7 @@ def convert(
 
         work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
         if stored is not None:
-            work = replace(work, enter_layer=stored.enter_layer, end=stored.remove)
+            work = replace(work, enter_layer=stored.enter_layer, end=stored.remove, end_all=stored.remove_all)
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
@@ -560,24 +568,110 @@ def write_pack(
         writer.open()
         if writer.state is State.SEALED:
             return ConversionResult(layout, writer.resumed_bytes, written=False)
-        pending = writer.pending()
-        done = total - sum(item.num_bytes for item in pending)
+        done = writer.written_bytes
         progress.begin(Stage("packing", total, "B", done))
-        with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
-            for item, made, digests in finished:
-                writer.write(item, made.raw, digests, made.note())
-                del made  # otherwise it stays in memory until the next item is finished
-                progress.advance(item.num_bytes, _item_text(item))
+        for item in _written(writer, layout, work, workers, memory_bytes):
+            done, before = writer.written_bytes, done
+            progress.advance(done - before, _item_text(item))
         progress.end()
         work.end()
+        if not writer.begins_sealing() and _sealed_by_another(writer, layout):
+            return ConversionResult(layout, writer.resumed_bytes, written=False)
         writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
+        work.end_all()
         return ConversionResult(layout, writer.resumed_bytes, written=True)
+    except (ConversionError, OSError):
+        if writer.part is None or writer.state is not State.WRITING or not writer.is_sealed():
+            raise
+        work.end()  # the other parts have made all that this part still wanted to make, and removed their files
+        return ConversionResult(layout, writer.resumed_bytes, written=False)
     finally:
         writer.close()
 
 
-def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: int) -> Generator[_Finished, None, None]:
-    """Yields each pending item with its bytes, in order; `workers` items are worked on, and one waits to be yielded."""
+def _written(
+    writer: PackWriter, layout: PackLayout, work: ItemWork, workers: int, memory_bytes: int
+) -> Generator[Item, None, None]:
+    """Writes all items that are missing, and yields each; waits for those that other parts write."""
+
+    def finish(items: Iterator[Item]) -> Iterator[Item]:
+        with closing(_in_order(work, items, workers, memory_bytes)) as finished:
+            for item, made, digests in finished:
+                writer.write(item, made.raw, digests, made.note())
+                del made  # otherwise it stays in memory until the next item is finished
+                yield item
+
+    for layer_idx, group in _groups(layout.items(), work):
+        if all(map(writer.is_written, group)):
+            continue
+        if layer_idx is not None and work.enter_layer is not None:
+            work.enter_layer(layer_idx)
+        start, num_made = time.monotonic(), 0
+        for item in finish(_left(writer, filter(writer.owns, group))):
+            yield item
+            num_made += 1
+        # What another part works on now is written after about the time that an item takes.
+        patience = (time.monotonic() - start) * workers / num_made if num_made else _FIRST_PATIENCE_S
+        while missing := list(_left(writer, iter(group))):
+            if _comes_from_another(writer, missing[0], patience):
+                continue
+            patience = 0.0  # another part is slow or gone: do not wait for its next items either
+            assert writer.part is not None, "a process without other parts owns all items"
+            yield from finish(_left(writer, iter(writer.part.apart(missing)[:workers])))
+
+
+def _groups(items: Iterator[Item], work: ItemWork) -> Iterator[tuple[int | None, list[Item]]]:
+    """Yields items that may be made at once, and the MoE layer that has to be entered before; None for others."""
+    if work.enter_layer is None:
+        yield None, list(items)
+        return
+    for layer_idx, group in itertools.groupby(items, lambda item: item.layer if item.kind == "expert" else None):
+        yield layer_idx, list(group)
+
+
+def _left(writer: PackWriter, items: Iterator[Item]) -> Iterator[Item]:
+    """Yields the items that are still missing when they are asked for."""
+    for item in items:
+        writer.refresh()
+        if not writer.is_written(item):
+            yield item
+
+
+_FIRST_PATIENCE_S = 1.0  # for an item of a part, where this part had none to make
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.005, 0.5  # between two looks into the journals
+_SEALING_PATIENCE_S, _HASHED_BYTES_A_S = 10.0, 100e6  # sealing reads all but the experts once
+
+
+def _comes_from_another(writer: PackWriter, item: Item, patience_s: float) -> bool:
+    """Waits until another part has written an item; returns whether it did."""
+
+    def is_there() -> bool:
+        writer.refresh()
+        return writer.is_written(item)
+
+    return _awaited(is_there, patience_s)
+
+
+def _sealed_by_another(writer: PackWriter, layout: PackLayout) -> bool:
+    """Waits until the part that has begun to seal the pack is done; returns whether it was."""
+    hashed = sum(item.num_bytes for item in layout.items() if item.kind != "expert")
+    return _awaited(writer.is_sealed, _SEALING_PATIENCE_S + hashed / _HASHED_BYTES_A_S)
+
+
+def _awaited(is_there: Callable[[], bool], patience_s: float) -> bool:
+    end, wait = time.monotonic() + patience_s, _LEAST_WAIT_S
+    while not is_there():
+        if time.monotonic() > end:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, _MOST_WAIT_S)
+    return True
+
+
+def _in_order(
+    work: ItemWork, items: Iterator[Item], workers: int, memory_bytes: int
+) -> Generator[_Finished, None, None]:
+    """Yields items with their bytes, in order; `workers` items are worked on, and one waits to be yielded."""
     stop = Event()
 
     def job(item: Item) -> _Finished:
@@ -585,23 +679,17 @@ def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: i
         return item, made, digests_of(made.raw)
 
     started: deque[tuple[int, Future[_Finished]]] = deque()
-    total_bytes, next_idx, layer_idx = 0, 0, -1
+    total_bytes, item = 0, next(items, None)
     with ThreadPoolExecutor(workers, "convert") as pool:
         try:
-            while started or next_idx < len(pending):
-                while next_idx < len(pending) and len(started) <= workers:
-                    item = pending[next_idx]
-                    if work.enter_layer is not None and item.kind == "expert" and item.layer != layer_idx:
-                        if started:  # all that was yielded is on disk
-                            break
-                        layer_idx = item.layer
-                        work.enter_layer(layer_idx)
+            while started or item is not None:
+                while item is not None and len(started) <= workers:
                     num_bytes = work.peak_bytes(item)
                     if started and total_bytes + num_bytes > memory_bytes:
                         break
                     started.append((num_bytes, pool.submit(job, item)))
                     total_bytes += num_bytes
-                    next_idx += 1
+                    item = next(items, None)
                 num_bytes, future = started.popleft()
                 finished = future.result()
                 del future  # it refers to the bytes too

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, in_order
 from moe_pack.convert.account import Recipe
 from moe_pack.formats import ConversionError, ModelSpec, RangeReader, Selector
+from moe_pack.formats.commands import Part
 from moe_pack.formats.layout import DENSE_FILE, experts_file
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Expert, Matrix, PackedExpert, activations, embed
 from moe_pack.runtime.model.expert import resting_output
@@ -34,14 +35,15 @@ _CPU = torch.device("cpu")
 class StoredInputs:
     """The inputs of one layer after another behind a pack's stored layers. One thread at a time may enter a layer.
 
-    Args:    recipe: sequential.   folder: of the pack.   workers: threads.
+    Args:    recipe: sequential.   folder: of the pack.   workers: threads.   part: of several processes; each takes all
+             sequences through the layers, for a layer's pass is cheap beside the quantization of its experts.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, workers: int) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, workers: int, part: Part | None = None) -> None:
         assert recipe.calibration is not None, "a sequential recipe has a profile"
         self._profile = recipe.calibration
         self._spec = recipe.layout.spec
-        self._folder = folder / STATES_FOLDER
+        self._folder = folder / (STATES_FOLDER if part is None else f"{STATES_FOLDER}{part.suffix}")
         self._weights = LayerwiseWeights(_UnfinishedPack(recipe, folder))
         self._workers = workers
         self._states: LayerStates | None = None
@@ -79,6 +81,11 @@ class StoredInputs:
         self._entered = None
         if self._folder.exists():
             shutil.rmtree(self._folder)
+
+    def remove_all(self) -> None:
+        """Removes the hidden states of all parts from the disk."""
+        for folder in self._folder.parent.glob(f"{STATES_FOLDER}*"):
+            shutil.rmtree(folder, ignore_errors=True)  # a part that is late may still write there
 
     def _begun(self, last: int) -> LayerStates:
         """Returns the sequences between layers, where an earlier run has left them."""

@@ -13,10 +13,11 @@ are, are formatted and parsed here too.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
+Work = TypeVar("Work")
 _KEY = "option"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = ("", "K", "M", "G", "T")
@@ -91,6 +92,43 @@ def given(options: object, mark: str | None = None) -> list[str]:
         elif is_dataclass(value):
             names += given(value, mark)
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of `count` processes that do the same work over the same folder; `index` counts from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str) -> "Part":
+        """Returns the part that `I/N` means.
+
+        Raises:  ValueError if it means none.
+        """
+        index, slash, count = text.partition("/")
+        if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
+            raise ValueError(f"found {text!r}, expected I/N with I from 1 to N, such as 1/3")
+        return cls(int(index), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def suffix(self) -> str:
+        """Returns what the names of files end with that only this part writes."""
+        return f"-{self.index}-of-{self.count}"
+
+    def owns(self, number: int) -> bool:
+        """Returns whether this part does the `number`-th piece of work before others do."""
+        return number % self.count == self.index - 1
+
+    def apart(self, missing: Sequence[Work]) -> list[Work]:
+        """Returns work that other parts have left, last first, from another place for each part."""
+        start = (self.index - 1) * len(missing) // self.count
+        falling = list(reversed(missing))
+        return falling[start:] + falling[:start]
 
 
 @dataclass(frozen=True, slots=True)

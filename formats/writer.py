@@ -15,6 +15,10 @@ made; without a measurement the line has none. Everything from the first incompl
 process died, and is dropped. The manifest comes last: without it the folder is no pack, and the same conversion,
 started again, continues from the journal.
 
+A conversion may be made in parts, by several processes that see the same folder. Each writes items to their places in
+the same files, has a journal of its own, and reads those of the others. Items are deterministic, so it does no harm if
+two parts write the same one. The part that seals the pack is the one that creates the file `conversion.sealing`.
+
 Rewriting the thresholds changes two files, the thresholds and the manifest with their digest, but only one rename is
 atomic. The rename of the manifest is the commit. Before it, the new thresholds are in a file of their own, whole and on
 the disk, and readers take the file that the manifest lists (`Pack`); after it they are renamed to their place.
@@ -26,7 +30,7 @@ import fcntl
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -35,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import json_files
+from moe_pack.formats.commands import Part
 from moe_pack.formats.errors import ConversionError, PackError, PlanError
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
 from moe_pack.formats.manifest import (
@@ -94,18 +99,20 @@ def pass_step(step: Step) -> None:
 
 
 class SteppedFolder:
-    """A folder under one process's lock. Owns the lock and the files opened here: `close` it.
+    """A folder under one process's lock, or one that several parts share. Owns the lock and the files opened here:
+    `close` it.
 
-    Args:    on_step: called before each step.
+    Args:    on_step: called before each step.   part: whose names temporary files have; None: there is no other part.
     Raises:  ConversionError, from every method, if a step fails.
     """
 
-    def __init__(self, folder: Path, on_step: Callable[[Step], None]) -> None:
+    def __init__(self, folder: Path, on_step: Callable[[Step], None], part: Part | None = None) -> None:
         self.folder = folder
         self._on_step = on_step
         self._num_steps = 0
         self._lock_fd = -1
         self._fds: dict[str, int] = {}
+        self._temporary = f"{part.suffix if part is not None else ''}.tmp"
 
     def make(self) -> None:
         """Creates the folder if it is missing."""
@@ -113,9 +120,10 @@ class SteppedFolder:
             self._do("mkdir", str(self.folder), lambda: self.folder.mkdir(parents=True, exist_ok=True))
             self._do("fsync", str(self.folder.parent), lambda: _sync_folder(self.folder.parent))
 
-    def lock(self, busy: str) -> None:
+    def lock(self, busy: str, is_shared: bool = False) -> None:
         """Locks the folder for this process, until `close` or the process's end.
 
+        Args:    is_shared: whether other processes may lock it so too.
         Raises:  ConversionError with the message `busy` if another process has locked it.
         """
         try:
@@ -123,10 +131,23 @@ class SteppedFolder:
         except OSError as fault:
             raise ConversionError(f"{self.folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the end of the process unlocks it
-        except BlockingIOError as fault:
+            self._lock(self._lock_fd, busy, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        except ConversionError:
             os.close(self._lock_fd)
             self._lock_fd = -1
+            raise
+
+    def lock_file(self, name: str, busy: str) -> None:
+        """Locks an open file for this process alone.
+
+        Raises:  ConversionError with the message `busy` if another process has locked it.
+        """
+        self._lock(self._fds[name], busy, fcntl.LOCK_EX)
+
+    def _lock(self, fd: int, busy: str, kind: int) -> None:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)  # the end of the process unlocks it
+        except BlockingIOError as fault:
             raise ConversionError(f"{self.folder}: {busy}") from fault
 
     def close(self) -> None:
@@ -194,12 +215,28 @@ class SteppedFolder:
 
     def replace(self, name: str, raw: bytes) -> None:
         """Writes a small file under a temporary name, then renames it."""
-        self.write_file(f"{name}.tmp", raw)
-        self.rename(f"{name}.tmp", name)
+        self.write_file(f"{name}{self._temporary}", raw)
+        self.rename(f"{name}{self._temporary}", name)
+
+    def create_first(self, name: str) -> bool:
+        """Creates an empty file; returns whether no other process had created it."""
+
+        def created() -> None:
+            os.close(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+        if (self.folder / name).exists():
+            return False
+        try:
+            self._do("create", name, created)
+        except ConversionError:
+            if not (self.folder / name).exists():
+                raise
+            return False
+        return True
 
     def unlink(self, name: str) -> None:
         """Removes a file. After a crash its name may be back unless the folder was synced."""
-        self._do("unlink", name, (self.folder / name).unlink)
+        self._do("unlink", name, lambda: (self.folder / name).unlink(missing_ok=True))
 
     def _open(self, action: str, name: str, flags: int) -> None:
         def opened() -> None:
@@ -297,8 +334,11 @@ def _check(thresholds: NDArray[np.float32], spec: ModelSpec) -> None:
         raise PlanError(f"thresholds: {fault}")
 
 
-JOURNAL_FILE = "conversion.journal"
+JOURNAL_FILE = "conversion.journal"  # of parts: conversion-1-of-3.journal
 CONVERSION_FILE = "conversion.json"
+SEALING_FILE = "conversion.sealing"
+_JOURNALS = "conversion*.journal"
+_UNFINISHED = "*-of-*.tmp"  # small files that a part was writing
 _CHUNK_BYTES = 8 << 20
 
 
@@ -315,12 +355,36 @@ def digests_of(extent: NDArray[np.uint8]) -> Digests:
     return Digests(zlib.crc32(extent.data), hashlib.sha256(extent.data).digest())
 
 
-class PackWriter:
-    """The only writer of an output folder, from `open` to `close`: the folder is locked.
+class _OtherJournals:
+    """The journals of the other processes that write into a folder, each read as far as its lines are whole."""
 
-    `resumed_bytes`: the bytes of items that an earlier run has written.
+    def __init__(self, folder: Path, own: str) -> None:
+        self._folder, self._own = folder, own
+        self._ends: dict[str, int] = {}
+
+    def new_lines(self) -> Iterator[tuple[int, Digests, bytes]]:
+        """Yields number, digests and note of each item in lines that were written since the last call."""
+        for path in sorted(self._folder.glob(_JOURNALS)):
+            if path.name == self._own:
+                continue
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._ends.get(path.name, 0))
+                    lines, whole = decode_lines(file.read())
+            except FileNotFoundError:  # another part has sealed the pack
+                continue
+            self._ends[path.name] = self._ends.get(path.name, 0) + whole
+            yield from ((number, digests, note) for number, (digests, note) in lines.items())
+
+
+class PackWriter:
+    """The only writer of an output folder, from `open` to `close`: the folder is locked. Or the writer of a part.
+
+    `resumed_bytes`: the bytes of items that an earlier run has written, or another part.
     Args:    folder: created if missing.   layout: of the pack.   conversion: hex digest of source, plan and versions.
              stamp: changes when the source's files change.   on_step: called before each step.
+             part: None: this process writes everything. Parts may have the source at different places and times, so
+             they do not compare stamps.
     """
 
     def __init__(
@@ -330,15 +394,20 @@ class PackWriter:
         conversion: str,
         stamp: str,
         on_step: Callable[[Step], None] = pass_step,
+        part: Part | None = None,
     ) -> None:
         self.folder = folder
+        self.part = part
         self.state = State.CLOSED
         self._layout = layout
         self._items = list(layout.items())
         self._numbers = {item: number for number, item in enumerate(self._items)}
-        self._conversion = json_files.canonical({"conversion": conversion, "source_stamp": stamp})
+        claims = [{"conversion": conversion, "source_stamp": known} for known in (stamp, _ANY_STAMP)]
+        self._claims = [json_files.canonical(claim) for claim in (claims if part is None else claims[::-1])]
         self._identity = conversion
-        self._disk = SteppedFolder(folder, on_step)
+        self._disk = SteppedFolder(folder, on_step, part)
+        self._journal = JOURNAL_FILE if part is None else f"conversion{part.suffix}.journal"
+        self._others = _OtherJournals(folder, self._journal)
         self._done: dict[int, Digests] = {}
         self._notes: dict[int, bytes] = {}
         self.resumed_bytes = 0
@@ -350,7 +419,7 @@ class PackWriter:
         """
         assert self.state is State.CLOSED, self.state
         self._disk.make()
-        self._disk.lock("another conversion is writing in this folder; wait for it or stop it")
+        self._disk.lock("another conversion is writing in this folder; wait for it or stop it", self.part is not None)
         try:
             complete = self._complete()
             if complete is not None:
@@ -367,7 +436,7 @@ class PackWriter:
             self.close()
             raise
         self.state = State.WRITING
-        self.resumed_bytes = sum(self._items[number].num_bytes for number in self._done)
+        self.resumed_bytes = self.written_bytes
         headers = {name: file.header for name, file in self._layout.files()}
         for item in self.pending():
             if item.kind == "header":
@@ -376,7 +445,36 @@ class PackWriter:
 
     def pending(self) -> list[Item]:
         """Returns the items that are not yet written, in order."""
-        return [item for item in self._items if self._numbers[item] not in self._done]
+        return [item for item in self._items if not self.is_written(item)]
+
+    def is_written(self, item: Item) -> bool:
+        """Returns whether an item is on the disk, as far as this process knows."""
+        return self._numbers[item] in self._done
+
+    def owns(self, item: Item) -> bool:
+        """Returns whether this process writes an item before other parts do."""
+        return self.part is None or self.part.owns(self._numbers[item])
+
+    @property
+    def written_bytes(self) -> int:
+        """Returns the bytes of all items that are on the disk, as far as this process knows."""
+        return sum(self._items[number].num_bytes for number in self._done)
+
+    def refresh(self) -> None:
+        """Learns which items other parts have written.
+
+        Raises:  ConversionError if an item has other bytes there.
+        """
+        for number, digests, note in self._others.new_lines():
+            if number >= len(self._items):
+                continue
+            if self._done.setdefault(number, digests) != digests:
+                raise ConversionError(
+                    f"{self.folder}: two parts have made different bytes of the same {self._items[number].kind}; all "
+                    "parts need processors with the same instructions, and the same packages; remove the folder"
+                )
+            if note:
+                self._notes[number] = note
 
     def write(self, item: Item, extent: NDArray[np.uint8], digests: Digests, note: bytes = b"") -> None:
         """Writes an item's bytes to the disk, then its line in the journal.
@@ -389,8 +487,8 @@ class PackWriter:
         self._disk.sync(item.file)
         number = self._numbers[item]
         line = memoryview(encode_line(number, digests, note))
-        self._disk.write(JOURNAL_FILE, line, self._disk.num_bytes(JOURNAL_FILE))
-        self._disk.sync(JOURNAL_FILE)
+        self._disk.write(self._journal, line, self._disk.num_bytes(self._journal))
+        self._disk.sync(self._journal)
         self._done[number] = digests
         if note:
             self._notes[number] = note
@@ -406,6 +504,23 @@ class PackWriter:
         """Returns the notes of experts, of earlier runs too, by MoE layer index and expert."""
         items = ((self._items[number], note) for number, note in self._notes.items())
         return {(item.layer, item.expert): note for item, note in items if item.kind == "expert"}
+
+    def begins_sealing(self) -> bool:
+        """Returns whether this process seals the pack, all of whose items are written; of several parts one does."""
+        if self.part is None:
+            return True
+        if self.is_sealed() or not self._disk.create_first(SEALING_FILE):
+            return False
+        if self.is_sealed():  # another part has done so, and has removed its own file, in between
+            self._disk.unlink(SEALING_FILE)
+            return False
+        return True
+
+    def is_sealed(self) -> bool:
+        """Returns whether the folder has the whole pack, which another part may have sealed."""
+        if self.state is not State.SEALED and self._complete() is not None:
+            self.state = State.SEALED
+        return self.state is State.SEALED
 
     def seal(
         self,
@@ -455,30 +570,35 @@ class PackWriter:
 
     def _claim_folder(self) -> None:
         path = self.folder / CONVERSION_FILE
-        if path.exists():
-            if path.read_bytes() != self._conversion:
+        if not path.exists():
+            others = [name for name in sorted(each.name for each in self.folder.iterdir()) if not _is_claim(name)]
+            if not others:
+                self._disk.replace(CONVERSION_FILE, self._claims[0])  # other parts write the same
+            elif not path.exists():  # no other part has claimed it meanwhile
                 raise ConversionError(
-                    f"{self.folder}: contains an unfinished conversion of another source or with other options; "
-                    "repeat that command, or remove the folder"
-                )
-            return
-        for path in sorted(self.folder.iterdir()):
-            if path.name != f"{CONVERSION_FILE}.tmp":
-                raise ConversionError(
-                    f"{self.folder}: contains {path.name!r}, which is not part of a conversion; give a new or "
+                    f"{self.folder}: contains {others[0]!r}, which is not part of a conversion; give a new or "
                     "empty folder"
                 )
-        self._disk.replace(CONVERSION_FILE, self._conversion)
+        if path.read_bytes() not in self._claims:
+            raise ConversionError(
+                f"{self.folder}: contains an unfinished conversion of another source or with other options; "
+                "repeat that command, or remove the folder"
+            )
 
     def _open_journal(self) -> None:
-        self._disk.open(JOURNAL_FILE)
-        raw = self._disk.read(JOURNAL_FILE)
+        self._disk.open(self._journal)
+        if self.part is not None:
+            self._disk.lock_file(
+                self._journal, f"another process is writing part {self.part} in this folder; wait for it or stop it"
+            )
+        raw = self._disk.read(self._journal)
         lines, whole = decode_lines(raw)
         known = {number: line for number, line in lines.items() if number < len(self._items)}
         self._done = {number: digests for number, (digests, _) in known.items()}
         self._notes = {number: note for number, (_, note) in known.items() if note}
         if whole != len(raw):
-            self._disk.truncate(JOURNAL_FILE, whole)
+            self._disk.truncate(self._journal, whole)
+        self.refresh()
 
     def _check_space(self) -> None:
         """Refuses a conversion for which the disk has not enough free space."""
@@ -507,7 +627,16 @@ class PackWriter:
         self._disk.sync_folder()
 
     def _clean(self) -> None:
-        for name in (JOURNAL_FILE, CONVERSION_FILE):
+        of_parts = sorted(path.name for pattern in (_JOURNALS, _UNFINISHED) for path in self.folder.glob(pattern))
+        for name in (*of_parts, CONVERSION_FILE, SEALING_FILE):
             if (self.folder / name).exists():
                 self._disk.unlink(name)
         self._disk.sync_folder()
+
+
+_ANY_STAMP = ""  # of a conversion in parts
+
+
+def _is_claim(name: str) -> bool:
+    """Returns whether a file is the claim of a folder that a process has not finished writing."""
+    return name.startswith(CONVERSION_FILE) and name.endswith(".tmp")

@@ -78,7 +78,7 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.commands import Part, given, read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
@@ -189,6 +189,18 @@ class ConvertOptions:
             "pack, on the profile's text or else on our sample.  [default: all run]",
         ),
     )
+    part: Part | None = field(
+        default=None,
+        metadata=option(
+            "--part",
+            parse=Part.of,
+            metavar="I/N",
+            mark="many",
+            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
+            "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
+            "pack has the bytes of one process. The same command without --part continues too.",
+        ),
+    )
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
     memory_bytes: int = field(
         default=MEMORY_BYTES,
@@ -213,6 +225,11 @@ class ConvertOptions:
                 "--rotate"
             )
         if self.target is not None:
+            if many := given(self, "many"):
+                raise UsageError(
+                    f"{many[0]} does not go with --target-vram; make the profile, then a plan (moe-pack plan "
+                    f"--target-vram), then give both to convert with {many[0]}"
+                )
             self._check_with(self.target)
         elif wrong := given(self, "target"):
             raise UsageError(
@@ -316,7 +333,11 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
             memory_bytes=options.memory_bytes,
             rotation=rotation,
             sequential=options.sequential,
+            part=options.part,
         )
+    if options.part is not None and not result.written:
+        click.echo(f"{output}: the pack is complete; another part has written the end of it")
+        return
     _say_converted(result, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
         _measure_thresholds(output, tokens, rule)
