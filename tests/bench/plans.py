@@ -37,8 +37,8 @@ from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
 from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.checkpoint_files import FolderFiles, model_spec
+from moe_pack.formats.families import Checkpoint, model_spec
+from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.formats.families.published import published_names
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts, Text
