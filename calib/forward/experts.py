@@ -94,11 +94,15 @@ class ExpertActivity:
 
     `histograms`: of abs(a), by kind.   `hot_thresholds` float32 [kinds, sparsities]: quantiles of abs(a) over
     `HOT_SAMPLE_TOKENS` tokens.   `hot` int64 [kinds, sparsities, f]: tokens on which a neuron reached them.
+    `input_squares` float64 [d], `hidden_squares` float64 [f]: the sums over tokens of the squares of the expert's
+    inputs and of `h`, the inputs of down.
     """
 
     histograms: tuple[Histogram, ...]
     hot_thresholds: NDArray[np.float32]
     hot: Tensor
+    input_squares: Tensor
+    hidden_squares: Tensor
 
 
 def measure_expert(
@@ -117,9 +121,10 @@ def measure_expert(
              num_neurons: of the expert.   add: is called with positions in `token_idx`, int64 [m], and the expert's
              output there, float32 [m, d].   device: where to compute; where the inputs are by default.
     """
-    counts = _Counts(num_neurons)
+    counts = _Counts(inputs.shape[1], num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
+        counts.input_squares += _sums_of_squares(x)
         y = resting_output(x, expert)
         # Thresholds come from all neurons' activations on the sample; then these are counted. The sample is one
         # allocation: many small ones between the blocks of weights would fragment memory.
@@ -129,6 +134,7 @@ def measure_expert(
             values = activations(x, block, function)
             y.addmm_(values.h, block.down)
             stop = start + len(block.up)
+            counts.hidden_squares[start:stop] += _sums_of_squares(values.h)
             if sample is None:
                 counts.add(start, values)
             else:
@@ -137,7 +143,13 @@ def measure_expert(
         if sample is not None:
             counts.add_sample(sample)
         add(places, y)
-    return ExpertActivity(counts.histograms, counts.thresholds, counts.hot)
+    return ExpertActivity(counts.histograms, counts.thresholds, counts.hot, counts.input_squares, counts.hidden_squares)
+
+
+def _sums_of_squares(values: Tensor) -> Tensor:
+    """Returns the sums of squares of the columns of some thousand rows, float32 [n, m]: float64 [m], on the CPU."""
+    # As a product: sums in float64 down a column take nine times as long, and are as good for some thousand squares.
+    return (values.new_ones((1, len(values))) @ values.square())[0].to("cpu", torch.float64)
 
 
 def sample_places(num_places: int, num_wanted: int) -> Tensor:
@@ -159,7 +171,9 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[Tensor]:
 class _Counts:
     """The counts over all tokens of an expert."""
 
-    def __init__(self, num_neurons: int) -> None:
+    def __init__(self, num_inputs: int, num_neurons: int) -> None:
+        self.input_squares = torch.zeros(num_inputs, dtype=torch.float64)
+        self.hidden_squares = torch.zeros(num_neurons, dtype=torch.float64)
         self.histograms = tuple(Histogram() for _ in KINDS)
         self.thresholds = np.zeros((len(KINDS), len(HOT_SPARSITIES)), np.float32)
         self.hot = torch.zeros((len(KINDS), len(HOT_SPARSITIES), num_neurons), dtype=torch.int64)

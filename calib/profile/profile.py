@@ -57,7 +57,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
 from moe_pack.runtime.offload import PathStatistics
 
-VERSION = 8
+VERSION = 9
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"

@@ -245,6 +245,8 @@ class LayerStatistics:
     `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
     `cosine` f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
     before; NaN in the first of a stack.
+    `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: sums over the expert's tokens of the squares of its inputs
+    and of `h`, the inputs of down.
     """
 
     tokens: Array
@@ -256,6 +258,8 @@ class LayerStatistics:
     hot_thresholds: Array
     hot: Array
     cosine: Array
+    input_squares: Array
+    hidden_squares: Array
 
     def arrays(self) -> dict[str, Array]:
         """Returns all arrays by name, as stored."""
@@ -279,6 +283,8 @@ class LayerStatistics:
             "hot_thresholds": ("F32", (E, len(KINDS), len(HOT_SPARSITIES))),
             "hot": ("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
             "cosine": ("F32", (2,)),
+            "input_squares": ("F32", (E, spec.hidden_size)),
+            "hidden_squares": ("F32", (E, f)),
         }
         check_arrays(arrays, shapes, place)
         ordered = np.sort(arrays["routes"], axis=1)
@@ -340,7 +346,7 @@ def measure_layer(
     """
     spec = weights.spec
     E, f, inputs = spec.router.num_experts, spec.expert.intermediate_size, tokens.expert_inputs(slice(None))
-    activity = _LayerActivity([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
+    activity = _LayerActivity([], [], [], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
 
     def add_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
         states.add(tokens, token_idx, router_weights, output)
@@ -394,6 +400,8 @@ def _statistics(
         hot_thresholds=np.stack(activity.hot_thresholds),
         hot=np.stack(activity.hot),
         cosine=np.asarray(cosine, np.float32),
+        input_squares=np.stack(activity.input_squares),
+        hidden_squares=np.stack(activity.hidden_squares),
     )
 
 
@@ -401,12 +409,14 @@ def _statistics(
 class _LayerActivity:
     """The figures of each expert, and histograms of the whole layer: an expert's own would take megabytes each.
 
-    `quantiles`, `hot_thresholds`, `hot`: as in `LayerStatistics`, by expert.   `pooled`: counts by selector kind.
+    `pooled`: counts by selector kind.   The others: as in `LayerStatistics`, by expert.
     """
 
     quantiles: list[Array]
     hot_thresholds: list[Array]
     hot: list[Array]
+    input_squares: list[Array]
+    hidden_squares: list[Array]
     pooled: list[Tensor]
 
     def add(self, measured: ExpertActivity, num_tokens: int, place: str) -> None:
@@ -418,3 +428,5 @@ class _LayerActivity:
         self.hot_thresholds.append(measured.hot_thresholds)
         shares = measured.hot.numpy() / max(num_tokens, 1)
         self.hot.append((shares * _HOT_UNIT).round().astype(np.uint16))
+        self.input_squares.append(measured.input_squares.numpy().astype(np.float32))
+        self.hidden_squares.append(measured.hidden_squares.numpy().astype(np.float32))

@@ -117,6 +117,8 @@ def test_chunks_of_any_size_count_the_same() -> None:
                 for kind in (1, 2):
                     quantiles = [held.histograms[kind].quantiles(LEVELS) for held in (found, first)]
                     np.testing.assert_allclose(*quantiles, 2 * RESOLUTION, 1e-12)
+                for sums in ("input_squares", "hidden_squares"):
+                    np.testing.assert_allclose(getattr(found, sums), getattr(first, sums), 1e-6)
                 # Sums of f products in blocks, against the largest of them.
                 assert (other - output).abs().max() <= 1e-6 * output.abs().max()
 
@@ -163,6 +165,7 @@ def test_an_expert_without_tokens_counts_nothing() -> None:
     assert [held.total() for held in found.histograms] == [0, 0, 0]
     assert not found.hot.any() and found.hot.shape == (3, 4, 3)
     assert not found.hot_thresholds.any() and output.numel() == 0
+    assert not found.input_squares.any() and not found.hidden_squares.any()
 
 
 def test_inputs_of_zero_give_activations_of_zero_that_all_reach_a_threshold_of_zero() -> None:

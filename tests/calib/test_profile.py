@@ -98,7 +98,7 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     assert refusal(folder) == "profile.json: the file has more than 16,000,000 bytes; profile the model again"
 
 
-OUTDATED = "profile.json: expected format 'moe-pack profile', version 8; profile the model again"
+OUTDATED = "profile.json: expected format 'moe-pack profile', version 9; profile the model again"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
     (lambda values: values.update(version=1), OUTDATED),
     (lambda values: values.update(version=0), OUTDATED),
@@ -144,8 +144,8 @@ def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: P
 
 
 def test_a_fraction_is_no_version(folder: Path) -> None:
-    rewrite(folder, lambda values: values.update(version=8.0))
-    assert refusal(folder) == "profile.json: version: found 8.0, expected int"
+    rewrite(folder, lambda values: values.update(version=9.0))
+    assert refusal(folder) == "profile.json: version: found 9.0, expected int"
 
 
 READS: list[tuple[str, Callable[[Profile], object]]] = [

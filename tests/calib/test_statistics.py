@@ -56,6 +56,21 @@ def test_tokens_are_counted_by_expert(weights: LayerwiseWeights, tmp_path: Path)
     assert found.mass == pytest.approx(np.array(mass), rel=1e-6)  # stored in float32
 
 
+def test_squares_of_both_inputs_are_summed_over_all_tokens_of_an_expert(
+    weights: LayerwiseWeights, tmp_path: Path
+) -> None:
+    tokens = made_up()
+    found = measured(weights, tokens, tmp_path)
+    for expert, own in enumerate((slice(0, 20), slice(0, 0), slice(0, 40), slice(20, 40))):
+        x = tokens.inputs[own]
+        block = next(iter(weights.expert(0, expert).blocks()))
+        assert len(block.up) == F
+        h = activations(x, block, "silu").h
+        for squares, values in ((found.input_squares, x), (found.hidden_squares, h)):
+            exact = values.double().square().sum(dim=0).numpy()
+            np.testing.assert_allclose(squares[expert], exact, 1e-6)  # sums of 40 squares in float32
+
+
 def test_without_held_out_tokens_none_are_counted(weights: LayerwiseWeights, tmp_path: Path) -> None:
     assert measured(weights, made_up(), tmp_path, 0).held_out_tokens.tolist() == [0, 0, 0, 0]
 
@@ -147,8 +162,9 @@ def shared() -> LayerStatistics:
     quantile = np.arange(2 * 3 * len(QUANTILE_LEVELS), dtype=np.float32).reshape(2, 3, -1)
     small = np.zeros(2, np.float32)
     thresholds = np.zeros((2, 3, 4), np.float32)
-    counts = np.array([5, 0], np.uint32)
-    return LayerStatistics(counts, counts, small, np.zeros((5, 1), np.uint16), counts, quantile, thresholds, hot, small)
+    counts, squares = np.array([5, 0], np.uint32), np.zeros((2, 3), np.float32)
+    routes = np.zeros((5, 1), np.uint16)
+    return LayerStatistics(counts, counts, small, routes, counts, quantile, thresholds, hot, small, squares, squares)
 
 
 def test_between_levels_heat_is_interpolated_and_beyond_scaled() -> None:

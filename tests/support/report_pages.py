@@ -112,6 +112,8 @@ class HandMade:
             "hot_thresholds": np.ones((self.E, 3, 4), np.float32),
             "hot": np.zeros((self.E, 3, 4, self.f), np.uint16),
             "cosine": np.asarray(cosine, np.float32),
+            "input_squares": np.ones((self.E, TinyMixtral.hidden_size), np.float32),
+            "hidden_squares": np.ones((self.E, self.f), np.float32),
         }
 
     def losses(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
