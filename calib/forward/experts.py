@@ -104,6 +104,22 @@ class ExpertActivity:
     input_squares: Tensor
     hidden_squares: Tensor
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the same as tensors: thresholds, `hot`, and for each kind the bins with counts and the counts."""
+        bins = [histogram.counts.nonzero()[:, 0] for histogram in self.histograms]
+        counts = [histogram.counts[used] for histogram, used in zip(self.histograms, bins, strict=True)]
+        return torch.from_numpy(self.hot_thresholds), self.hot, *bins, *counts
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> tuple["ExpertActivity", Sequence[Tensor]]:
+        """Returns what `tensors` gave, and the tensors after these."""
+        thresholds, hot, *others = tensors
+        bins, counts = others[: len(KINDS)], others[len(KINDS) : 2 * len(KINDS)]
+        histograms = tuple(Histogram() for _ in KINDS)
+        for histogram, used, counted in zip(histograms, bins, counts, strict=True):
+            histogram.counts[used] = counted
+        return cls(histograms, thresholds.numpy(), hot), others[2 * len(KINDS) :]
+
 
 def measure_expert(
     expert: Expert,

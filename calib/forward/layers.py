@@ -23,23 +23,21 @@ docs/profile.md specifies this.
 they are small, and the experts are read as they are used.
 """
 
-import itertools
 import math
 import shutil
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_pack.calib.forward.shared import ONE_PROCESS, Results
 from moe_pack.formats import CheckpointError, ModelSpec, RunError, Selector
 from moe_pack.runtime.model import (
     Expert,
@@ -58,9 +56,6 @@ from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
 
@@ -72,36 +67,6 @@ def num_workers(spec: ModelSpec) -> int:
     """
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
-
-
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Yields the result of `work` for each item, in their order, while `workers` threads compute the next ones.
-
-    At most one finished result waits. Work runs in inference mode. One worker is a plain loop.
-    """
-    if workers == 1:
-        yield from map(work, items)
-        return
-
-    def job(item: Item) -> Result:
-        with torch.inference_mode():
-            return work(item)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // workers))
-    try:
-        with ThreadPoolExecutor(workers, "calib") as pool:
-            remaining = iter(items)
-            started: deque[Future[Result]] = deque(
-                pool.submit(job, item) for item in itertools.islice(remaining, workers + 1)
-            )
-            while started:
-                result = started.popleft().result()
-                started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
-                yield result
-                del result
-    finally:
-        torch.set_num_threads(threads)
 
 
 Beginning = Callable[[int], Tensor]  # a sequence's hidden states before a stack's first layer, by its number
@@ -302,11 +267,11 @@ class Choices:
     Each layer whose choice is shared has a file of one bit for each token and position; none if an indexer chooses all
     S positions. `enter` begins such a layer, `write` takes what it chose, `leave` ends it.
 
-    Args:    folder: of the files, which a killed pass left there too.
+    Args:    folder: of the files, which a killed pass left there too.   results: as for `LayerStates`.
     """
 
-    def __init__(self, spec: ModelSpec, sequence_length: int, folder: Path) -> None:
-        self._folder, self._sequence_length = folder, sequence_length
+    def __init__(self, spec: ModelSpec, sequence_length: int, folder: Path, results: Results = ONE_PROCESS) -> None:
+        self._folder, self._sequence_length, self._results = folder, sequence_length, results
         self._shape = sequence_length, -(-sequence_length // 8)
         self._choosers = shared_choosers(spec, sequence_length)
         wanted = ((layer, spec.chooser_of(layer)) for layer in range(spec.num_hidden_layers))
@@ -318,27 +283,37 @@ class Choices:
         """Begins a layer."""
         self._bits = None
         if layer in self._choosers:
-            mapped = np.memmap(self._folder / "held-chosen.bin", np.uint8, "w+", shape=(num_sequences, *self._shape))
+            mapped = np.memmap(self._held, np.uint8, "w+", shape=(num_sequences, *self._shape))
             self._bits = torch.from_numpy(mapped)
 
-    def write(self, number: int, chosen: Chosen) -> None:
-        """Keeps what the layer that was entered chose in a sequence; other layers' `chosen` is not kept."""
+    def bits(self, chosen: Chosen) -> Tensor:
+        """Returns what the layer that was entered chose in a sequence, uint8 [S, S / 8]; [0] in other layers."""
+        if self._bits is None:
+            return torch.zeros(0, dtype=torch.uint8)
+        assert chosen.positions is not None, "not all positions are chosen"
+        return torch.from_numpy(np.packbits(chosen.positions.cpu().numpy(), axis=1))
+
+    def write(self, number: int, bits: Tensor) -> None:
+        """Keeps the `bits` of a sequence; those of other layers are not kept."""
         if self._bits is not None:
-            assert chosen.positions is not None, "not all positions are chosen"
-            self._bits[number] = torch.from_numpy(np.packbits(chosen.positions.cpu().numpy(), axis=1))
+            self._bits[number] = bits
 
     def leave(self, layer: int) -> None:
         """Ends a layer: what it chose is on disk."""
         if self._bits is not None:
-            self._paths[layer], _ = store_states(self._folder, f"chosen-{layer:03d}", (self._bits,))
+            self._paths[layer], _ = store_states(self._folder, f"chosen-{layer:03d}", (self._bits,), self._results)
             self._bits = None
-            (self._folder / "held-chosen.bin").unlink()
+            self._held.unlink()
 
     def remove_before(self, layer: int) -> None:
         """Removes the choices that this layer and those after it do not read."""
         read = {chooser for later, chooser in self._chooser_of.items() if later >= layer}
         for chooser in set(self._paths) - read:
-            self._paths.pop(chooser).unlink()
+            self._paths.pop(chooser).unlink(missing_ok=True)  # another part may have removed it
+
+    @property
+    def _held(self) -> Path:
+        return self._folder / self._results.own_name("held-chosen.bin")
 
     def are_there(self, layers: Iterable[int]) -> bool:
         """Returns whether all choices are there that these layers share."""
@@ -412,6 +387,7 @@ class LayerStates:
              workers: threads that run sequences; None: as many as `num_workers`.
              ids: returns the tokens int64 [S] of a sequence, by its number; needed in a model with n-grams, or with a
              table from tokens to experts.
+             results: of sequences within a layer; shared, if several parts run the same pass over `folder`.
     """
 
     def __init__(
@@ -428,6 +404,7 @@ class LayerStates:
         keeps_all: bool = False,
         workers: int | None = None,
         ids: Beginning | None = None,
+        results: Results = ONE_PROCESS,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
@@ -441,12 +418,13 @@ class LayerStates:
         self._keeps_all = keeps_all
         self._workers = workers
         self._ids = ids
+        self._results = results
         assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
         self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
         folder.mkdir(exist_ok=True)
         self._attention = SequenceAttention(weights, sequence_length, device)
-        self._choices = Choices(self.spec, sequence_length, folder)
+        self._choices = Choices(self.spec, sequence_length, folder, results)
         self._paths = dict[int, Path]()  # of the hidden states before each layer
         self.next_layer = self._resume()
 
@@ -474,20 +452,20 @@ class LayerStates:
             outputs=self.allocate("outputs", num_tokens, mapped).zero_() if adds_apart else None,
         )
 
-        def run_sequence(number: int) -> None:
-            rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
+        def run_sequence(number: int) -> tuple[Tensor, ...]:
             chosen = self.chosen(layer, number)
             before, text, ids = self.at(layer, number), self.text(layer, number), self.ids(number)
             x, inputs = self.half_of(layer, before, text, self._weights, chosen, ids)
-            self._choices.write(number, chosen)
-            tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
-            if k:
-                experts, router_weights = route_tokens(inputs, self._weights, layer, ids)
-                tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
+            routes = route_tokens(inputs, self._weights, layer, ids) if k else ()
+            return x.cpu(), inputs.cpu(), self._choices.bits(chosen), *(each.cpu() for each in routes)
 
-        workers = num_workers(self.spec) if self._workers is None else self._workers
-        for _ in in_order(run_sequence, range(num_sequences), workers):
-            pass
+        halves = self._results.in_order("halves", run_sequence, range(num_sequences), self._num_workers)
+        for number, (x, inputs, bits, *routes) in enumerate(halves):
+            rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
+            tokens.x[rows], tokens.inputs[rows] = x, inputs
+            self._choices.write(number, bits)
+            if k:
+                tokens.experts[rows], tokens.weights[rows] = routes
         if k and self.spec.router.on_input:
             tokens = replace(tokens, scales=tokens.weights[:, 0], weights=torch.ones_like(tokens.weights))
         return tokens
@@ -540,14 +518,17 @@ class LayerStates:
         if (outputs := tokens.outputs) is None:
             return tokens
 
-        def run_sequence(number: int) -> None:
-            rows = slice(number * self.sequence_length, (number + 1) * self.sequence_length)
-            half = tokens.x[rows], tokens.inputs[rows]
-            tokens.x[rows] = self.after(layer, half, outputs[rows], self._weights).cpu()
+        S = self.sequence_length
+        pieces = [slice(start, start + S) for start in range(0, len(tokens.x), S)]
 
-        workers = num_workers(self.spec) if self._workers is None else self._workers
-        for _ in in_order(run_sequence, range(len(tokens.x) // self.sequence_length), workers):
-            pass
+        def run_sequence(number: int) -> tuple[Tensor]:
+            rows = pieces[number]
+            half = tokens.x[rows], tokens.inputs[rows]
+            return (self.after(layer, half, outputs[rows], self._weights).cpu(),)
+
+        sums = self._results.in_order("sums", run_sequence, range(len(pieces)), self._num_workers)
+        for rows, (x,) in zip(pieces, sums, strict=True):
+            tokens.x[rows] = x
         return replace(tokens, outputs=None)
 
     def attended(
@@ -584,15 +565,21 @@ class LayerStates:
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
             raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
         self._choices.leave(layer)
-        path, num_tokens = store_states(self._folder, f"hidden-{layer + 1:03d}", chain((tokens.x,), more))
+        path, num_tokens = store_states(
+            self._folder, f"hidden-{layer + 1:03d}", chain((tokens.x,), more), self._results
+        )
         if layer + 1 == self._decoder_start:
             self._text_path = path
-        kept = (path, self._text_path if layer + 1 > self._decoder_start > 0 else path)
+        kept = {path, self._text_path if layer + 1 > self._decoder_start > 0 else path}
+        first_kept = layer + 1
+        if self._results.is_shared:  # other parts may still be in this layer
+            kept |= set(self._folder.glob(f"hidden-{layer:03d}-*"))
+            first_kept = layer
         if not self._keeps_all:
             for other in self._folder.glob("hidden-*"):
                 if other not in kept:
-                    other.unlink()
-            self._choices.remove_before(layer + 1)
+                    other.unlink(missing_ok=True)
+            self._choices.remove_before(first_kept)
         self._paths[layer + 1] = path
         self.num_sequences = num_tokens // self.sequence_length
         self.next_layer = layer + 1
@@ -657,13 +644,18 @@ class LayerStates:
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
             return torch.empty(shape)
-        path = self._folder / f"held-{name}.bin"
+        path = self._folder / self._results.own_name(f"held-{name}.bin")
         path.unlink(missing_ok=True)  # an earlier mapping of the file stays valid
         return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=shape))
 
     def close(self) -> None:
-        """Removes the folder."""
-        shutil.rmtree(self._folder)
+        """Removes the folder, unless other parts may still read in it."""
+        if not self._results.is_shared:
+            shutil.rmtree(self._folder)
+
+    @property
+    def _num_workers(self) -> int:
+        return num_workers(self.spec) if self._workers is None else self._workers
 
     @property
     def _sequence_bytes(self) -> int:
@@ -687,13 +679,14 @@ class LayerStates:
         return 0
 
 
-def store_states(folder: Path, name: str, pieces: Iterable[Tensor]) -> tuple[Path, int]:
+def store_states(folder: Path, name: str, pieces: Iterable[Tensor], results: Results = ONE_PROCESS) -> tuple[Path, int]:
     """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
 
     Args:    name: ends in a number; the checksum that is added to it tells whether the file is whole.
+             results: of the pass; several parts write the same file.
     """
     crc32 = num_tokens = 0
-    unfinished = folder / f"{name.split('-')[0]}.tmp"
+    unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
     with unfinished.open("wb") as file:
         for piece in pieces:
             raw = piece.numpy().reshape(-1).view(np.uint8)
@@ -701,7 +694,7 @@ def store_states(folder: Path, name: str, pieces: Iterable[Tensor]) -> tuple[Pat
             crc32 = zlib.crc32(raw.data, crc32)
             num_tokens += len(piece)
     path = folder / f"{name}-{crc32:08x}.bin"
-    unfinished.rename(path)
+    results.publish(unfinished, path)
     return path, num_tokens
 
 
@@ -712,7 +705,10 @@ def whole_states(folder: Path, name: str) -> dict[int, Path]:
 
 def _is_whole(path: Path) -> bool:
     """Returns whether a file of hidden states has the checksum that its name gives."""
-    return _crc32(path) == int(path.stem.split("-")[2], 16)
+    try:
+        return _crc32(path) == int(path.stem.split("-")[2], 16)
+    except FileNotFoundError:  # another part is further on, and has removed it
+        return False
 
 
 def _crc32(path: Path) -> int:

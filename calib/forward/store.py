@@ -4,8 +4,8 @@
 file only with the names, dtypes and shapes that its reader expects.
 
 `ProfileStore` writes the folder. Each file is written under a temporary name and renamed, so a killed run goes on with
-the files it has. The small JSON file that makes the folder a profile comes last. One process at a time: the folder is
-locked from `open` to `close`.
+the files it has. The small JSON file that makes the folder a profile comes last. The folder is locked from `open` to
+`close`: one process at a time writes in it, or several parts of one profile, each under a number of its own.
 
 `source_digest` identifies a checkpoint, also among others of its shape; `made_with` lists the packages that took part.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack.calib.forward.shared import Part, publish_once
 from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
@@ -98,16 +99,19 @@ def tidy(folder: Path) -> None:
 
 
 class ProfileStore:
-    """The one writer of a profile folder. Owns the folder's lock; `close` it.
+    """The writer of a profile folder. Owns the folder's lock; `close` it.
 
     Args:    folder: created if missing.   identity: digest of everything that decides the profile.
              replaces_other: remove an unfinished profile of another identity instead of refusing it.
+             part: which of several writers this is, all of which write the same files; None: the only one.
     Raises:  ConversionError if the folder contains something else, or another process is writing there.
     """
 
-    def __init__(self, folder: Path, identity: str, replaces_other: bool = False) -> None:
+    def __init__(self, folder: Path, identity: str, replaces_other: bool = False, part: Part | None = None) -> None:
         self.folder = folder
         self.work = folder / WORK_FOLDER
+        self._part = part
+        self._part_fd = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -117,6 +121,9 @@ class ProfileStore:
             self._lock()
             if replaces_other:
                 self._remove_other(canonical({"identity": identity}))
+            if part is not None:
+                self.work.mkdir(exist_ok=True)
+                self._lock_part(part)
             self._claim(canonical({"identity": identity}))
             self.work.mkdir(exist_ok=True)
         except ConversionError:
@@ -132,14 +139,24 @@ class ProfileStore:
         self.replace(name, (write_arrays(arrays),))
 
     def replace(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of these pieces under a temporary name, then renames it."""
+        """Writes a file of these pieces under a temporary name, then renames it.
+
+        A part leaves a file that is there as it is: another part has written the same bytes.
+        """
         unfinished = self.folder / f"{name}.tmp"
+        if self._part is not None:
+            if self.has(name):
+                return
+            unfinished = self.work / f"{Path(name).name}.{self._part.index}.tmp"
         try:
             with unfinished.open("wb") as file:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.rename(self.folder / name)
+            if self._part is None:
+                unfinished.rename(self.folder / name)
+            else:
+                publish_once(unfinished, self.folder / name)
             os.fsync(self._lock_fd)
         except OSError as fault:
             raise ConversionError(
@@ -153,17 +170,35 @@ class ProfileStore:
 
     def close(self) -> None:
         """Releases the folder."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for fd in (self._lock_fd, self._part_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._part_fd = -1
 
     def _lock(self) -> None:
+        kind = fcntl.LOCK_EX if self._part is None else fcntl.LOCK_SH
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
+            fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)  # released with the process, however it ends
+        except BlockingIOError as fault:
+            what = "wait for it, or stop it"
+            if self._part is not None:
+                what = f"it was started without --part; {what}"
+            raise ConversionError(f"{self.folder}: another process is writing a profile here; {what}") from fault
+        except OSError:
+            if self._part is None:  # some shared folders have no locks, and parts need none
+                raise
+
+    def _lock_part(self, part: Part) -> None:
+        """Refuses a second process with the number of a part. Their files would have the same temporary names."""
+        self._part_fd = os.open(self.work / f"part-{part.index}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._part_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as fault:
             raise ConversionError(
-                f"{self.folder}: another process is writing a profile here; wait for it, or stop it"
+                f"{self.folder}: another process is making part {part.index}; give each process a number of its own"
             ) from fault
+        except OSError:  # without locks, only the user's numbers keep parts apart
+            pass
 
     def _remove_other(self, identity: bytes) -> None:
         """Removes an unfinished profile of another identity; leaves any other folder for `_claim` to refuse."""
@@ -179,17 +214,19 @@ class ProfileStore:
     def _claim(self, identity: bytes) -> None:
         """Marks the folder as this identity's, or finds the mark of an earlier run of it."""
         path = self.folder / _IDENTITY_FILE
-        if path.exists():
-            if path.read_bytes() != identity:
+        if not path.exists():
+            own = {f"{_IDENTITY_FILE}.tmp"} if self._part is None else {WORK_FOLDER, _IDENTITY_FILE}
+            names = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in own)
+            if names and not path.exists():  # another part may have claimed the folder meanwhile
                 raise ConversionError(
-                    f"{self.folder}: contains an unfinished profile of another model, text or options; "
-                    "repeat that command, or remove the folder"
+                    f"{self.folder}: contains {names[0]!r}; give a new or empty folder for the profile"
                 )
-            return
-        names = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
-        if names:
-            raise ConversionError(f"{self.folder}: contains {names[0]!r}; give a new or empty folder for the profile")
-        self.replace(_IDENTITY_FILE, (identity,))
+            self.replace(_IDENTITY_FILE, (identity,))
+        if path.read_bytes() != identity:
+            raise ConversionError(
+                f"{self.folder}: contains an unfinished profile of another model, text or options; "
+                "repeat that command, or remove the folder"
+            )
 
 
 _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")

@@ -8,7 +8,9 @@
     predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
 
 The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
-killed and started again gives the same bytes as a run that was not killed.
+killed and started again gives the same bytes as a run that was not killed. So do several parts that make it
+together, with the results in `SharedResults`: each runs all stages, and a part that falls behind does what a killed run
+does.
 
 `attach` stores what a profile knows of routes in the folder of a pack of the same model, where the runtime reads it.
 """
@@ -16,6 +18,8 @@ killed and started again gives the same bytes as a run that was not killed.
 import dataclasses
 import hashlib
 import math
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -27,15 +31,21 @@ from torch import Tensor
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
     HOT_SPARSITIES,
+    ONE_PROCESS,
     PROFILE_FILE,
     Array,
+    Arrays,
     ExpertInputs,
     KeptInputs,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
+    Part,
+    PassedError,
     ProfileStore,
+    Results,
     Sequences,
+    SharedResults,
     Tokens,
     check_length,
     input_bytes,
@@ -164,9 +174,12 @@ def make_profile(
     options: ProfileOptions,
     progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
+    part: Part | None = None,
 ) -> Profile:
     """Profiles a checkpoint on some tokens into `folder`, and continues where a killed run stopped.
 
+    Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
+             one.
     Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
              RunError for sequences longer than the model's positions.
     """
@@ -178,22 +191,16 @@ def make_profile(
             raise ConversionError(f"{folder}: there is another profile in this folder; give another one, or remove it")
         tidy(folder)  # a run that was killed at its very end may have left work files
         return profile
-    store = ProfileStore(folder, _identity(facts))
     try:
-        run = _Run(checkpoint, tokens, store, options, facts.text.num_kept, progress, device or torch.device("cpu"))
-        run.keep_tokens()
-        run.statistics()
-        run.paths()
-        run.rotation()
-        if options.sensitivity != "none":
-            run.sensitivity("fast" if options.sensitivity == "fast" else "full")
-        if options.sensitivity == "exact":
-            run.exact()
-        run.predictors()
-        files = tuple(_listed(path) for path in sorted(folder.glob("*.safetensors")))
-        store.seal(facts_bytes(dataclasses.replace(facts, files=files)))
-    finally:
-        store.close()
+        store = ProfileStore(folder, _identity(facts), part=part)
+        with closing(store):
+            results = ONE_PROCESS if part is None else SharedResults(store.work / "shared", part)
+            device = device or torch.device("cpu")
+            _Run(checkpoint, tokens, store, options, facts, progress, device, results).run()
+    except (OSError, ConversionError):
+        if part is None or not (folder / PROFILE_FILE).exists():
+            raise
+        # Another part has finished the profile and removed what this one was reading.
     return Profile(folder)
 
 
@@ -206,10 +213,13 @@ class _Run:
         tokens: Tokens,
         store: ProfileStore,
         options: ProfileOptions,
-        num_kept: int,
+        facts: ProfileFacts,
         progress: Progress,
         device: torch.device,
+        results: Results,
     ) -> None:
+        self._facts = facts
+        self._results = results
         self._spec = checkpoint.spec
         self._checkpoint = checkpoint
         self._weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
@@ -221,10 +231,50 @@ class _Run:
         self._given = Sequences.of(self._spec, self._ids)
         self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
         self._num_held_out_tokens = num_held_out(len(self._ids)) * self._given.length
-        self._kept = kept_sequences(len(self._ids) - num_held_out(len(self._ids)), num_kept)
+        self._kept = kept_sequences(len(self._ids) - num_held_out(len(self._ids)), facts.text.num_kept)
         self._first_layers = first_moe_layers(self._spec)
-        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
-        self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens)
+        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers, results)
+        self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
+
+    def run(self) -> None:
+        """Runs all stages, and finishes the profile."""
+        sensitivity = self._options.sensitivity
+        self._enter(self.keep_tokens)
+        self._enter(self.statistics)
+        self._enter(self.paths)
+        self._enter(self.rotation)
+        if sensitivity != "none":
+            self._enter(lambda: self.sensitivity("fast" if sensitivity == "fast" else "full"))
+        if sensitivity == "exact":
+            self._enter(self.exact)
+        self._enter(self.predictors)
+        self._enter(self.seal)
+
+    def _enter(self, stage: Callable[[], None]) -> None:
+        """Runs a stage. Enters it again if other parts are so far ahead that they have removed what it reads."""
+        while True:
+            try:
+                return stage()
+            except (OSError, PassedError) as fault:
+                if not self._results.missed(fault):
+                    raise
+                self._progress.end()
+
+    def seal(self) -> None:
+        """Writes the file that makes the folder a profile."""
+        paths = sorted(self._store.folder.glob("*.safetensors"))
+
+        def work(number: int) -> Arrays:
+            listed = _listed(paths[number])
+            return torch.tensor([listed.bytes]), torch.frombuffer(bytearray.fromhex(listed.sha256), dtype=torch.uint8)
+
+        with self._results.step("files"):
+            found = list(self._results.in_order("digests", work, range(len(paths)), 1))
+        files = tuple(
+            ContentFile(path.name, int(num_bytes), digest.numpy().tobytes().hex())
+            for path, (num_bytes, digest) in zip(paths, found, strict=True)
+        )
+        self._store.seal(facts_bytes(dataclasses.replace(self._facts, files=files)))
 
     def keep_tokens(self) -> None:
         """Writes the tokens, so that other measurements can use the same text."""
@@ -240,18 +290,27 @@ class _Run:
         folder = self._store.work / "statistics"
         ids = self._given.ids
         states = LayerStates(
-            self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
+            self._weights,
+            first,
+            num_sequences,
+            S,
+            folder,
+            self._device,
+            answer=answer,
+            ids=lambda number: ids[number],
+            results=self._results,
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         self._progress.begin((self._statistics_cost(Trial(self._weights, states), layers)).stage("statistics"))
         for layer in layers:
-            tokens = states.enter(layer)
-            half = half_multiplications(self._spec, layer, S) * len(tokens.x)
-            self._progress.advance(half, f"layer {layer}")
-            self._partial.run(layer, states, self._weights)
-            if layer in self._spec.moe_layers:
-                tokens = self._count_layer(states, tokens, layer)
-            states.leave(layer, tokens)
+            with self._results.step(f"statistics-{layer:03d}"):
+                tokens = states.enter(layer)
+                half = half_multiplications(self._spec, layer, S) * len(tokens.x)
+                self._progress.advance(half, f"layer {layer}")
+                self._partial.run(layer, states, self._weights)
+                if layer in self._spec.moe_layers:
+                    tokens = self._count_layer(states, tokens, layer)
+                states.leave(layer, tokens)
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         states.close()
         self._progress.end()
@@ -279,6 +338,7 @@ class _Run:
             on_output,
             self._options.chunk_tokens,
             self._device,
+            self._results,
         )
         self._partial.end(layer, states, self._weights)
         tokens = states.summed(layer, tokens)
@@ -306,11 +366,18 @@ class _Run:
             return
         vectors = measured_rotation(self._checkpoint)
         if judges:
-            self._progress.begin(Stage("rotation", len(self._spec.moe_layers), "layers"))
-            for layer_idx, layer in enumerate(self._spec.moe_layers):
-                if not self._is_better_rotated(layer_idx, vectors):
-                    vectors.input[layer_idx] = vectors.output[layer_idx] = 0
-                self._progress.advance(1, f"layer {layer}")
+            layers = self._spec.moe_layers
+            self._progress.begin(Stage("rotation", len(layers), "layers"))
+
+            def work(layer_idx: int) -> Arrays:
+                return (torch.tensor([self._is_better_rotated(layer_idx, vectors)]),)
+
+            with self._results.step("rotation"):
+                found = self._results.in_order("rotated", work, range(len(layers)), 1)
+                for layer_idx, (is_better,) in enumerate(found):
+                    if not is_better:
+                        vectors.input[layer_idx] = vectors.output[layer_idx] = 0
+                    self._progress.advance(1, f"layer {layers[layer_idx]}")
             self._progress.end()
         if vectors.input.any():
             self._store.replace(ROTATION_FILE, (rotation_bytes(vectors),))
@@ -359,16 +426,19 @@ class _Run:
             KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
             self._layer_losses,
             self._vectors(),
+            self._results,
         )
         self._progress.begin(stage.cost().stage("sensitivity"))
         give_back_freed()
         while stage.states.next_layer < self._spec.num_hidden_layers:
-            stage.forward(self._progress)
+            with self._results.step(f"forward-{stage.states.next_layer:03d}"):
+                stage.forward(self._progress)
             give_back_freed()
         while stage.next_back >= 0:
-            layer_losses = stage.back(self._progress)
-            self._store.write(layer_file("sensitivity", stage.next_back), layer_losses.arrays())
-            stage.leave_back()
+            with self._results.step(f"back-{stage.next_back:03d}"):
+                layer_losses = stage.back(self._progress)
+                self._store.write(layer_file("sensitivity", stage.next_back), layer_losses.arrays())
+                stage.leave_back()
             give_back_freed()
         moe_layers = self._spec.moe_layers
         losses = [self._layer_losses(layer) for layer in moe_layers]
@@ -386,12 +456,16 @@ class _Run:
         """Runs EdgeMoE's own measure after the second stage: one file."""
         if self._store.has(EXACT_FILE):
             return
-        stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device, self._vectors())
+        stage = ExactPass(
+            self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
+        )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         self._progress.begin((stage.cost(layers)).stage("each expert at 2 bits"))
         for layer in layers:
-            stage.layer(layer, self._progress)
-        self._store.write(EXACT_FILE, stage.losses(self._progress))
+            with self._results.step(f"exact-{layer:03d}"):
+                stage.layer(layer, self._progress)
+        with self._results.step("exact"):
+            self._store.write(EXACT_FILE, stage.losses(self._progress))
         stage.states.close()
         self._progress.end()
 
@@ -415,7 +489,8 @@ class _Run:
             return
         one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
         self._progress.begin((one * len(left)).stage("predictors", is_most=True))
-        for layer_idx in left:
+
+        def work(layer_idx: int) -> Arrays:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
@@ -425,7 +500,11 @@ class _Run:
                 self._weights, layer_idx, history, paths, thresholds, self._device, partial_scores
             )
             self._store.write(layer_file("predictors", layer), predictors.arrays())
-            self._progress.advance(one.multiplications, f"layer {layer}")
+            return ()
+
+        with self._results.step("predictors"):
+            for layer_idx, _ in zip(left, self._results.in_order("layers", work, left, 1), strict=True):
+                self._progress.advance(one.multiplications, f"layer {self._spec.moe_layers[layer_idx]}")
         self._progress.end()
 
     @property

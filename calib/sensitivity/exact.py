@@ -6,7 +6,7 @@ predictions, which needs no task. Quantization is as in the paper: symmetric, on
 Source: EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import CHUNK_TOKENS, Array, LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.forward import (
+    CHUNK_TOKENS,
+    ONE_PROCESS,
+    Array,
+    Arrays,
+    LayerStates,
+    LayerTokens,
+    LayerwiseWeights,
+    Results,
+    Sequences,
+)
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.calib.sensitivity.costs import (
     Cost,
@@ -39,7 +49,8 @@ class ExactPass:
     """Runs the measurement layer by layer; a killed pass goes on in `folder`.
 
     Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of the layers whose experts are
-             rounded in rotated coordinates; None if there are none.
+             rounded in rotated coordinates; None if there are none.   results: of experts and sequences; shared, if
+             several parts run the pass in `folder`.
     """
 
     def __init__(
@@ -49,7 +60,9 @@ class ExactPass:
         folder: Path,
         device: torch.device,
         rotation: RotationVectors | None = None,
+        results: Results = ONE_PROCESS,
     ) -> None:
+        self._results = results
         self._weights = weights
         self._spec = weights.spec
         self._device = device
@@ -73,6 +86,7 @@ class ExactPass:
             answer=answer,
             origin=origin,
             ids=lambda place: given.ids[place % number],
+            results=results,
         )
         self._num_tokens = number * given.length
 
@@ -85,14 +99,20 @@ class ExactPass:
         changes: list[tuple[Tensor, Tensor]] = []
         if layer in spec.moe_layers:
             layer_idx, one = spec.moe_layers.index(layer), expert_multiplications(spec)
-            for expert in range(spec.router.num_experts):
-                changes.append(self._run_expert(tokens, layer_idx, expert))
+
+            def work(expert: int) -> Arrays:
+                return self._run_expert(tokens, layer_idx, expert)
+
+            experts = range(spec.router.num_experts)
+            for expert, (places, change, *outputs) in enumerate(self._results.in_order("experts", work, experts, 1)):
+                changes.append((places, change))
+                self._add(tokens, expert, outputs)
                 done = len(tokens.of_expert(expert)[0])
                 progress.advance(one * done, f"layer {layer} expert {expert}")
         base = slice(self._num_tokens, 2 * self._num_tokens)
         if tokens.outputs is not None:  # which the end of the layer changes
-            outputs = tokens.outputs[base].clone()
-            tokens_of_base = replace(tokens, x=tokens.x[base].clone(), inputs=tokens.inputs[base], outputs=outputs)
+            of_base = tokens.outputs[base].clone()
+            tokens_of_base = replace(tokens, x=tokens.x[base].clone(), inputs=tokens.inputs[base], outputs=of_base)
         else:
             tokens_of_base = replace(tokens, x=tokens.x[base])
         states.leave(layer, tokens, self._copies(layer, tokens_of_base, changes))
@@ -103,14 +123,21 @@ class ExactPass:
         shape = (len(self._spec.moe_layers), self._spec.router.num_experts)
         num_copies = 1 + shape[0] * shape[1]
         sums = np.zeros(num_copies)
-        for number in range(self.num_copied):
-            original = self.states.before(number)
+
+        def work(number: int) -> Arrays:
+            original, pieces = self.states.before(number), list[Tensor]()
             for rows in head_pieces(0, len(original), self._spec.vocab_size):
-                predictions = self._log_probabilities(original[rows])
+                predictions, measured = self._log_probabilities(original[rows]), np.zeros(num_copies)
                 for copy in range(num_copies):
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
-                    sums[copy] += divergence(predictions, self._log_probabilities(hidden))
-            done = len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size
+                    measured[copy] = divergence(predictions, self._log_probabilities(hidden))
+                pieces.append(torch.from_numpy(measured))
+            return tuple(pieces)
+
+        for found in self._results.in_order("predictions", work, range(self.num_copied), 1):
+            for piece in found:
+                sums += piece.numpy()
+            done = self.states.sequence_length * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size
             progress.advance(done, "predictions")
         kls = (sums / self._num_tokens).astype(np.float32)
         return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
@@ -130,26 +157,35 @@ class ExactPass:
                 num_sequences += self.num_copied * E
         return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
-    def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> tuple[Tensor, Tensor]:
-        """Adds an expert's outputs; returns its positions in the copied tokens [n] and its change by 2 bits [n, d]."""
+    def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> Arrays:
+        """Runs an expert.
+
+        Returns: its positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs in chunks, those
+                 of the original's tokens first.
+        """
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
         base = ~original & (token_idx < 2 * self._num_tokens)
-        self._add(tokens, token_idx[original], weights[original], self._weights, layer_idx, expert)
-        self._add(tokens, token_idx[~original], weights[~original], self._at_4, layer_idx, expert)
+        outputs = [
+            self._output(tokens, chunk, model, layer_idx, expert).cpu()
+            for chosen, model in ((original, self._weights), (~original, self._at_4))
+            for chunk in _chunks(token_idx[chosen])
+        ]
         at_4, at_2 = (
             self._output(tokens, token_idx[base], rounded, layer_idx, expert) for rounded in (self._at_4, self._at_2)
         )
         change = (at_2 - at_4).cpu() * self.states.shares(weights[base])[:, None]
-        return token_idx[base] - self._num_tokens, change
+        return token_idx[base] - self._num_tokens, change, *outputs
 
-    def _add(
-        self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, model: Weights, layer_idx: int, expert: int
-    ) -> None:
-        for start in range(0, len(token_idx), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
-            output = self._output(tokens, token_idx[chunk], model, layer_idx, expert)
-            self.states.add(tokens, token_idx[chunk], weights[chunk], output)
+    def _add(self, tokens: LayerTokens, expert: int, outputs: Sequence[Tensor]) -> None:
+        """Adds the outputs that `_run_expert` returned."""
+        token_idx, weights = tokens.of_expert(expert)
+        original = token_idx < self._num_tokens
+        remaining = iter(outputs)
+        for chosen in (original, ~original):
+            chunks = zip(_chunks(token_idx[chosen]), _chunks(weights[chosen]), strict=True)
+            for chunk, of_chunk in chunks:
+                self.states.add(tokens, chunk, of_chunk, next(remaining))
 
     def _output(self, tokens: LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int) -> Tensor:
         rotation = LayerRotation(model.rotation(layer_idx))
@@ -168,3 +204,8 @@ class ExactPass:
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
         return log_probabilities(hidden, self._weights, self._device)
+
+
+def _chunks(values: Tensor) -> tuple[Tensor, ...]:
+    """Returns an expert's tokens in chunks, none for no tokens."""
+    return torch.split(values, CHUNK_TOKENS) if len(values) else ()

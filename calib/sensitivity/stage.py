@@ -23,13 +23,15 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
+    ONE_PROCESS,
     Array,
+    Arrays,
     KeptInputs,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
+    Results,
     Sequences,
-    in_order,
     num_workers,
     store_states,
     whole_states,
@@ -75,7 +77,6 @@ from moe_pack.calib.sensitivity.errors import (
     squared_step,
 )
 from moe_pack.calib.sensitivity.gradients import (
-    ExpertGradients,
     Tracked,
     end_gradient,
     expert_gradients,
@@ -113,6 +114,7 @@ class SensitivityPass:
              folder: for hidden states and gradients.
              stored: returns the losses of a layer that `back` returned; needed unless formats are compared in all.
              rotation: of the layers whose experts are measured in rotated coordinates; None if there are none.
+             results: of experts and sequences; shared, if several parts run the pass in `folder`.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class SensitivityPass:
         kept: KeptInputs | None = None,
         stored: Callable[[int], LayerLosses] | None = None,
         rotation: RotationVectors | None = None,
+        results: Results = ONE_PROCESS,
     ) -> None:
         spec = weights.spec
+        self._results = results
         self.weights = weights
         self._vectors = rotation
         self.stored_experts = RotatedExperts(weights, rotation, device)
@@ -157,6 +161,7 @@ class SensitivityPass:
             answer=answer,
             keeps_all=True,
             ids=lambda number: given.ids[number],
+            results=results,
         )
         self.next_back, self._above, self._other = self._resume()
 
@@ -237,30 +242,45 @@ class SensitivityPass:
         tokens = states.enter(layer)
         progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
         if layer in self.spec.moe_layers:
-            layer_idx = self.spec.moe_layers.index(layer)
-            for expert in range(self.spec.router.num_experts):
-                token_idx, weights = tokens.of_expert(expert)
-                self._run(states, tokens, token_idx, weights, self.weights, layer_idx, expert)
-                progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+            self._run_experts(tokens, layer, progress)
         states.leave(layer, tokens)
 
-    def _run(
+    def _run_experts(self, tokens: LayerTokens, layer: int, progress: Progress) -> None:
+        """Adds the outputs of a layer's experts."""
+        layer_idx, E = self.spec.moe_layers.index(layer), self.spec.router.num_experts
+
+        def work(expert: int) -> Arrays:
+            token_idx, _ = tokens.of_expert(expert)
+            return tuple(self._outputs(tokens, token_idx, self.weights, layer_idx, expert))
+
+        # One worker: torch's threads run the expert's products.
+        for expert, outputs in enumerate(self._results.in_order("experts", work, range(E), 1)):
+            token_idx, weights = tokens.of_expert(expert)
+            self._add(self.states, tokens, token_idx, weights, outputs)
+            progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+
+    def _outputs(
         self,
-        states: LayerStates,
         tokens: LayerTokens,
         token_idx: Tensor,
-        weights: Tensor,
         model: LayerwiseWeights | RoundedExperts,
         layer_idx: int,
         expert: int,
-    ) -> None:
-        """Adds an expert's outputs for some tokens."""
+    ) -> Iterator[Tensor]:
+        """Yields an expert's outputs for some tokens in chunks, float32 [n, d]."""
         rotation = LayerRotation(model.rotation(layer_idx))
         for start in range(0, len(token_idx), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
-            x = rotation.inputs(tokens.expert_inputs(token_idx[chunk]).to(self.device))
+            x = rotation.inputs(tokens.expert_inputs(token_idx[start : start + CHUNK_TOKENS]).to(self.device))
             output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert_function(layer_idx), "none", 0.0)
-            states.add(tokens, token_idx[chunk], weights[chunk], rotation.outputs(output))
+            yield rotation.outputs(output)
+
+    def _add(
+        self, states: LayerStates, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, outputs: Arrays
+    ) -> None:
+        """Adds the chunks of an expert's outputs."""
+        for number, output in enumerate(outputs):
+            chunk = slice(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+            states.add(tokens, token_idx[chunk], weights[chunk], output)
 
     # --- back
 
@@ -282,7 +302,8 @@ class SensitivityPass:
         if of_inputs is not None:
             below += of_inputs
         S, gradients = states.sequence_length, torch.empty_like(above)
-        for number in range(self.num_sequences):
+
+        def work(number: int) -> Arrays:
             rows = slice(number * S, (number + 1) * S)
             gradient, of_text = half_gradient(
                 states,
@@ -294,9 +315,15 @@ class SensitivityPass:
                 states.chosen(layer, number),
                 states.ids(number),
             )
-            gradients[rows] = gradient.cpu()
-            if of_text is not None:
-                self._other[rows] += of_text.cpu()
+            return tuple(each.cpu() for each in (gradient, of_text) if each is not None)
+
+        for number, (gradient, *of_text) in enumerate(
+            self._results.in_order("half-gradients", work, range(self.num_sequences), 1)
+        ):
+            rows = slice(number * S, (number + 1) * S)
+            gradients[rows] = gradient
+            for each in of_text:
+                self._other[rows] += each
         progress.advance(2 * self._half(layer) * num_tokens, f"layer {layer}")
         # Below the decoder's first layer comes the encoder's last one.
         if layer == self.first_decoder_layer > 0:
@@ -315,28 +342,33 @@ class SensitivityPass:
         if tokens.outputs is None:
             return above, None, above * self.spec.residual_multiplier
         if layer in self.spec.moe_layers:
-            layer_idx = self.spec.moe_layers.index(layer)
-            for expert in range(self.spec.router.num_experts):
-                token_idx, weights = tokens.of_expert(expert)
-                self._run(self.states, tokens, token_idx, weights, self.weights, layer_idx, expert)
-                progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
-        S = self.states.sequence_length
-        found = tuple(torch.empty_like(each) for each in (tokens.x, tokens.inputs, tokens.outputs))
-        for start in range(0, len(tokens.x), S):
-            rows = slice(start, start + S)
-            half, outputs = (tokens.x[rows], tokens.inputs[rows]), tokens.outputs[rows]
-            pieces = end_gradient(self.states, layer, half, outputs, self._tracked, above[rows])
+            self._run_experts(tokens, layer, progress)
+        S, all_outputs = self.states.sequence_length, tokens.outputs
+        found = tuple(torch.empty_like(each) for each in (tokens.x, tokens.inputs, all_outputs))
+
+        def work(number: int) -> Arrays:
+            rows = slice(number * S, (number + 1) * S)
+            half = tokens.x[rows], tokens.inputs[rows]
+            pieces = end_gradient(self.states, layer, half, all_outputs[rows], self._tracked, above[rows])
+            return tuple(piece.cpu() for piece in pieces)
+
+        numbers = range(len(tokens.x) // S)
+        for number, pieces in enumerate(self._results.in_order("end-gradients", work, numbers, 1)):
             for whole, piece in zip(found, pieces, strict=True):
-                whole[rows] = piece.cpu()
+                whole[number * S : (number + 1) * S] = piece
         return found[0], found[1], found[2]
 
     def leave_back(self) -> None:
         """Ends the layer that was measured last; the caller has stored the result of `back`."""
         assert self._above is not None, "a layer was measured"
-        path, _ = store_states(self._folder, f"gradient-{self.next_back:03d}", (self._above, self._other))
+        gradients = (self._above, self._other)
+        path, _ = store_states(self._folder, f"gradient-{self.next_back:03d}", gradients, self._results)
+        kept = {path}
+        if self._results.is_shared:  # other parts may still read it
+            kept |= set(self._folder.glob(f"gradient-{self.next_back + 1:03d}-*"))
         for other in self._folder.glob("gradient-*"):
-            if other != path:
-                other.unlink()
+            if other not in kept:
+                other.unlink(missing_ok=True)
         self.next_back -= 1
 
     def _resume(self) -> tuple[int, Tensor | None, Tensor]:
@@ -351,11 +383,18 @@ class SensitivityPass:
 
     def _prediction_gradients(self, progress: Progress) -> Tensor:
         pieces, last = list[Tensor](), self.spec.num_hidden_layers
-        for number in range(self.num_sequences):
+
+        def work(number: int) -> Arrays:
             generator, hidden = torch.Generator().manual_seed(number), self.states.at(last, number)
-            for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
-                pieces.append(prediction_gradient(hidden[rows].to(self.device), self._tracked, generator).cpu())
-            progress.advance(2 * len(hidden) * self.spec.hidden_size * self.spec.vocab_size, "predictions")
+            return tuple(
+                prediction_gradient(hidden[rows].to(self.device), self._tracked, generator).cpu()
+                for rows in head_pieces(0, len(hidden), self.spec.vocab_size)
+            )
+
+        S = self.states.sequence_length
+        for found in self._results.in_order("predictions", work, range(self.num_sequences), 1):
+            pieces.extend(found)
+            progress.advance(2 * S * self.spec.hidden_size * self.spec.vocab_size, "predictions")
         return torch.cat(pieces)
 
     def _experts_back(
@@ -371,7 +410,10 @@ class SensitivityPass:
         by_weight = torch.zeros_like(tokens.weights)
         rotation = self._rotation(layer_idx)
 
-        def work(expert: int) -> tuple[Tensor, Tensor, ExpertGradients]:
+        num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
+        popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
+
+        def work(expert: int) -> Arrays:
             token_idx, rank = torch.where((tokens.experts == expert) & (tokens.weights != 0))
             found = expert_gradients(
                 self.stored_experts.expert(layer_idx, expert),
@@ -381,14 +423,16 @@ class SensitivityPass:
                 rotation.output_gradients(above[token_idx].to(self.device)),
                 thresholds[expert],
             )
-            return token_idx, rank, found
+            of_inputs = rotation.input_gradients(found.inputs).cpu()
+            losses = (found.weights, found.quantized, found.repeated, found.sparse)
+            # Moments are of one expert. A matrix that it lacks has none, and [0] stands for it.
+            of_one = (torch.zeros(0) if each is None else each for each in found.moments if expert == popular)
+            return token_idx, rank, of_inputs, *(each.cpu() for each in (*losses, *of_one))
 
         quantized, repeated = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, len(WIDTHS))
         sparse = torch.zeros(E, *thresholds.shape[1:])
-        num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
-        popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
-        for expert, (token_idx, rank, found) in enumerate(in_order(work, range(E), num_workers(spec))):
-            of_inputs, of_weights = rotation.input_gradients(found.inputs).cpu(), found.weights.cpu()
+        all_found = self._results.in_order("expert-gradients", work, range(E), num_workers(spec))
+        for expert, (token_idx, rank, of_inputs, of_weights, *found) in enumerate(all_found):
             if tokens.scales is not None:  # the router's weight multiplies the input, not the output
                 of_weights = (of_inputs * tokens.inputs[token_idx]).sum(dim=1)
                 of_inputs = of_inputs * tokens.scales[token_idx, None]
@@ -396,16 +440,20 @@ class SensitivityPass:
                 of_inputs = of_inputs * tokens.own_norm
             below.index_add_(0, token_idx, of_inputs)
             by_weight[token_idx, rank] = of_weights
-            quantized[expert], repeated[expert] = found.quantized.cpu(), found.repeated.cpu()
-            sparse[expert] = found.sparse.cpu()
+            quantized[expert], repeated[expert], sparse[expert] = found[:3]
             if expert == popular:
-                moments = found.moments
+                moments = tuple(each.to(self.device) if len(each) else None for each in found[3:])
             work_done = 2 * expert_multiplications(spec) * len(token_idx)
             progress.advance(work_done, f"layer {layer} expert {expert}")
             del found
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
-        ratios = self._ratios(layer_idx, popular, moments)
-        calibrated = self._calibrated(layer_idx, popular, tokens, above)
+
+        def compare(number: int) -> Arrays:
+            if number == 0:
+                return (self._ratios(layer_idx, popular, moments),)
+            return (self._calibrated(layer_idx, popular, tokens, above),)
+
+        (ratios,), (calibrated,) = self._results.in_order("formats", compare, range(2), 1)
         solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
         quantized, repeated, sparse = (
             _shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, repeated, sparse)
@@ -484,32 +532,38 @@ class SensitivityPass:
         losses = np.zeros((len(roles), len(DENSE_WIDTHS)), np.float32)
         least = min(DENSE_WIDTHS)
         steps = np.asarray([squared_step(width) / squared_step(least) for width in DENSE_WIDTHS])
-        for sequence in range(number):
+        originals = dict[int, tuple[Tensor, Tensor]]()  # of the sequence before
+
+        def work(item: int) -> Arrays:
+            sequence, idx = divmod(item, len(roles))
             rows = slice(sequence * S, (sequence + 1) * S)
             hidden, text = states.at(layer, sequence), states.text(layer, sequence)
             given = None if outputs is None else outputs[rows]
 
             def ended(
                 weights: Weights,
-                number: int = sequence,
-                hidden: Tensor = hidden,
-                text: Tensor | None = text,
-                given: Tensor | None = given,
             ) -> tuple[Tensor, Tensor]:
-                half = states.half_of(layer, hidden, text, weights, states.chosen(layer, number), states.ids(number))
+                chosen, ids = states.chosen(layer, sequence), states.ids(sequence)
+                half = states.half_of(layer, hidden, text, weights, chosen, ids)
                 return states.after(layer, half, given, weights), half[1]
 
-            original = ended(self.weights)
-            for idx, role in enumerate(roles):
-                rounded = RoundedDense(self.weights, (role,), least, plainly_rounded)
-                changed = ended(rounded)
-                moved = sum(
-                    ((now - before).cpu() * gradient[rows]).sum(dim=1)
-                    for now, before, gradient in zip(changed, original, (above, below), strict=True)
-                )
-                assert isinstance(moved, Tensor), "a sum of two"
-                losses[idx] += float(moved.square().mean()) / 2 / number * steps
-            progress.advance(self._half(layer) * S * (len(roles) + 1), f"layer {layer}")
+            if sequence not in originals:
+                originals.clear()
+                originals[sequence] = ended(self.weights)
+            changed = ended(RoundedDense(self.weights, (roles[idx],), least, plainly_rounded))
+            moved = sum(
+                ((now - before).cpu() * gradient[rows]).sum(dim=1)
+                for now, before, gradient in zip(changed, originals[sequence], (above, below), strict=True)
+            )
+            assert isinstance(moved, Tensor), "a sum of two"
+            return (moved.square().mean()[None],)
+
+        found = self._results.in_order("dense", work, range(number * len(roles)), 1)
+        for item, (mean,) in enumerate(found):
+            idx = item % len(roles)
+            losses[idx] += float(mean) / 2 / number * steps
+            done = 1 + (idx == 0)  # the first with the original
+            progress.advance(self._half(layer) * S * done, f"layer {layer}")
         return losses
 
     def _num_dense_sequences(self, layer: int) -> int:
@@ -526,35 +580,50 @@ class SensitivityPass:
         states, S = self._copied_states(copies), self.states.sequence_length
         while states.next_layer < self.spec.num_hidden_layers:
             layer = states.next_layer
-            tokens = states.enter(layer)
-            progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
-            if layer in self.spec.moe_layers:
-                self._run_copies(states, tokens, copies, layer, progress)
-            states.leave(layer, tokens, self._begun(copies, layer + 1))
+            with self._results.step(f"copies-{layer:03d}"):
+                tokens = states.enter(layer)
+                progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
+                if layer in self.spec.moe_layers:
+                    self._run_copies(states, tokens, copies, layer, progress)
+                states.leave(layer, tokens, self._begun(copies, layer + 1))
         sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
         last = self.spec.num_hidden_layers
-        for number in range(self.num_copied):
+
+        def work(number: int) -> Arrays:
             base, next_ids = original.at(last, number), self.ids[number, 1:]
             changed = [states.at(last, copy * self.num_copied + number) for copy in range(len(copies))]
+            pieces = []
             for rows in head_pieces(0, S, self.spec.vocab_size):
                 expected = log_probabilities(base[rows], self.weights, self.device)
+                measured = np.zeros((2, len(copies)))
                 for copy, hidden in enumerate(changed):
                     found = log_probabilities(hidden[rows], self.weights, self.device)
-                    sums[0, copy] += divergence(expected, found)
-                    sums[1, copy] += likelihood_lost(expected, found, next_ids[rows])
-            progress.advance(S * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size, "predictions")
+                    measured[0, copy] = divergence(expected, found)
+                    measured[1, copy] = likelihood_lost(expected, found, next_ids[rows])
+                pieces.append(torch.from_numpy(measured))
+            return tuple(pieces)
+
+        def change_dense(number: int) -> Arrays:
+            kls = self._head_divergences() if number else self._embedding_divergences()
+            return (torch.from_numpy(kls),)
+
+        with self._results.step("divergences"):
+            for pieces in self._results.in_order("predictions", work, range(self.num_copied), 1):
+                for piece in pieces:
+                    sums += piece.numpy()
+                products = S * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
+                progress.advance(products, "predictions")
+            (embedding,), (head,) = self._results.in_order("dense", change_dense, range(2), 1)
         states.close()
         num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
         kls, nlls = sums[0] / (self.num_copied * S), sums[1] / max(num_judged, 1)
-        embedding = self._embedding_divergences()
-        return Divergences(
-            kls.astype(np.float32), nlls.astype(np.float32), num_judged, embedding, self._head_divergences()
-        )
+        return Divergences(kls.astype(np.float32), nlls.astype(np.float32), num_judged, embedding.numpy(), head.numpy())
 
     def close(self) -> None:
-        """Removes the folder; the pass is done."""
+        """Removes the folder, unless other parts may still read in it; the pass is done."""
         self.states.close()
-        shutil.rmtree(self._folder)
+        if not self._results.is_shared:
+            shutil.rmtree(self._folder)
 
     def _copied_states(self, copies: tuple[Copy, ...]) -> LayerStates:
         """Returns the states of the copies that begin with the text; the others begin with their first layer."""
@@ -568,7 +637,15 @@ class SensitivityPass:
         S, folder = self.states.sequence_length, self._folder / "copies"
         ids = self._given.ids
         return LayerStates(
-            self.weights, first, begun, S, folder, self.device, answer=answer, ids=lambda place: ids[place % number]
+            self.weights,
+            first,
+            begun,
+            S,
+            folder,
+            self.device,
+            answer=answer,
+            ids=lambda place: ids[place % number],
+            results=self._results,
         )
 
     def _begun(self, copies: tuple[Copy, ...], layer: int) -> Iterator[Tensor]:
@@ -585,11 +662,20 @@ class SensitivityPass:
         copy_tokens = self.num_copied * states.sequence_length
         (rounded_idx,) = (idx for idx, copy in enumerate(copies) if layer_idx in copy.layers)
         rounded = RoundedExperts(self.stored_experts, copies[rounded_idx].width, plainly_rounded)
-        for expert in range(self.spec.router.num_experts):
+
+        def work(expert: int) -> Arrays:
+            token_idx, _ = tokens.of_expert(expert)
+            changes = token_idx // copy_tokens == rounded_idx
+            changed = self._outputs(tokens, token_idx[changes], rounded, layer_idx, expert)
+            return *changed, *self._outputs(tokens, token_idx[~changes], self.weights, layer_idx, expert)
+
+        E = self.spec.router.num_experts
+        for expert, outputs in enumerate(self._results.in_order("experts", work, range(E), 1)):
             token_idx, weights = tokens.of_expert(expert)
             changes = token_idx // copy_tokens == rounded_idx
-            for chosen, model in ((changes, rounded), (~changes, self.weights)):
-                self._run(states, tokens, token_idx[chosen], weights[chosen], model, layer_idx, expert)
+            num_changed = -(-int(changes.sum()) // CHUNK_TOKENS)
+            for chosen, of_these in ((changes, outputs[:num_changed]), (~changes, outputs[num_changed:])):
+                self._add(states, tokens, token_idx[chosen], weights[chosen], of_these)
             progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
 
     def _embedding_divergences(self) -> Array:

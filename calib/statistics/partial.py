@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import (
+    ONE_PROCESS,
     Array,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    in_order,
+    Results,
     num_workers,
     stack_of,
 )
@@ -32,9 +33,18 @@ class PartialStates:
 
     `scores` is called in the next layer. The files stay until the profile is finished, so that a killed pass continues.
     Args:    num_held_out_tokens: of the pass, from the end; experts are popular by the other tokens.
+             results: of the pass.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, shares: Shares, num_held_out_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        shares: Shares,
+        num_held_out_tokens: int,
+        results: Results = ONE_PROCESS,
+    ) -> None:
+        self._results = results
         self._folder, self._spec, self._shares = folder, spec, shares
         self._num_held_out_tokens = num_held_out_tokens
         self._is_resident: Array = np.zeros(0, bool)
@@ -81,7 +91,7 @@ class PartialStates:
                 for x, inputs, outputs in zip(*pieces, strict=True):
                     x.copy_(states.after(layer, (x, inputs), outputs, weights).cpu())
             self._x = self._added = self._inputs = torch.empty(0)  # the mapping ends before its file gets its name
-            self._unfinished.rename(self._states(layer))
+            self._results.publish(self._unfinished, self._states(layer))
 
     @torch.inference_mode()
     def run(self, layer: int, states: LayerStates, weights: LayerwiseWeights) -> None:
@@ -92,15 +102,16 @@ class PartialStates:
         mapped = torch.from_numpy(np.memmap(self._states(layer - 1), np.float32, "c")).view(-1, S, d)
         first = self._shares.num_sequences - self._shares.num_judged
 
-        def scores_of(number: int) -> Tensor:
+        def scores_of(number: int) -> tuple[Tensor]:
             place = first + number
             text, chosen = states.text(layer, place), states.chosen(layer, place)
             x = states.attended(layer, mapped[number], text, weights, chosen, states.ids(place))
-            return router_scores(mlp_input(x, weights, layer), weights, layer).cpu()
+            return (router_scores(mlp_input(x, weights, layer), weights, layer).cpu(),)
 
-        results = list(in_order(scores_of, range(self._shares.num_judged), num_workers(self._spec)))
-        torch.cat(results).numpy().tofile(self._unfinished)
-        self._unfinished.rename(self._scores(layer))
+        numbers = range(self._shares.num_judged)
+        found = self._results.in_order("partial-scores", scores_of, numbers, num_workers(self._spec))
+        torch.cat([scores for (scores,) in found]).numpy().tofile(self._unfinished)
+        self._results.publish(self._unfinished, self._scores(layer))
 
     def scores(self, layer: int) -> Tensor | None:
         """Returns the scores float32 [T, E] of the tokens to judge on; None for a layer that is not judged."""
@@ -114,7 +125,7 @@ class PartialStates:
 
     @property
     def _unfinished(self) -> Path:
-        return self._folder / "partial.tmp"
+        return self._folder / self._results.own_name("partial.tmp")
 
     def _states(self, layer: int) -> Path:
         return self._folder / f"partial-states-{layer:03d}.bin"

@@ -24,14 +24,15 @@ from moe_pack.calib.forward import (
     HOT_SPARSITIES,
     KINDS,
     NUM_BINS,
+    ONE_PROCESS,
     Array,
     ExpertActivity,
     Histogram,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
+    Results,
     check_arrays,
-    in_order,
     measure_expert,
     num_workers,
 )
@@ -335,13 +336,14 @@ def measure_layer(
     on_output: OnOutput = lambda expert, token_idx, weights, output: None,
     chunk_tokens: int = CHUNK_TOKENS,
     device: torch.device | None = None,
+    results: Results = ONE_PROCESS,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
 
     Args:    num_held_out_tokens: how many tokens, from the end, are held out.   cosine: mean and deviation, for the
              result.   on_expert: is called after each expert with its number and how many tokens it had.   on_output:
              is called in the order of experts with an expert's number, some of its tokens int64 [n], their weights
-             float32 [n] and its output for them float32 [n, d].
+             float32 [n] and its output for them float32 [n, d].   results: of experts.
     Raises:  CheckpointError if activations are not finite.
     """
     spec = weights.spec
@@ -352,27 +354,31 @@ def measure_layer(
         states.add(tokens, token_idx, router_weights, output)
         on_output(expert, token_idx, router_weights, output)
 
-    def measure(expert: int) -> tuple[int, Tensor, Tensor, list[tuple[Tensor, Tensor]], ExpertActivity]:
+    def measure(expert: int) -> tuple[Tensor, ...]:
         token_idx, router_weights = tokens.of_expert(expert)
-        model_expert, outputs = weights.expert(layer_idx, expert), list[tuple[Tensor, Tensor]]()
+        model_expert, outputs = weights.expert(layer_idx, expert), list[Tensor]()
 
         def keep(places: Tensor, output: Tensor) -> None:
-            outputs.append((places, output))
+            outputs.extend((places, output))
 
         def add(places: Tensor, output: Tensor) -> None:
             add_output(expert, token_idx[places], router_weights[places], output)
 
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
-        on_output, function = keep if workers > 1 else add, spec.expert_function(layer_idx)
+        waits, function = workers > 1 or results.is_shared, spec.expert_function(layer_idx)
+        on_output = keep if waits else add
         measured = measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
-        return expert, token_idx, router_weights, outputs, measured
+        return token_idx, router_weights, *measured.tensors(), *outputs
 
     workers = num_workers(spec)
-    for expert, token_idx, router_weights, outputs, measured in in_order(measure, range(E), workers):
-        for places, output in outputs:
+    for expert, found in enumerate(results.in_order("experts", measure, range(E), workers)):
+        token_idx, router_weights, *others = found
+        measured, outputs = ExpertActivity.of(others)
+        for places, output in zip(outputs[::2], outputs[1::2], strict=True):
             add_output(expert, token_idx[places], router_weights[places], output)
         activity.add(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
+        del found, others, outputs  # otherwise two experts' outputs are in memory
     return _statistics(tokens, activity, E, num_held_out_tokens, cosine)
 
 

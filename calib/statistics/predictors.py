@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, check_arrays, sample_places
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, ONE_PROCESS, Array, Results, check_arrays, sample_places
 from moe_pack.formats import NeuronFunction, PackError, RunError
 from moe_pack.runtime.model import Expert, Weights, activations, router_scores
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor
@@ -512,9 +512,18 @@ class InputFiles:
     """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`.
 
     Args:    first_layers: the MoE layers that begin a stack, whose tokens are different from those of the layer before.
+             results: of the pass.
     """
 
-    def __init__(self, folder: Path, hidden_size: int, shares: Shares, first_layers: Collection[int] = (0,)) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hidden_size: int,
+        shares: Shares,
+        first_layers: Collection[int] = (0,),
+        results: Results = ONE_PROCESS,
+    ) -> None:
+        self._results = results
         self._first_layers = first_layers
         self.shares = shares
         self._folder = folder
@@ -527,9 +536,9 @@ class InputFiles:
                  layer of a stack.
         """
         learned, judged = self.shares.tokens()
-        _write(self._sample(layer_idx), inputs[learned], inputs[judged])
+        self._write(self._sample(layer_idx), inputs[learned], inputs[judged])
         cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
-        _write(self._whole(layer_idx), inputs)
+        self._write(self._whole(layer_idx), inputs)
         if layer_idx > 1:
             self._whole(layer_idx - 2).unlink(
                 missing_ok=True
@@ -562,10 +571,9 @@ class InputFiles:
     def _whole(self, layer_idx: int) -> Path:
         return self._folder / f"inputs-whole-{layer_idx:03d}.bin"
 
-
-def _write(path: Path, *parts: Tensor) -> None:
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        for part in parts:
-            part.numpy().tofile(file)
-    unfinished.rename(path)
+    def _write(self, path: Path, *pieces: Tensor) -> None:
+        unfinished = path.with_name(self._results.own_name(f"{path.stem}.tmp"))
+        with unfinished.open("wb") as file:
+            for piece in pieces:
+                piece.numpy().tofile(file)
+        self._results.publish(unfinished, path)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.forward import Tokens, read_tokens
+from moe_pack.calib.forward import Part, Tokens, read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, make_profile
 from moe_pack.calib.report import measured_pack, report_html
 from moe_pack.calib.sensitivity import time_text
@@ -85,6 +85,15 @@ class ProfileCommandOptions:
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
+    part: str | None = field(
+        default=None,
+        metadata=option(
+            "--part",
+            metavar="I/N",
+            help="Make the profile together with N - 1 other processes that have the same options and see the same "
+            "folder, also on other machines. I is this one's number, from 1 to N.",
+        ),
+    )
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
 
 
@@ -100,14 +109,16 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     it.
 
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
+    Several machines can share the work (--part): the profile has the same bytes, also if some of them are killed.
     """
+    part = None if options.part is None else Part.of(options.part)
     checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()
     with closing(checkpoint), TerminalProgress() as progress:
         tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
         device = chosen_device(options.device)
-        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device)
+        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, part)
     num_bytes = sum(file.bytes for file in profile.facts.files)
     click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - start)}")
     for line in _profile_lines(profile):

@@ -1,0 +1,289 @@
+"""Results that several processes share, so that a profile can be made in parts on many machines.
+
+A part runs the whole program over the same folder as every other part. Only the dear steps are divided: each result (an
+expert's outputs, a sequence's attention) is computed by one part and is a file that the other parts read.
+
+    for arrays in results.in_order("experts", work, range(E), workers):
+        a part first makes its own results (every N-th), then reads all of them in order; while it would only wait for
+        another part, it makes a result that is missing
+
+A result is a function of the checkpoint, the text and the options. So it does not matter which part makes it, or
+whether two do: any number of parts gives the bytes of one process, also if some parts are killed and never come back.
+No part waits for a lock of another machine, and N may differ between parts, so that machines can be added.
+
+`step` is what parts go through together: a layer of a stage. A step that a part has ended is marked, and the files of
+the step before it are removed. A part that is so late that files are missing gets `PassedError`. It then does what a
+restarted process does: it goes on from the newest hidden states in the folder.
+"""
+
+import itertools
+import os
+import shutil
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats import UsageError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Arrays = tuple[Tensor, ...]  # a result
+Work = Callable[[int], Arrays]
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Yields the result of `work` for each item, in their order, while `workers` threads compute the next ones.
+
+    At most one finished result waits. Work runs in inference mode. One worker is a plain loop.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+
+    def job(item: Item) -> Result:
+        with torch.inference_mode():
+            return work(item)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        with ThreadPoolExecutor(workers, "calib") as pool:
+            remaining = iter(items)
+            started: deque[Future[Result]] = deque(
+                pool.submit(job, item) for item in itertools.islice(remaining, workers + 1)
+            )
+            while started:
+                result = started.popleft().result()
+                started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
+                yield result
+                del result
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of `count` processes that make the same profile; `index` counts from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str) -> "Part":
+        """Returns the part that `I/N` means.
+
+        Raises:  UsageError if it means none.
+        """
+        index, slash, count = text.partition("/")
+        if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
+            raise UsageError(f"--part: found {text!r}, expected I/N with I from 1 to N, such as 1/3")
+        return cls(int(index), int(count))
+
+    def owns(self, number: int) -> bool:
+        """Returns whether this part makes a result before others do."""
+        return number % self.count == self.index - 1
+
+
+class PassedError(Exception):
+    """Other parts have ended the step, and its files are gone: the stage must go on from what they left."""
+
+
+class Results:
+    """The results of one process: each is computed when it is wanted, and no file is written."""
+
+    is_shared = False
+
+    def in_order(self, phase: str, work: Work, items: Sequence[int], workers: int) -> Iterator[Arrays]:
+        """Yields the result of `work` for each item, in their order.
+
+        Args:    phase: names the kind of result; different in each call within a step.   workers: as for `in_order`.
+        """
+        return in_order(work, items, workers)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Surrounds a step; its name occurs once in a profile."""
+        yield
+
+    def own_name(self, name: str) -> str:
+        """Returns the name of a file that only this process writes."""
+        return name
+
+    def publish(self, unfinished: Path, path: Path) -> None:
+        """Gives a finished file its name."""
+        unfinished.rename(path)
+
+    def missed(self, fault: Exception) -> bool:
+        """Returns whether the fault only says that other parts are ahead, so that the stage must be entered again."""
+        return False
+
+
+ONE_PROCESS = Results()
+
+
+def publish_once(unfinished: Path, path: Path) -> None:
+    """Gives a finished file its name unless another process has written the same file."""
+    try:
+        os.link(unfinished, path)  # of several processes one succeeds, also over NFS; nobody's open file is replaced
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if unfinished.exists() and not path.exists():
+            unfinished.rename(path)
+            return
+    unfinished.unlink()
+
+
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.005, 0.5  # between two looks for a file
+
+
+class SharedResults(Results):
+    """The results of one of several parts, in files in `folder`, which is created if missing."""
+
+    is_shared = True
+
+    def __init__(self, folder: Path, part: Part) -> None:
+        self._folder = folder
+        self._part = part
+        self._step = ""
+        self._passed = set[str]()  # steps in which this part has found itself late
+        self._seconds = dict[str, float]()  # that the last result of each phase took
+        folder.mkdir(exist_ok=True)
+
+    def in_order(self, phase: str, work: Work, items: Sequence[int], workers: int) -> Iterator[Arrays]:
+        """Yields each item's result, in their order; computes those of this part, then those still missing."""
+        held = _Phase(self._folder / self._step, phase, self.own_name(""))
+
+        def make(item: int) -> None:
+            if not held.has(item):
+                self._check_passed()
+                start = time.monotonic()
+                held.write(item, work(item))
+                self._seconds[phase] = time.monotonic() - start
+
+        own = [item for number, item in enumerate(items) if self._part.owns(number)]
+        for _ in in_order(make, own, workers):
+            pass
+        # A result that another part computes now is there after the time that one takes, if it computes one at all.
+        patience = self._seconds.get(phase, max(self._seconds.values(), default=_LEAST_WAIT_S))
+        for number, item in enumerate(items):
+            start, wait = time.monotonic(), _LEAST_WAIT_S
+            while (found := held.read(item)) is None:
+                self._check_passed()
+                if time.monotonic() - start < patience:
+                    time.sleep(wait)
+                    wait = min(2 * wait, _MOST_WAIT_S)
+                    continue
+                patience = 0.0  # another part is slow or gone: do not wait for its next ones either
+                missing = [each for each in items[number:] if not held.has(each)]
+                for _ in in_order(make, self._apart(missing)[:workers], workers):
+                    pass
+            yield found
+
+    def _apart(self, missing: Sequence[int]) -> list[int]:
+        """Returns the missing items, last first, from another place for each part: not all make the same one."""
+        start = (self._part.index - 1) * len(missing) // self._part.count
+        falling = list(reversed(missing))
+        return falling[start:] + falling[:start]
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Surrounds a step; at its end removes the files of the steps before.
+
+        Raises:  PassedError if other parts have ended it and files are missing.
+        """
+        self._step = name
+        if name in self._passed:  # and yet it must be done: what the others left of it was damaged
+            self._mark.unlink(missing_ok=True)
+        (self._folder / name).mkdir(exist_ok=True)
+        yield
+        self._mark.touch()
+        for folder in self._folder.iterdir():
+            if folder.name != name and folder.with_name(f"{folder.name}{_ENDED}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _mark(self) -> Path:
+        return self._folder / f"{self._step}{_ENDED}"
+
+    def _check_passed(self) -> None:
+        if self._step not in self._passed and self._mark.exists():
+            raise PassedError(self._step)
+
+    def own_name(self, name: str) -> str:
+        """Returns the name with the number of this part."""
+        return f"{name}.{self._part.index}"
+
+    def publish(self, unfinished: Path, path: Path) -> None:
+        """Gives a finished file its name unless another part has written it."""
+        publish_once(unfinished, path)
+
+    def missed(self, fault: Exception) -> bool:
+        """Returns whether a part that is late has met the fault, because others removed what it wanted to read."""
+        if self._step in self._passed or not (isinstance(fault, PassedError) or self._mark.exists()):
+            return False
+        self._passed.add(self._step)
+        return True
+
+
+_ENDED = ".ended"
+
+
+class _Phase:
+    """The files of one phase: `PHASE.ITEM.CRC32` in the folder of its step."""
+
+    def __init__(self, folder: Path, phase: str, own: str) -> None:
+        self._folder, self._phase, self._own = folder, phase, own
+        self._paths = dict[int, Path]()
+
+    def has(self, item: int) -> bool:
+        """Returns whether an item's result is there."""
+        if item not in self._paths:
+            for path in self._folder.glob(f"{self._phase}.*.*"):
+                if path.suffix != ".tmp":
+                    self._paths[int(path.name.split(".")[1])] = path
+        return item in self._paths
+
+    def read(self, item: int) -> Arrays | None:
+        """Reads the result of an item; None if it is not there. Removes a damaged file."""
+        if not self.has(item):
+            return None
+        path = self._paths[item]
+        try:
+            arrays, crc32 = list[Tensor](), 0
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                while file.tell() < size:
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+                    crc32 = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc32)
+                    arrays.append(torch.from_numpy(array))
+        except FileNotFoundError:
+            del self._paths[item]
+            return None
+        except (EOFError, ValueError):
+            crc32 = -1
+        if f"{crc32:08x}" != path.suffix[1:]:
+            path.unlink(missing_ok=True)
+            del self._paths[item]
+            return None
+        return tuple(arrays)
+
+    def write(self, item: int, arrays: Arrays) -> None:
+        """Writes the result of an item."""
+        crc32, unfinished = 0, self._folder / f"{self._phase}.{item}{self._own}.tmp"
+        with unfinished.open("wb") as file:
+            for tensor in arrays:
+                array = np.ascontiguousarray(tensor.cpu().numpy())
+                np.lib.format.write_array(file, array, allow_pickle=False)
+                crc32 = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc32)
+        publish_once(unfinished, self._folder / f"{self._phase}.{item}.{crc32:08x}")
