@@ -33,7 +33,6 @@ from moe_pack.calib.forward.layers import (
 from moe_pack.calib.forward.shared import (
     ONE_PROCESS,
     Arrays,
-    Part,
     PassedError,
     Results,
     SharedResults,
@@ -68,7 +67,6 @@ __all__ = [
     "LayerStates",
     "LayerTokens",
     "LayerwiseWeights",
-    "Part",
     "PassedError",
     "ProfileStore",
     "Results",

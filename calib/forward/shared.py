@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import UsageError
+from moe_pack.formats.commands import Part
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -69,29 +68,6 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
                 del result
     finally:
         torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of `count` processes that make the same profile; `index` counts from 1."""
-
-    index: int
-    count: int
-
-    @classmethod
-    def of(cls, text: str) -> "Part":
-        """Returns the part that `I/N` means.
-
-        Raises:  UsageError if it means none.
-        """
-        index, slash, count = text.partition("/")
-        if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
-            raise UsageError(f"--part: found {text!r}, expected I/N with I from 1 to N, such as 1/3")
-        return cls(int(index), int(count))
-
-    def owns(self, number: int) -> bool:
-        """Returns whether this part makes a result before others do."""
-        return number % self.count == self.index - 1
 
 
 class PassedError(Exception):
@@ -186,15 +162,9 @@ class SharedResults(Results):
                     continue
                 patience = 0.0  # another part is slow or gone: do not wait for its next ones either
                 missing = [each for each in items[number:] if not held.has(each)]
-                for _ in in_order(make, self._apart(missing)[:workers], workers):
+                for _ in in_order(make, self._part.apart(missing)[:workers], workers):
                     pass
             yield found
-
-    def _apart(self, missing: Sequence[int]) -> list[int]:
-        """Returns the missing items, last first, from another place for each part: not all make the same one."""
-        start = (self._part.index - 1) * len(missing) // self._part.count
-        falling = list(reversed(missing))
-        return falling[start:] + falling[:start]
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

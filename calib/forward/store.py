@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib.forward.shared import Part, publish_once
+from moe_pack.calib.forward.shared import publish_once
 from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
+from moe_pack.formats.commands import Part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
 from moe_pack.formats.safetensors import assemble, read_header

@@ -40,7 +40,6 @@ from moe_pack.calib.forward import (
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    Part,
     PassedError,
     ProfileStore,
     Results,
@@ -115,7 +114,7 @@ from moe_pack.formats import (
     dump,
     option,
 )
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import tensor_sidecar_bytes

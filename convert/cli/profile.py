@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.forward import Part, Tokens, read_tokens
+from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, make_profile
 from moe_pack.calib.report import measured_pack, report_html
 from moe_pack.calib.sensitivity import time_text
@@ -35,6 +35,7 @@ from moe_pack.convert.cli.options import (
 )
 from moe_pack.formats import Pack, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import Part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import DEVICE_OPTION, Text
 from moe_pack.runtime.offload import PREDICTORS
@@ -85,10 +86,11 @@ class ProfileCommandOptions:
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
-    part: str | None = field(
+    part: Part | None = field(
         default=None,
         metadata=option(
             "--part",
+            parse=Part.of,
             metavar="I/N",
             help="Make the profile together with N - 1 other processes that have the same options and see the same "
             "folder, also on other machines. I is this one's number, from 1 to N.",
@@ -111,14 +113,13 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     Several machines can share the work (--part): the profile has the same bytes, also if some of them are killed.
     """
-    part = None if options.part is None else Part.of(options.part)
     checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()
     with closing(checkpoint), TerminalProgress() as progress:
         tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
         device = chosen_device(options.device)
-        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, part)
+        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, options.part)
     num_bytes = sum(file.bytes for file in profile.facts.files)
     click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - start)}")
     for line in _profile_lines(profile):

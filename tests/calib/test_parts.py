@@ -15,9 +15,10 @@ import torch
 from families import Tiny, write
 from profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
 
-from moe_pack.calib.forward import Part, ProfileStore, Tokens
+from moe_pack.calib.forward import ProfileStore, Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
-from moe_pack.formats import ConversionError, UsageError
+from moe_pack.formats import ConversionError
+from moe_pack.formats.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 TOKENS = random_tokens(5, 16, SMALLEST.vocab_size)
@@ -30,7 +31,7 @@ support, source, folder, level, part, *shape = sys.argv[1:]
 sys.path[:0] = [support]
 import torch
 from profiles import random_tokens
-from moe_pack.calib.forward import Part
+from moe_pack.formats.commands import Part
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.formats.families import Checkpoint
 
@@ -187,7 +188,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/2", "1/2/3", "-1/2", "1.0/2", "+1/2"])
 def test_what_is_no_part_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected I/N with I from 1 to N, such as 1/3"):
+    with pytest.raises(ValueError, match="expected I/N with I from 1 to N, such as 1/3"):
         Part.of(text)
 
 
