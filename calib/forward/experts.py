@@ -13,7 +13,7 @@ quantization. Hessians of every expert would be terabytes for a large model. The
 file a layer, from which an expert's own are read when its turn comes. docs/profile.md specifies the file.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,20 +105,20 @@ class ExpertActivity:
     hidden_squares: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the same as tensors: thresholds, `hot`, and for each kind the bins with counts and the counts."""
+        """Returns the same as tensors; of each histogram the bins that have counts, and these."""
         bins = [histogram.counts.nonzero()[:, 0] for histogram in self.histograms]
         counts = [histogram.counts[used] for histogram, used in zip(self.histograms, bins, strict=True)]
-        return torch.from_numpy(self.hot_thresholds), self.hot, *bins, *counts
+        thresholds = torch.from_numpy(self.hot_thresholds)
+        return *bins, *counts, thresholds, self.hot, self.input_squares, self.hidden_squares
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> tuple["ExpertActivity", Sequence[Tensor]]:
-        """Returns what `tensors` gave, and the tensors after these."""
-        thresholds, hot, *others = tensors
-        bins, counts = others[: len(KINDS)], others[len(KINDS) : 2 * len(KINDS)]
-        histograms = tuple(Histogram() for _ in KINDS)
-        for histogram, used, counted in zip(histograms, bins, counts, strict=True):
-            histogram.counts[used] = counted
-        return cls(histograms, thresholds.numpy(), hot), others[2 * len(KINDS) :]
+        """Returns the activity of which `tensors` are the first, and the tensors after these."""
+        num_kinds, histograms = len(KINDS), tuple(Histogram() for _ in KINDS)
+        for number, histogram in enumerate(histograms):
+            histogram.counts[tensors[number]] = tensors[num_kinds + number]
+        thresholds, hot, input_squares, hidden_squares, *others = tensors[2 * num_kinds :]
+        return cls(histograms, thresholds.numpy(), hot, input_squares, hidden_squares), others
 
 
 def measure_expert(
@@ -303,21 +303,51 @@ def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kep
              [n].
     """
     token_idx = (kept[:, None] * sequence_length + torch.arange(sequence_length)).flatten()  # [n S]
-    layout = lay_out([[tensor] for tensor in _tensors(spec, len(token_idx))], _ALIGN_BYTES)
+    split = torch.split(token_idx, _PIECE_TOKENS)
+    return _file_pieces(
+        spec,
+        len(token_idx),
+        inputs=(tokens.expert_inputs(rows) for rows in split),
+        experts=(tokens.experts[token_idx].numpy(),),
+        weights=(tokens.weights[token_idx].numpy(),),
+        norms=(tokens.x[rows].square().mean(dim=1).sqrt().numpy() for rows in split),
+    )
+
+
+def joined_input_pieces(spec: ModelSpec, kept: Sequence[tuple["ExpertInputs", Tensor]]) -> Iterator[bytes]:
+    """Yields a layer's file in pieces, of tokens in other files of the same layer.
+
+    Args:    kept: for each of the files the places of its tokens to keep, int64 [n].
+    """
+    return _file_pieces(
+        spec,
+        sum(len(token_idx) for _, token_idx in kept),
+        inputs=(found.rows(rows) for found, token_idx in kept for rows in torch.split(token_idx, _PIECE_TOKENS)),
+        experts=(found.experts[token_idx.numpy()] for found, token_idx in kept),
+        weights=(found.weights[token_idx.numpy()] for found, token_idx in kept),
+        norms=(found.norms[token_idx.numpy()] for found, token_idx in kept),
+    )
+
+
+def _file_pieces(
+    spec: ModelSpec,
+    num_tokens: int,
+    inputs: Iterable[Tensor],
+    experts: Iterable[Array],
+    weights: Iterable[Array],
+    norms: Iterable[Array],
+) -> Iterator[bytes]:
+    """Yields a layer's file in pieces; each tensor's rows are given in pieces too."""
+    raw: dict[str, Iterable[bytes]] = {
+        "inputs": (piece.to(torch.bfloat16).view(torch.int16).numpy().tobytes() for piece in inputs),
+        "experts": (piece.astype("<u2").tobytes() for piece in experts),
+        "weights": (piece.astype("<f4").tobytes() for piece in weights),
+        "norms": (piece.astype("<f4").tobytes() for piece in norms),
+    }
+    layout = lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES)
     yield layout.header
     for entry in layout.entries:
-        if entry.name == "inputs":
-            for rows in torch.split(token_idx, _PIECE_TOKENS):
-                yield tokens.expert_inputs(rows).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
-        elif entry.name == "experts":
-            yield tokens.experts[token_idx].numpy().astype("<u2").tobytes()
-        elif entry.name == "weights":
-            yield tokens.weights[token_idx].numpy().astype("<f4").tobytes()
-        elif entry.name == "norms":
-            for rows in torch.split(token_idx, _PIECE_TOKENS):
-                yield tokens.x[rows].square().mean(dim=1).sqrt().numpy().astype("<f4").tobytes()
-        else:
-            yield bytes(entry.num_bytes)
+        yield from raw.get(entry.name, (bytes(entry.num_bytes),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

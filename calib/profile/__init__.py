@@ -1,6 +1,7 @@
 """The profile: a folder with what calibration measured of a model, and the losses that follow from it."""
 
 from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
+from moe_pack.calib.profile.merging import merge_profiles, texts_of
 from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first
 from moe_pack.calib.profile.profiler import ProfileOptions, attach, make_profile, most_routing_bytes, routing_of
 
@@ -14,6 +15,8 @@ __all__ = [
     "hottest_first",
     "losses_of",
     "make_profile",
+    "merge_profiles",
     "most_routing_bytes",
     "routing_of",
+    "texts_of",
 ]

@@ -91,13 +91,18 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """The content of `profile.json`. `source`: the digest of the checkpoint's files and tensors."""
+    """The content of `profile.json`.
+
+    `source`: the digest of the checkpoint's files and tensors.   `texts`: the texts of the profiles that were merged;
+    none in a profile that was not. A text's `num_kept` is that of its own profile.
+    """
 
     format: Literal["moe-pack profile"]
     version: int
     model: ModelSpec
     source: str
     text: TextFacts
+    texts: tuple[TextFacts, ...]
     rotate: RotateChoice
     sensitivity: Sensitivity
     made_with: tuple[PackageVersion, ...]
@@ -232,6 +237,13 @@ class Profile:
 
     def layer_losses(self, layer: int) -> LayerLosses:
         """Reads what changes in a decoder layer cost, multiplied by the layer's growth."""
+        losses = self.second_order_losses(layer)
+        growth = self.effects().growth[layer]
+        grown = {name: getattr(losses, name) * growth for name in ("dense", "quantized", "repeated", "sparse")}
+        return dataclasses.replace(losses, **grown)
+
+    def second_order_losses(self, layer: int) -> LayerLosses:
+        """Reads what changes in a decoder layer cost by the estimates to second order."""
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -249,9 +261,7 @@ class Profile:
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
-        growth = self.effects().growth[layer]
-        grown = {name: arrays[name] * growth for name in ("dense", "quantized", "repeated", "sparse")}
-        return LayerLosses(**arrays | grown)
+        return LayerLosses(**arrays)
 
     def effects(self) -> Effects:
         """Reads what copies of the text measured at the model's output."""

@@ -184,14 +184,10 @@ def make_profile(
     """
     check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
-    if (folder / PROFILE_FILE).exists():
-        profile = Profile(folder)
-        if _identity(profile.facts) != _identity(facts):
-            raise ConversionError(f"{folder}: there is another profile in this folder; give another one, or remove it")
-        tidy(folder)  # a run that was killed at its very end may have left work files
+    if (profile := finished(folder, facts)) is not None:
         return profile
     try:
-        store = ProfileStore(folder, _identity(facts), part=part)
+        store = ProfileStore(folder, identity_of(facts), part=part)
         with closing(store):
             results = ONE_PROCESS if part is None else SharedResults(store.work / "shared", part)
             device = device or torch.device("cpu")
@@ -201,6 +197,20 @@ def make_profile(
             raise
         # Another part has finished the profile and removed what this one was reading.
     return Profile(folder)
+
+
+def finished(folder: Path, facts: ProfileFacts) -> Profile | None:
+    """Returns the profile with these facts if it is in a folder; None if there is none yet.
+
+    Raises:  ConversionError if there is another profile.
+    """
+    if not (folder / PROFILE_FILE).exists():
+        return None
+    profile = Profile(folder)
+    if identity_of(profile.facts) != identity_of(facts):
+        raise ConversionError(f"{folder}: there is another profile in this folder; give another one, or remove it")
+    tidy(folder)  # a run that was killed at its very end may have left work files
+    return profile
 
 
 class _Run:
@@ -264,8 +274,8 @@ class _Run:
         paths = sorted(self._store.folder.glob("*.safetensors"))
 
         def work(number: int) -> Arrays:
-            listed = _listed(paths[number])
-            return torch.tensor([listed.bytes]), torch.frombuffer(bytearray.fromhex(listed.sha256), dtype=torch.uint8)
+            entry = listed(paths[number])
+            return torch.tensor([entry.bytes]), torch.frombuffer(bytearray.fromhex(entry.sha256), dtype=torch.uint8)
 
         with self._results.step("files"):
             found = list(self._results.in_order("digests", work, range(len(paths)), 1))
@@ -551,15 +561,16 @@ def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> P
     text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
     source = source_digest(checkpoint)
     chosen = options.rotate, options.sensitivity
-    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, *chosen, made_with(), (), "")
+    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, (), *chosen, made_with(), (), "")
 
 
-def _identity(facts: ProfileFacts) -> str:
+def identity_of(facts: ProfileFacts) -> str:
     """Returns a digest of the profile's checkpoint, text and options, without its results."""
     return hashlib.sha256(canonical(dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
 
 
-def _listed(path: Path) -> ContentFile:
+def listed(path: Path) -> ContentFile:
+    """Returns the entry of a file in `profile.json`."""
     with RangeReader(path, ConversionError) as reader:
         return ContentFile(path.name, reader.num_bytes, reader.sha256())
 

@@ -29,6 +29,7 @@ from moe_pack.convert.cli.convert import convert_command
 from moe_pack.convert.cli.doctor import doctor_command
 from moe_pack.convert.cli.eval import eval_command
 from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
+from moe_pack.convert.cli.merge import merge_command
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
     attach_command,
@@ -293,6 +294,7 @@ def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
 for _command in (
     convert_command,
     profile_command,
+    merge_command,
     report_command,
     plan_command,
     thresholds_command,

@@ -78,13 +78,13 @@ def profiled(
         checkpoint.close()
 
 
-def run_in_turns(source: Path, folder: Path, options: ProfileOptions, num_parts: int, seed: int) -> int:
-    """Lets one part after the other run, and kills each at a random moment; returns how often."""
-    chance, killed = random.Random(seed), 0
+def run_in_turns(source: Path, folder: Path, options: ProfileOptions, num_parts: int, most: int = 9) -> int:
+    """Lets one part after the other run, and kills each at a random one of `most` events; returns how often."""
+    chance, killed = random.Random(num_parts), 0
     for turn in range(1000):
         part = Part(1 + turn % num_parts, num_parts)
         try:
-            profiled(source, folder, options, part, Recorder(chance.randrange(9)))
+            profiled(source, folder, options, part, Recorder(chance.randrange(most)))
             return killed
         except StoppedError:
             killed += 1
@@ -96,7 +96,7 @@ def test_parts_killed_again_and_again_end_in_the_bytes_of_one_process(source: Pa
     expected = folder_bytes(tmp_path / "one")
     for num_parts in (1, 2, 3):
         folder = tmp_path / str(num_parts)
-        assert run_in_turns(source, folder, QUICK, num_parts, seed=num_parts) > 3
+        assert run_in_turns(source, folder, QUICK, num_parts) > 3
         assert folder_bytes(folder) == expected, num_parts
 
 
@@ -119,7 +119,7 @@ def test_a_part_that_falls_behind_goes_on_where_the_others_are(tmp_path: Path) -
     source = write(FOUR_LAYERS, tmp_path / "source")
     profiled(source, tmp_path / "one", QUICK)
     expected, late = folder_bytes(tmp_path / "one"), 0
-    for at, others in ((2, 13), (7, 10), (7, None)):
+    for at, others in ((2, 13), (2, 7), (7, None)):
         folder = tmp_path / f"{at}-{others}"
 
         def run(folder: Path = folder, stop_at: int | None = others) -> None:
@@ -230,7 +230,7 @@ def test_parts_give_the_same_sensitivity(source: Path, tmp_path: Path, level: An
     profiled(source, tmp_path / "one", options)
     for num_parts in (1, 2, 3):
         folder = tmp_path / str(num_parts)
-        run_in_turns(source, folder, options, num_parts, seed=num_parts)
+        run_in_turns(source, folder, options, num_parts, most=60)
         assert folder_bytes(folder) == folder_bytes(tmp_path / "one"), num_parts
 
 
@@ -241,7 +241,7 @@ def test_parts_of_other_families_give_the_same_bytes(shape: Tiny, tmp_path: Path
     profiled(source, tmp_path / "one", options)
     for num_parts in (2, 3):
         folder = tmp_path / str(num_parts)
-        run_in_turns(source, folder, options, num_parts, seed=num_parts)
+        run_in_turns(source, folder, options, num_parts, most=60)
         assert folder_bytes(folder) == folder_bytes(tmp_path / "one"), num_parts
 
 
@@ -250,18 +250,16 @@ def test_processes_killed_for_good_and_started_again_give_the_bytes_of_one(sourc
     chance, level = random.Random(0), "exact"
     profiled(source, tmp_path / "one", ProfileOptions(level))
     expected = folder_bytes(tmp_path / "one")
-    for number in range(4):
+    for number in range(2):
         folder, count = tmp_path / str(number), 3
         processes = {index: started(source, folder, level, Part(index, count), TOKENS) for index in range(1, count + 1)}
         time.sleep(4)
-        for index in chance.sample(range(1, count + 1), 2):
+        for index, comes_back in zip(chance.sample(range(1, count + 1), 2), (number % 2 > 0, False), strict=True):
             time.sleep(chance.random() * 4)
-            processes[index].kill()
-            processes[index].wait()
-            if chance.random() < 0.5:
+            with processes.pop(index) as killed:
+                killed.kill()
+            if comes_back:
                 processes[index] = started(source, folder, level, Part(index, count), TOKENS)
-            else:
-                del processes[index]
         for process in processes.values():
             ended(process)
         assert folder_bytes(folder) == expected, number
