@@ -1,28 +1,34 @@
-"""Finds the folder of a checkpoint: a path; or a hub id or short name, downloaded if it is not in the cache."""
+"""Finds a checkpoint: a folder, a GGUF file; or a hub id or short name, downloaded if it is not in the cache."""
 
 import re
 from pathlib import Path
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import SHORT_NAMES
+from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.gguf import GgufFiles, find_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
 _UNWANTED = ["consolidated*", "original/*", "*/*"]  # other files with the same weights
 
 
-def find_checkpoint(source: str) -> Path:
-    """Returns the folder of the checkpoint that `source` names.
+def find_checkpoint(source: str) -> Path | CheckpointFiles:
+    """Returns the folder of the checkpoint that `source` names; of GGUF, the open files, which `Checkpoint` closes.
 
-    A folder is returned as it is. A hub id (`owner/name`) or a short name (`mixtral`) is looked up in the hub's local
-    cache, and downloaded to it if it is missing or incomplete there.
+    A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`) or a short name
+    (`mixtral`) is looked up in the hub's local cache, and downloaded to it if it is missing or incomplete there.
     Raises:  CheckpointError with what was searched, and where.
     """
     path = Path(source)
+    if (gguf := find_gguf(path)) is not None:
+        return GgufFiles(gguf)
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{source}: is a file, expected the folder with config.json and the weights")
+        raise CheckpointError(
+            f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
+        )
     hub_id = SHORT_NAMES.get(source.lower(), source)
     if not _HUB_ID.fullmatch(hub_id):
         known = ", ".join(sorted(SHORT_NAMES))

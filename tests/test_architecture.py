@@ -24,6 +24,7 @@ FLOORS = (
     "formats.parts",
     "formats",
     "formats.families",
+    "formats.gguf",
     "runtime.cpu",
     "runtime.model.mixers",
     "runtime.model.caches",
@@ -49,6 +50,9 @@ FLOORS = (
 )
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
 COMMAND_HELPERS = "moe_pack.formats.cli"  # what commands share; only folders and modules called cli may import it
+
+# Where families may be named: their own folder, and what GGUF files call their architectures and tokenizers.
+FAMILY_TABLES = ("moe_pack.formats.families", "moe_pack.formats.gguf.architectures", "moe_pack.formats.gguf.tokenizer")
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python
@@ -330,7 +334,7 @@ def test_a_family_is_named_in_the_family_table_alone() -> None:
     wrong = [
         (source.module, line, word)
         for source in sources()
-        if not source.module.startswith("moe_pack.formats.families")
+        if not source.module.startswith(FAMILY_TABLES)
         for line, word in code_words(source)
         if names.search(word)
     ]

@@ -104,6 +104,10 @@ class CheckpointFiles(ABC):
     def account(self) -> list[SourceFile]:
         """Returns every file with tensors, sorted by name."""
 
+    def notes(self) -> Sequence[str]:
+        """Returns lines for users on how the tensors are read, if that is not as they are."""
+        return ()
+
     @abstractmethod
     def stamp(self) -> str:
         """Returns a digest that changes when the files change, such as of sizes and modification times."""

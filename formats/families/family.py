@@ -244,7 +244,7 @@ class Claims:
 def spec_of_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> ModelSpec:
     """Returns the spec of a checkpoint with these tensors: that of its config, or without the routers' bias."""
     roles = [f"layers.{layer}.router_bias" for layer in spec.moe_layers if family.may_lack_router_bias]
-    if not roles or any(way.name in tensors for role in roles for way in _stored(family, spec, role)):
+    if not roles or any(way.name in tensors for role in roles for way in stored_ways(family, spec, role)):
         return spec
     return replace(spec, router=replace(spec.router, bias=False))
 
@@ -298,7 +298,7 @@ def _claim_dense(
     """Returns the place of each role's tensor."""
     dense, roles = {}, {role.name: role for role in wanted}
     for role in roles.values():
-        stored = _present(_stored(family, spec, role.name), tensors)
+        stored = _present(stored_ways(family, spec, role.name), tensors)
         name, stacked = stored.name, stored.roles
         cols = role.shape[1] if len(role.shape) == 2 else 1
         sizes = [roles[other].shape[0] for other in stacked] or [role.shape[0]]
@@ -322,7 +322,7 @@ def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -
     return found if is_vector and (found == (1, *shape) or is_shaped) else shape
 
 
-def _key(spec: ModelSpec, role: str) -> tuple[str, int]:
+def role_key(spec: ModelSpec, role: str) -> tuple[str, int]:
     """Returns a role's key in `dense_names`, and its layer in its stack (0 if it is of none)."""
     first, _, rest = role.partition(".")
     if first != "layers":
@@ -338,9 +338,9 @@ def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
     return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
 
 
-def _stored(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
+def stored_ways(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
     """Returns the ways in which the dense tensor with this role may be stored in the source."""
-    key, layer = _key(spec, role)
+    key, layer = role_key(spec, role)
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
     ways = names if isinstance(names, tuple) else (names,)
@@ -534,7 +534,7 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
 
     Raises:  CheckpointError if there is no reason.
     """
-    if spec.tied_head and name in (way.name for way in _stored(family, spec, "head")):
+    if spec.tied_head and name in (way.name for way in stored_ways(family, spec, "head")):
         return _TIED
     left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
     if left_out is None:

@@ -70,6 +70,10 @@ _BIASES: dict[Matrix, str] = {
     "down": _EXPERTS + "down_proj_bias",
 }
 
+# In files made of GGUF's, where each matrix of an expert is a tensor of its own.
+_EACH: dict[Matrix, str] = {matrix: _EXPERTS + f"{{e}}.{matrix}_proj" for matrix in MATRICES}
+_EACH_BIAS: dict[Matrix, str] = {matrix: f"{name}.bias" for matrix, name in _EACH.items()}
+
 GPT_OSS = Family(
     model_type="gpt_oss",
     short_names={"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"},
@@ -100,6 +104,12 @@ GPT_OSS = Family(
                 "up": _EXPERTS + "gate_up_proj_scales",
                 "down": _EXPERTS + "down_proj_scales",
             },
+        ),
+        ExpertNames({matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS),
+        ExpertNames(
+            {matrix: f"{name}.blocks" for matrix, name in _EACH.items()},
+            biases=_EACH_BIAS,
+            scales={matrix: f"{name}.scales" for matrix, name in _EACH.items()},
         ),
     ),
 )

@@ -1,0 +1,432 @@
+"""A model in GGUF files as a checkpoint: the tensors and small files that its family's Hugging Face checkpoint has.
+
+`GgufFiles` makes `config.json` and the tokenizer's files from the metadata, and gives every tensor under the name that
+the family's file knows. A tensor's rows are made when they are read: the whole model is never in memory.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, dense_roles
+from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family, PredictionNames, Stored, named, role_key, stored_ways
+from moe_pack.formats.families.registry import read_spec
+from moe_pack.formats.gguf.architectures import (
+    EXPERT_TENSORS,
+    GATE_UP_EXPERTS,
+    TENSOR_NAMES,
+    Change,
+    Values,
+    architecture_of,
+    num_layers,
+)
+from moe_pack.formats.gguf.header import GgufTensor, part_paths, read_headers
+from moe_pack.formats.gguf.rows import (
+    AS_THEY_ARE,
+    Changed,
+    Flat,
+    KeysAndValues,
+    Mxfp4Codes,
+    Mxfp4Scales,
+    Part,
+    Reordered,
+    Rows,
+    Stacked,
+    TensorRows,
+    can_dequantize,
+)
+from moe_pack.formats.gguf.tokenizer import tokenizer_files
+from moe_pack.formats.manifest import SourceFile
+from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
+from moe_pack.formats.safetensors import TensorEntry
+
+_MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the family: its rows, the shape it has there, and the name of its file."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+    file: str
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Returns the GGUF file that a path names: itself, or the one model of a folder without other weights; else None.
+
+    Raises:  CheckpointError if a folder has several GGUF models.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or next(path.glob("*.safetensors"), None) is not None:
+        return None
+    models = sorted({part_paths_of_name(file) for file in path.glob("*.gguf") if not file.name.startswith("mmproj")})
+    if len(models) > 1:
+        names = ", ".join(model.name for model in models)
+        raise CheckpointError(f"{path}: has {len(models)} GGUF models; name one of them: {names}")
+    return models[0] if models else None
+
+
+def part_paths_of_name(file: Path) -> Path:
+    """Returns the first part of the model of which a GGUF file is a part."""
+    with suppress(CheckpointError):
+        return part_paths(file)[0]
+    return file
+
+
+class GgufFiles(CheckpointFiles):
+    """A model in one GGUF file, or in the parts into which it was split. Owns the files' descriptors.
+
+    Args:    path: the file, or one of the parts.
+    Raises:  CheckpointError if a file is damaged, a part is missing, or the architecture or a tensor's type is unknown.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._paths = part_paths(path)
+        self.folder = path
+        self.metadata, self._stored = read_headers(self._paths)
+        self._architecture = architecture_of(self.metadata)
+        for tensor in self._stored.values():
+            if tensor.type not in AS_THEY_ARE and not can_dequantize(tensor.type):
+                raise CheckpointError(
+                    f"{self._paths[tensor.file].name}: tensor {tensor.name!r} is {tensor.type}, which the gguf package "
+                    "cannot dequantize; a newer one may: pip install -U gguf"
+                )
+        self._config = self._make_config()
+        self._small: dict[str, bytes] | None = None
+        self._readers = [RangeReader(part, CheckpointError) for part in self._paths]
+        self._tensors: dict[str, _Tensor] = {}
+        self._entries: dict[str, TensorEntry] = {}
+        self._used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Returns whether the metadata makes a small file of this name.
+
+        Raises:  CheckpointError for a tokenizer that is not supported.
+        """
+        return name in self._small_files()
+
+    def read_file(self, name: str, most_bytes: int = 0) -> NDArray[np.uint8]:
+        """Returns a small file that the metadata makes: u8 [bytes].
+
+        Raises:  CheckpointError if it makes none of this name, or as `has`.
+        """
+        raw = self._small_files().get(name)
+        if raw is None:
+            raise CheckpointError(f"{self._paths[0].name}: its metadata has nothing for {name}")
+        return np.frombuffer(raw, np.uint8).copy()
+
+    def _small_files(self) -> dict[str, bytes]:
+        if self._small is None:
+            files = {"config.json": self._config, **tokenizer_files(self.metadata)}
+            self._small = {
+                name: text.encode()
+                if isinstance(text, str)
+                else json.dumps(text, ensure_ascii=False, indent=1).encode()
+                for name, text in files.items()
+            }
+        return self._small
+
+    def config(self) -> object:
+        """Returns the values of the `config.json` that the metadata makes, without reading the tokenizer."""
+        return self._config
+
+    def _make_config(self) -> Values:
+        values = self._architecture.config(self.metadata)
+        types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
+        if types == {"MXFP4"} and self._architecture.keeps_mxfp4:
+            values["quantization_config"] = {"quant_method": "mxfp4"}
+        return values
+
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Returns the tensors under the names of the family.
+
+        Raises:  CheckpointError if one is missing, has another shape than the metadata says, or has no role.
+        """
+        if not self._entries:
+            family, spec, _ = read_spec(Config(self._config, "config.json"))
+            self._tensors = dict(self._all_tensors(family, spec))
+            self._check_left_out()
+            for name, tensor in self._tensors.items():
+                num_bytes = tensor.rows.num_rows * tensor.rows.row_bytes
+                self._entries[name] = TensorEntry(name, tensor.rows.dtype, tensor.shape, 0, num_bytes)
+        return self._entries
+
+    def file_of(self, tensor: str) -> str:
+        """Returns the name of the file with a tensor, or with its first rows."""
+        return self._tensors[tensor].file
+
+    def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Reads a range of a tensor's bytes: u8, own memory. Rows of which only a part is asked for are made whole.
+
+        Raises:  CheckpointError if the file is cut short or cannot be read.
+        """
+        rows = self._tensors[tensor].rows
+        size = rows.row_bytes
+        first, last = start // size, -(-(start + num_bytes) // size)
+        raw = rows.read(first, last).reshape(-1)
+        return np.ascontiguousarray(raw[start - first * size : start - first * size + num_bytes])
+
+    def account(self) -> list[SourceFile]:
+        """Returns every GGUF file, sorted by name."""
+        files = []
+        for number, (path, reader) in enumerate(zip(self._paths, self._readers, strict=True)):
+            offsets = [tensor.offset for tensor in self._stored.values() if tensor.file == number]
+            header = reader.read(0, min(min(offsets, default=reader.num_bytes), _MAX_HEADER_BYTES))
+            files.append(SourceFile(path.name, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
+        return sorted(files, key=lambda file: file.name)
+
+    def notes(self) -> list[str]:
+        """Returns how many tensors of each type there are, and which are dequantized."""
+        is_kept = "quantization_config" in self._config
+        counts = Counter(
+            (tensor.type, tensor.type in AS_THEY_ARE or (is_kept and "_exps.weight" in name))
+            for name, tensor in self._stored.items()
+        )
+        lines = [
+            f"{kind}: {count} {'tensor' if count == 1 else 'tensors'}, {'as they are' if exact else 'dequantized'}"
+            for (kind, exact), count in sorted(counts.items(), key=lambda item: -item[1])
+        ]
+        return [f"{self._paths[0].name}: {'; '.join(lines)}"]
+
+    def stamp(self) -> str:
+        """Returns a digest of the files' sizes and modification times."""
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Closes all files."""
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+    def _all_tensors(self, family: Family, spec: ModelSpec) -> Iterator[tuple[str, _Tensor]]:
+        roles = {role.name: role for role in dense_roles(spec)}
+        for role in roles.values():
+            way = _plain_way(stored_ways(family, spec, role.name))
+            if not way.roles:
+                yield way.name, self._dense(spec, role, way)
+            elif way.roles[0] == role.name:
+                yield way.name, self._stack([self._dense(spec, roles[other], way) for other in way.roles])
+        for layer in spec.moe_layers:
+            yield from self._experts(family, spec, layer)
+        for number in range(num_layers(self.metadata), self.metadata.whole("block_count")):
+            yield from self._prediction_layer(family, spec, number)
+
+    def _stack(self, tensors: Sequence[_Tensor]) -> _Tensor:
+        rows = Stacked([tensor.rows for tensor in tensors])
+        return _Tensor(rows, (rows.num_rows, *tensors[0].shape[1:]), tensors[0].file)
+
+    def _dense(self, spec: ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
+        """Returns the tensor of a role.
+
+        Raises:  CheckpointError if there is none, or it has another size.
+        """
+        key, layer = role_key(spec, role.name)
+        name = self._name(key, layer)
+        if key == "layers.{i}.attention.kv_b" and name not in self._stored:
+            rows, tensor = self._latent(role, layer)
+        elif name not in self._stored and key.rpartition(".")[2] in ("q", "k", "v"):
+            rows, tensor = self._of_fused(spec, role, layer)
+        else:
+            tensor = self._take(name)
+            rows = self._rows(tensor)
+        rows = Flat(rows) if len(role.shape) == 1 else rows
+        found = (rows.num_rows, rows.num_cols)[-len(role.shape) :]
+        if found != role.shape:
+            raise CheckpointError(
+                f"{self._paths[tensor.file].name}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
+                f"{list(role.shape)} by the metadata"
+            )
+        change = self._architecture.changes.get(key)
+        shape = role.shape if way.parts == 1 else (way.parts, *role.shape)
+        return _Tensor(rows if change is None else _undone(rows, change, spec), shape, self._paths[tensor.file].name)
+
+    def _name(self, key: str, layer: int) -> str:
+        template = self._architecture.names.get(key) or TENSOR_NAMES.get(key)
+        assert template is not None, f"architecture {self.metadata.architecture!r} has no name for role {key!r}"
+        return template.format(i=layer)
+
+    def _latent(self, role: DenseRole, layer: int) -> tuple[Rows, GgufTensor]:
+        """Returns latent attention's keys and values, which newer files have in two tensors."""
+        keys, values = (self._take(f"blk.{layer}.attn_{name}_b.weight") for name in ("k", "v"))
+        return KeysAndValues(self._rows(keys), self._rows(values), keys.shape[0], role.shape[1]), keys
+
+    def _of_fused(self, spec: ModelSpec, role: DenseRole, layer: int) -> tuple[Rows, GgufTensor]:
+        """Returns queries, keys or values of the tensor with all three."""
+        first = 0
+        for other in ("q", "k", "v"):
+            sizes = [each.shape[0] for each in dense_roles(spec) if each.name == f"layers.{layer}.attention.{other}"]
+            if role.name.endswith(f".{other}"):
+                break
+            first += sizes[0]
+        tensor = self._take(f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_{other}.weight")
+        return Part(self._rows(tensor), first, role.shape[0]), tensor
+
+    def _experts(self, family: Family, spec: ModelSpec, layer: int) -> Iterator[tuple[str, _Tensor]]:
+        """Yields all tensors of a layer's experts."""
+        is_kept = "quantization_config" in self._config
+        names = next(
+            (way for way in family.expert_names if "{e}" in way.matrices["up"] and bool(way.scales) == is_kept),
+            family.expert_names[0],
+        )
+        f, d, num_experts = spec.expert.intermediate_size, spec.hidden_size, spec.router.num_experts
+        whole: dict[str, list[tuple[Matrix, Rows, str]]] = {}
+        for matrix in spec.expert.matrices:
+            shape = (d, f) if matrix == "down" else (f, d)
+            for expert, (rows, file) in enumerate(self._expert_rows(layer, matrix, num_experts, shape)):
+                name = named(names.matrices[matrix], layer, expert)
+                if matrix in names.scales:
+                    assert isinstance(rows, Part)
+                    for scales, part in ((False, name), (True, named(names.scales[matrix], layer, expert))):
+                        yield part, _mxfp4(rows, scales, file)
+                elif "{e}" in names.matrices[matrix]:
+                    yield name, _Tensor(rows, shape, file)
+                else:
+                    whole.setdefault(name, []).append((matrix, rows, file))
+            if matrix in names.biases:
+                yield from self._expert_biases(names, matrix, layer, (num_experts, shape[0]))
+        for name, parts in whole.items():
+            count = len(parts) // num_experts  # of matrices in the tensor
+            inner = [parts[m * num_experts + expert][1] for expert in range(num_experts) for m in range(count)]
+            rows = Stacked(inner)
+            yield name, _Tensor(rows, (num_experts, rows.num_rows // num_experts, rows.num_cols), parts[0][2])
+
+    def _expert_rows(
+        self, layer: int, matrix: Matrix, num_experts: int, shape: tuple[int, int]
+    ) -> Iterator[tuple[Rows, str]]:
+        """Yields the matrix of each expert, from a tensor of all experts, or one of each in files of early 2024."""
+        name = EXPERT_TENSORS[matrix].format(i=layer)
+        both, first, step = GATE_UP_EXPERTS.format(i=layer), 0, shape[0]
+        if f"{name}.weight" not in self._stored and f"{name[:-5]}.0.weight" in self._stored:
+            for expert in range(num_experts):
+                tensor = self._take(f"{name[:-5]}.{expert}.weight")
+                self._check(tensor, shape)
+                yield self._rows(tensor), self._paths[tensor.file].name
+            return
+        expected: tuple[int, ...] = (num_experts, *shape)
+        if f"{name}.weight" not in self._stored and matrix != "down" and f"{both}.weight" in self._stored:
+            name, first, step = both, shape[0] if matrix == "up" else 0, 2 * shape[0]
+            expected = (num_experts, step, shape[1])
+        tensor = self._take(f"{name}.weight")
+        self._check(tensor, expected)
+        rows = self._rows(tensor)
+        for expert in range(num_experts):
+            yield Part(rows, expert * step + first, shape[0]), self._paths[tensor.file].name
+
+    def _expert_biases(
+        self, names: ExpertNames, matrix: Matrix, layer: int, shape: tuple[int, int]
+    ) -> Iterator[tuple[str, _Tensor]]:
+        tensor = self._take(f"{EXPERT_TENSORS[matrix].format(i=layer)}.bias")
+        self._check(tensor, shape)
+        rows = self._rows(tensor)
+        for expert in range(shape[0]):
+            part = Part(rows, expert, 1)
+            yield named(names.biases[matrix], layer, expert), _Tensor(part, shape[1:], self._paths[tensor.file].name)
+
+    def _prediction_layer(self, family: Family, spec: ModelSpec, number: int) -> Iterator[tuple[str, _Tensor]]:
+        """Yields what there is of a layer that predicts a further token, under the names of the family's."""
+        if not family.prediction:
+            return
+        names, last = family.prediction[0], spec.num_hidden_layers - 1
+        for part, theirs in _PREDICTION.items():
+            tensor = self._stored.get(f"blk.{number}.nextn.{theirs}.weight")
+            name = getattr(names, part)
+            if tensor is not None and name is not None:
+                self._used.add(tensor.name)
+                yield name.format(n=number), _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
+        for role in dense_roles(spec):
+            key, layer = role_key(spec, role.name)
+            if layer != last or "{i}" not in key or self._name(key, number) not in self._stored:
+                continue
+            tensor = self._take(self._name(key, number))
+            way = _plain_way(stored_ways(family, spec, role.name))
+            moved = _moved(way.name, names, last, number)
+            yield moved, _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
+        if f"{EXPERT_TENSORS['up'].format(i=number)}.weight" in self._stored:
+            yield from self._experts(family, spec, number)
+
+    def _take(self, name: str, otherwise: str | None = None) -> GgufTensor:
+        """Returns the GGUF tensor of this name, which then has a role."""
+        if name not in self._stored:
+            raise CheckpointError(f"{self._paths[0].name}: tensor {otherwise or name!r} is missing")
+        self._used.add(name)
+        return self._stored[name]
+
+    def _rows(self, tensor: GgufTensor) -> TensorRows:
+        return TensorRows(self._readers[tensor.file], tensor)
+
+    def _check(self, tensor: GgufTensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{self._paths[tensor.file].name}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
+                f"{list(shape)} by the metadata"
+            )
+
+    def _check_left_out(self) -> None:
+        """Checks that every tensor has a role.
+
+        Raises:  CheckpointError with the first that has none.
+        """
+        for name, tensor in self._stored.items():
+            if name not in self._used:
+                raise CheckpointError(
+                    f"{self._paths[tensor.file].name}: tensor {name!r} has no role in architecture "
+                    f"{self.metadata.architecture!r}; the pack would lose it"
+                )
+
+
+# Parts of a prediction layer that decoder layers lack, by the fields of `PredictionNames`.
+_PREDICTION = {
+    "project": "eh_proj",
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "norm": "shared_head_norm",
+    "embed": "embed_tokens",
+    "head": "shared_head_head",
+}
+
+
+def _moved(name: str, names: PredictionNames, last: int, number: int) -> str:
+    """Returns the name in a prediction layer of what is called `name` in the last decoder layer."""
+    stack = names.stack.format(i=last)
+    return names.layer.format(n=number) + name.removeprefix(stack)
+
+
+def _file_bytes(content: Values | str) -> bytes:
+    """Returns the bytes of a text, or of JSON values."""
+    return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, indent=1)).encode()
+
+
+def _plain_way(ways: tuple[Stored, ...]) -> Stored:
+    """Returns the first way of storing a role that is neither transposed nor in one tensor with others, if any is."""
+    return next((way for way in ways if not way.transposed and not way.roles), ways[0])
+
+
+def _mxfp4(rows: Part, scales: bool, file: str) -> _Tensor:
+    """Returns an expert's codes in MXFP4 blocks, or their scales."""
+    made = rows.of(Mxfp4Scales if scales else Mxfp4Codes)
+    blocks = made.num_cols if scales else made.num_cols // 16
+    return _Tensor(made, (made.num_rows, blocks) if scales else (made.num_rows, blocks, 16), file)
+
+
+def _undone(rows: Rows, change: Change, spec: ModelSpec) -> Rows:
+    """Returns rows as they were before llama.cpp's converter changed them."""
+    if change == "plus_one":
+        return Changed(rows, lambda values: values - np.float32(1))
+    if change == "decay":
+        return Changed(rows, lambda values: np.log(-values))
+    assert change == "pairs" and isinstance(spec.attention, GroupedQuerySpec), change
+    size = spec.attention.head_dim
+    place = np.arange(size)
+    return Reordered(rows, size, 2 * (place % (size // 2)) + place // (size // 2))

@@ -1,0 +1,378 @@
+"""GGUF files as checkpoints: what is read of them, and every reason to refuse one, each with the nearest accepted."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from cases import case
+from golden_gguf import GOLDEN
+from models import DEMO_MODEL, TinyMixtral
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, trainers
+
+from moe_pack.formats import CheckpointError, RangeReader
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.gguf import GgufFiles, find_gguf
+from moe_pack.formats.gguf.header import GgufTensor
+from moe_pack.formats.gguf.rows import TensorRows, can_dequantize
+from moe_pack.runtime.model import CheckpointWeights, Decoder
+from moe_pack.runtime.text import Text
+
+# The project's bound on float32 logits; sums in another order differ by less than 1e-5 here.
+TOLERANCE = 1e-4
+MIXTRAL = GOLDEN / "mixtral.gguf"
+PAGE = (
+    "It was 1984, the clocks were striking thirteen; don't ASK why. 3.14159 + 1000000 = ?\n\n\tTabs  and   spaces \n"
+    "Grüße, señor: naïve façade — “quotes” … 東京の天気は晴れ。 Привет мир! مرحبا 🙂🚀 snake_case camelCase x->y();"
+)
+
+
+def logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
+    checkpoint = Checkpoint(GgufFiles(path))
+    found = Decoder(CheckpointWeights(checkpoint, torch.device("cpu")), 64).logits(ids).numpy()
+    checkpoint.close()
+    return found
+
+
+def rewritten(
+    path: Path,
+    source: Path = MIXTRAL,
+    values: Callable[[dict[str, Any]], object] = lambda values: None,
+    tensors: Callable[[dict[str, Any]], object] = lambda tensors: None,
+    **options: Any,
+) -> Path:
+    """Writes a GGUF file with the metadata and tensors of another, of which some are changed."""
+    reader = gguf.GGUFReader(source)
+    fields = {
+        name: (field.contents(), field.types) for name, field in reader.fields.items() if not name.startswith("GGUF.")
+    }
+    kept = {tensor.name: (np.array(tensor.data), tensor.tensor_type) for tensor in reader.tensors}
+    values(fields)
+    tensors(kept)
+    writer = gguf.GGUFWriter(path, fields.pop("general.architecture")[0], **options)
+    for name, (value, kinds) in fields.items():
+        writer.add_key_value(name, value, kinds[0], kinds[1] if len(kinds) > 1 else None)
+    for name, (raw, kind) in kept.items():
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(GgufFiles(path)).close()
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+# --- what is read
+
+
+def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers() -> None:
+    """llama.cpp's converter wrote the files, and transformers ran the checkpoints: see golden_gguf.py."""
+    for path in sorted(GOLDEN.glob("*.gguf")):
+        with case(path.stem):
+            expected = np.load(path.with_suffix(".npz"))
+            assert np.abs(expected["logits"]).max() > 0.5, "logits so small that the bound would prove nothing"
+            assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+
+
+def test_each_type_is_read_in_any_range_as_llama_cpp_dequantizes_it(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3)
+    kinds = [kind for kind in gguf.GGMLQuantizationType if kind.name not in NOT_READ]
+    assert len(kinds) > 22
+    for kind in kinds:
+        with case(kind.name):
+            block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            raw = generator.integers(0, 60, (20, 512 // block * num_bytes), np.uint8)  # no float16 is infinite
+            path = tmp_path / kind.name
+            path.write_bytes(b"before" + raw.tobytes())
+            expected = gguf.quants.dequantize(raw, kind).astype(np.float32)
+            assert can_dequantize(kind.name) and np.isfinite(expected).all() and expected.any()
+            with RangeReader(path, CheckpointError) as reader:
+                rows = TensorRows(reader, GgufTensor("t", kind.name, (4, 5, 512), 0, 6, raw.nbytes))
+                assert (rows.dtype, rows.num_rows, rows.num_cols) == ("F32", 20, 512)
+                for first, last in ((0, 20), (7, 8), (3, 17), (5, 5)):
+                    np.testing.assert_array_equal(rows.floats(first, last), expected[first:last])
+    assert not any(can_dequantize(name) for name in ("I32", "Q8_K"))
+
+
+UINT32 = [gguf.GGUFValueType.UINT32]
+# Which are no weights, or which the gguf package does not dequantize; those in 16 and 32 bits are read as they are.
+NOT_READ = {"F16", "BF16", "F32", "F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K", "Q1_0", "Q2_0"}
+
+
+def test_values_of_16_and_32_bits_keep_their_bytes(tmp_path: Path) -> None:
+    source = TinyMixtral(num_layers=1, vocab_size=64, config={"head_dim": 32}).tensors()["model.embed_tokens.weight"]
+    kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    for name, dtype in kinds.items():
+        with case(name):
+            raw = source.to(dtype).contiguous().view(torch.uint8).numpy()
+            path = rewritten(
+                tmp_path / f"{name}.gguf",
+                tensors=lambda tensors: tensors.update({"token_embd.weight": (raw, gguf.GGMLQuantizationType[name])}),
+            )
+            files = GgufFiles(path)
+            entry = files.entries()["model.embed_tokens.weight"]
+            assert (entry.dtype, entry.shape) == (name, (64, 64))
+            np.testing.assert_array_equal(files.read(entry.name, 0, entry.num_bytes), raw.reshape(-1))
+            files.close()
+
+
+def test_a_model_in_parts_is_that_in_one_file(tmp_path: Path) -> None:
+    rewritten(tmp_path / "model.gguf", split_max_tensors=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) == 3
+    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    assert find_gguf(tmp_path) == parts[0]
+    for part in parts:
+        assert np.abs(logits(part, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+    parts[1].unlink()
+    assert refusal(parts[0]) == f"{parts[0].name}: the model's part {parts[1].name} is missing in {tmp_path}"
+
+
+def test_experts_gate_and_up_or_queries_keys_and_values_may_be_in_one_tensor(tmp_path: Path) -> None:
+    def join(tensors: dict[str, Any]) -> None:
+        for layer in range(2):
+            for names, joined, axis in (
+                (("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps", 1),
+                (("attn_q", "attn_k", "attn_v"), "attn_qkv", 0),
+            ):
+                parts = [tensors.pop(f"blk.{layer}.{name}.weight") for name in names]
+                raw = np.concatenate([part[0] for part in parts], axis=axis)
+                tensors[f"blk.{layer}.{joined}.weight"] = (raw, parts[0][1])
+
+    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    path = rewritten(tmp_path / "joined.gguf", tensors=join)
+    assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+
+
+def test_files_of_early_2024_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    def part(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "_exps." in name]:
+            raw, kind = tensors.pop(name)
+            for expert, matrix in enumerate(raw):
+                tensors[name.replace("_exps.", f".{expert}.")] = (matrix, kind)
+
+    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    path = rewritten(tmp_path / "early.gguf", tensors=part)
+    assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+
+
+def test_mxfp4_blocks_keep_their_codes() -> None:
+    checkpoint = Checkpoint(GgufFiles(GOLDEN / "gpt_oss.gguf"))
+    assert {source.codec for source in checkpoint.claims.experts.values()} == {"mxfp4"}
+    assert checkpoint.files.notes() == [
+        "gpt_oss.gguf: F32: 25 tensors, as they are; MXFP4: 10 tensors, dequantized; MXFP4: 6 tensors, as they are"
+    ]
+    checkpoint.close()
+
+
+# --- tokenizers
+
+
+def with_tokenizer(path: Path, fields: dict[str, Any]) -> Path:
+    kinds = {
+        str: [gguf.GGUFValueType.STRING],
+        bool: [gguf.GGUFValueType.BOOL],
+        int: UINT32,
+    }
+    lists = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.INT32, float: gguf.GGUFValueType.FLOAT32}
+
+    def change(values: dict[str, Any]) -> None:
+        for name in [name for name in values if name.startswith("tokenizer.")]:
+            del values[name]
+        for name, value in fields.items():
+            of_list = isinstance(value, list)
+            kind = [gguf.GGUFValueType.ARRAY, lists[type(value[0])]] if of_list else kinds[type(value)]
+            values[f"tokenizer.{name}"] = (value, kind)
+
+    return rewritten(path, values=change)
+
+
+def byte_level() -> dict[str, Any]:
+    """The demo model's tokenizer, as llama.cpp's converter writes it."""
+    values = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    special = {token["id"] for token in values["added_tokens"]}
+    vocabulary = values["model"]["vocab"]
+    tokens = sorted(vocabulary, key=lambda text: int(vocabulary[text]))
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3 if number in special else 1 for number in range(len(tokens))],
+        "ggml.merges": [" ".join(merge) for merge in values["model"]["merges"]],
+        "ggml.bos_token_id": 0,
+        "ggml.eos_token_id": 1,
+        "ggml.add_bos_token": True,
+    }
+
+
+def test_a_byte_level_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
+    original = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    files = GgufFiles(
+        with_tokenizer(
+            tmp_path / "model.gguf",
+            byte_level() | {"chat_template": "{{ messages[0].content }}", "ggml.eot_token_id": 3},
+        )
+    )
+    text = Text(files)
+    assert text.encode(PAGE) == original.encode(PAGE).ids
+    assert (
+        text.encode(f"<s>{PAGE}</s>", special_tokens=False)
+        == original.encode(f"<s>{PAGE}</s>", add_special_tokens=False).ids
+    )
+    assert text.end_ids == {1, 3}
+    assert text.chat_template is not None
+    stream = text.stream([])
+    ids = text.encode(PAGE, special_tokens=False)
+    assert "".join(stream.push(number) for number in ids) + stream.finish() == PAGE
+    files.close()
+
+
+def test_a_sentencepiece_tokenizer_gives_the_originals_tokens(tmp_path: Path) -> None:
+    """Of pair encoding the rank of a merge is all that a score says; the library itself merges by rank."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    lines = [space + line.replace(" ", space) for line in PAGE.splitlines()] * 3
+    trained.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+    values = json.loads(trained.to_str())["model"]
+    tokens = sorted(values["vocab"], key=lambda text: int(values["vocab"][text]))
+    ranks = {"".join(merge): rank for rank, merge in enumerate(reversed(values["merges"]))}
+    fields = {
+        "ggml.model": "llama",
+        "ggml.tokens": tokens,
+        "ggml.scores": [float(-len(ranks) + ranks.get(token, -len(tokens))) for token in tokens],
+        "ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)],
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
+    files = GgufFiles(with_tokenizer(tmp_path / "model.gguf", fields))
+    text = Text(files)
+    trained.add_special_tokens(special[:3])
+    assert text.encode(PAGE) == [1, *trained.encode(space + PAGE.replace(" ", space)).ids]
+    assert text.encode("no 北 in it")[0] == 1
+    stream = text.stream([])
+    assert "".join(map(stream.push, text.encode(PAGE))) + stream.finish() == PAGE
+    files.close()
+
+
+def test_a_tokenizer_with_unknown_rules_is_refused(tmp_path: Path) -> None:
+    changes: Iterable[tuple[dict[str, Any], str]] = [
+        ({"ggml.pre": "no-such"}, "tokenizer.ggml.pre is 'no-such'; supported: afmoe, "),
+        ({"ggml.pre": ""}, "tokenizer.ggml.pre is missing; llama.cpp writes it since 2024; supported: "),
+        ({"ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; supported: gpt2, llama, gemma4. "),
+        ({"ggml.token_type": [1, 1]}, "tokenizer.ggml.tokens and token_type do not fit each other"),
+    ]
+    for number, (change, message) in enumerate(changes):
+        with case(message):
+            files = GgufFiles(with_tokenizer(tmp_path / f"{number}.gguf", byte_level() | change))
+            with pytest.raises(CheckpointError) as refused:
+                files.has("tokenizer.json")
+            assert str(refused.value).startswith(f"{number}.gguf: {message}")
+            files.close()
+
+
+# --- what is refused
+
+
+def test_a_file_that_is_cut_or_no_gguf_file_is_refused(tmp_path: Path) -> None:
+    whole, path = MIXTRAL.read_bytes(), tmp_path / "model.gguf"
+    for size in (0, 3, 4, 23, 24, 100, 1000, 4000, len(whole) // 2, len(whole) - 1):
+        with case(size):
+            path.write_bytes(whole[:size])
+            assert refusal(path).startswith("model.gguf: the gguf package cannot read it (")
+    path.write_bytes(b"GGML" + whole[4:])
+    assert refusal(path) == "model.gguf: the gguf package cannot read it (GGUF magic invalid)"
+    path.write_bytes(whole[:8] + b"\xff" * 8 + whole[16:])
+    assert refusal(path).startswith("model.gguf: the gguf package cannot read it (")
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    def without(key: str) -> Callable[[dict[str, Any]], object]:
+        return lambda values: values.pop(key)
+
+    def changed(key: str, value: Any, kind: list[Any]) -> Callable[[dict[str, Any]], object]:
+        return lambda values: values.update({key: (value, kind)})
+
+    cases: Iterable[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (without("llama.expert_count"), "architecture 'llama' has no experts; moe-pack is for mixture-of-experts"),
+        (without("llama.block_count"), "metadata has no key 'llama.block_count'"),
+        (changed("llama.block_count", "2", [gguf.GGUFValueType.STRING]), "llama.block_count is '2', expected a whole"),
+        (
+            changed("llama.feed_forward_length", 48, UINT32),
+            "tensor 'blk.0.ffn_gate_exps.weight' has shape [4, 32, 64], ",
+        ),
+        (changed("llama.block_count", 1, UINT32), "tensor 'blk.1."),
+        (changed("split.count", 3, UINT32), "is one of 3 parts; keep their names as llama.cpp made them"),
+    ]
+    for number, (change, message) in enumerate(cases):
+        with case(message):
+            found = refusal(rewritten(tmp_path / f"{number}.gguf", values=change))
+            assert found.startswith(f"{number}.gguf: {message}")
+
+    def rename(values: dict[str, Any]) -> None:
+        for name in [name for name in values if name.startswith("llama.")]:
+            values[name.replace("llama.", "grok.")] = values.pop(name)
+        values["general.architecture"] = ("grok", [gguf.GGUFValueType.STRING])
+
+    message = refusal(rewritten(tmp_path / "grok.gguf", values=rename))
+    assert message.startswith("grok.gguf: GGUF architecture 'grok' is not supported; supported: ")
+
+
+def test_a_tensor_that_is_missing_or_has_no_role_or_no_values_is_refused(tmp_path: Path) -> None:
+    kinds = gguf.GGMLQuantizationType
+    cases: Iterable[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (lambda tensors: tensors.pop("blk.1.attn_v.weight"), "tensor 'blk.1.attn_v.weight' is missing"),
+        (lambda tensors: tensors.pop("token_embd.weight"), "tensor 'token_embd.weight' is missing"),
+        (
+            lambda tensors: tensors.update({"blk.0.attn_q.lora_a": tensors["blk.0.attn_q.weight"]}),
+            "tensor 'blk.0.attn_q.lora_a' has no role in architecture 'llama'; the pack would lose it",
+        ),
+        (
+            lambda tensors: tensors.update({"rope_freqs.weight": (np.ones(8, np.float32), kinds.F32)}),
+            "tensor 'rope_freqs.weight' has no role in architecture 'llama'; the pack would lose it",
+        ),
+        (
+            lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(32, np.float32), kinds.F32)}),
+            "tensor 'blk.0.attn_norm.weight' has shape [32], expected [64] by the metadata",
+        ),
+        (
+            lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(64, np.int32), kinds.I32)}),
+            "tensor 'blk.0.attn_norm.weight' is I32, which the gguf package cannot dequantize; a newer one may: ",
+        ),
+    ]
+    for number, (change, message) in enumerate(cases):
+        with case(message):
+            found = refusal(rewritten(tmp_path / f"{number}.gguf", tensors=change))
+            assert found.startswith(f"{number}.gguf: {message}")
+
+
+def test_a_head_that_is_missing_is_the_embedding(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "tied.gguf", tensors=lambda tensors: tensors.pop("output.weight"))
+    checkpoint = Checkpoint(GgufFiles(path))
+    assert checkpoint.spec.tied_head
+    checkpoint.close()
+
+
+def test_a_folder_names_its_one_model(tmp_path: Path) -> None:
+    assert find_gguf(tmp_path) is None
+    (tmp_path / "mmproj-model.gguf").touch()  # of a multimodal model, what maps images to its embeddings
+    path = rewritten(tmp_path / "a.gguf")
+    assert find_gguf(tmp_path) == path
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF models; name one of them: a\.gguf, b\.gguf"):
+        find_gguf(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert find_gguf(tmp_path) is None

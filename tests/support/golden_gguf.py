@@ -1,0 +1,148 @@
+"""Makes the tiny GGUF files of `tests/data/gguf`, and what transformers says of their weights.
+
+    python tests/support/golden_gguf.py LLAMA_CPP [FAMILY ...]
+
+LLAMA_CPP is a source tree of llama.cpp, whose converter writes the files from checkpoints of random weights. Then every
+matrix is quantized, in the file as llama.cpp has it and in the checkpoint as transformers has it; both go row by row,
+so that the values are the same. `FAMILY.npz` has the logits of transformers, float32, for the tokens `ids`.
+"""
+
+import re
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from families import Tiny, original, write
+from safetensors.torch import load_file, save_file
+
+GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
+VOCAB, POSITIONS = 64, 128
+IDS = [(11 * i * i + 5 * i + 3) % VOCAB for i in range(24)]
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings": POSITIONS}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
+# The type of a family's matrices, and its sizes.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
+    "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Q4_0", EXPERTS),
+    "olmoe": ("Q4_1", EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4}),
+    "deepseek_v2": ("Q5_1", ROUTED | LATENT | {"rope_parameters": YARN | SCALED}),
+    "deepseek_v3": ("Q8_0", ROUTED | LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
+    "gpt_oss": ("MXFP4", {"num_local_experts": 4, "intermediate_size": 64}),
+    "glm4_moe": ("Q4_0", ROUTED),
+    "dots1": ("Q4_1", ROUTED),
+}
+# Which stay float32: routers, kernels, and what llama.cpp's converter transposes.
+_KEPT_THERE = re.compile(
+    r"ffn_gate_inp|conv|attn_[kv]_b|ssm_(a|d|dt|beta_alpha)\b|token_types|exp_probs|attn_sinks|bias"
+)
+_KEPT_HERE = re.compile(
+    r"router|mlp\.gate\.|\.gate\.weight|gate\.wg|conv|kv_b_proj|A_log|shared_expert_gate|bias|sinks|in_proj_ba"
+    r"|in_proj_[ab]\.|dt_proj"
+)
+_TRANSPOSED = {"gpt_oss": r"experts\.(gate_up_proj|down_proj)$", "llama4_text": r"experts\.(gate_up_proj|down_proj)$"}
+
+
+def is_whole(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a matrix of whole blocks."""
+    return len(shape) > 1 and shape[-1] % 32 == 0
+
+
+def rounded(values: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Values as they are after quantization, row by row."""
+    import gguf
+
+    raw = gguf.quants.quantize(values.contiguous().numpy(), kind)
+    return torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(values.shape))
+
+
+def round_checkpoint(folder: Path, family: str, kind: Any) -> None:
+    """Quantizes every matrix of a checkpoint, which is float32 afterwards."""
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name, tensor in tensors.items():
+        if family in _TRANSPOSED and re.search(_TRANSPOSED[family], name):
+            tensors[name] = rounded(tensor.transpose(-1, -2), kind).transpose(-1, -2).contiguous()
+        elif family == "dbrx" and name.endswith("mlp.w2"):
+            whole = tensor.reshape(-1, 32, tensor.shape[-1]).transpose(1, 2)
+            tensors[name] = rounded(whole, kind).transpose(1, 2).reshape(tensor.shape).contiguous()
+        elif is_whole(tuple(tensor.shape)) and not _KEPT_HERE.search(name):
+            tensors[name] = rounded(tensor, kind)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
+    """Converts a checkpoint by llama.cpp, with a vocabulary of no meaning."""
+    import gguf
+
+    base = import_module("conversion.base")
+    values = base.ModelBase.load_hparams(folder, False)
+    architecture = import_module("convert_hf_to_gguf").get_model_architecture(values, base.ModelType.TEXT)
+    found = import_module("conversion").get_model_class(architecture)
+
+    def set_vocab(self: Any) -> None:
+        self.gguf_writer.add_tokenizer_model("gpt2")
+        self.gguf_writer.add_tokenizer_pre("gpt-2")
+        self.gguf_writer.add_token_list([f"t{number}" for number in range(VOCAB)])
+        self.gguf_writer.add_token_types([1] * VOCAB)
+        self.gguf_writer.add_token_merges([])
+
+    made = type(found.__name__, (found,), {"set_vocab": set_vocab, "model_arch": found.model_arch})
+    if hasattr(made, "no_mtp"):
+        made.no_mtp = True
+    with torch.inference_mode():
+        made(folder, gguf.LlamaFileType.ALL_F32, out).write()
+
+
+def quantize_there(path: Path, out: Path, kind: Any) -> None:
+    """Quantizes the matrices of a GGUF file."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture",):
+            kinds = field.types
+            writer.add_key_value(name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        values = np.asarray(tensor.data, np.float32).reshape(shape)
+        own = gguf.GGMLQuantizationType.F32
+        if is_whole(shape) and not _KEPT_THERE.search(tensor.name):
+            own = kind
+        raw = values if own == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(values, own)
+        writer.add_tensor(tensor.name, raw, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
+    """Makes the files of one family."""
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]  # its converter needs the package of its own version
+    import gguf
+
+    type_name, sizes = SHAPES[family]
+    kind = gguf.GGMLQuantizationType[type_name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "checkpoint")
+        write(Tiny(family, "golden", SIZES | sizes), folder)
+        convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))
+        quantize_there(Path(scratch, "f32.gguf"), golden / f"{family}.gguf", kind)
+        round_checkpoint(folder, family, kind)
+        logits = original(folder)(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+    np.savez_compressed(golden / f"{family}.npz", logits=logits, ids=np.array(IDS))
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:] or SHAPES:
+        make(Path(sys.argv[1]), wanted)
