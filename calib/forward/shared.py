@@ -192,7 +192,7 @@ class SharedResults(Results):
 
     def own_name(self, name: str) -> str:
         """Returns the name with the number of this part."""
-        return f"{name}.{self._part.index}"
+        return f"{name}{self._part.suffix}"
 
     def publish(self, unfinished: Path, path: Path) -> None:
         """Gives a finished file its name unless another part has written it."""

@@ -148,7 +148,7 @@ class ProfileStore:
         if self._part is not None:
             if self.has(name):
                 return
-            unfinished = self.work / f"{Path(name).name}.{self._part.index}.tmp"
+            unfinished = self.work / f"{Path(name).name}{self._part.suffix}.tmp"
         try:
             with unfinished.open("wb") as file:
                 file.writelines(pieces)
@@ -190,13 +190,13 @@ class ProfileStore:
                 raise
 
     def _lock_part(self, part: Part) -> None:
-        """Refuses a second process with the number of a part. Their files would have the same temporary names."""
-        self._part_fd = os.open(self.work / f"part-{part.index}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        """Refuses a second process that makes this part. Their files would have the same temporary names."""
+        self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             fcntl.flock(self._part_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as fault:
             raise ConversionError(
-                f"{self.folder}: another process is making part {part.index}; give each process a number of its own"
+                f"{self.folder}: another process is making part {part}; give each process another number"
             ) from fault
         except OSError:  # without locks, only the user's numbers keep parts apart
             pass

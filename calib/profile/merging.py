@@ -37,13 +37,21 @@ from moe_pack.calib.profile.profile import (
 )
 from moe_pack.calib.profile.profiler import PATH_BYTES, finished, identity_of, listed
 from moe_pack.calib.sensitivity import Effects, LayerLosses
-from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerPredictors, LayerStatistics, Shares, learn_paths
+from moe_pack.calib.statistics import (
+    QUANTILE_LEVELS,
+    LayerPredictors,
+    LayerStatistics,
+    Shares,
+    judge_by_routes,
+    learn_paths,
+)
 from moe_pack.formats import NO_PROGRESS, PlanError, Progress, UsageError
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.manifest import ROTATION_FILE, rotation_bytes
 from moe_pack.formats.spec import first_moe_layers
-from moe_pack.runtime.offload import PREDICTORS
+from moe_pack.runtime.offload import PREDICTORS, PathStatistics
 
+_BY_ROUTES = slice(0, 2)  # of PREDICTORS: popularity and path statistics
 _NETWORKS = [PREDICTORS.index(name) for name in PREDICTORS if name.startswith("MLP")]
 
 
@@ -190,20 +198,20 @@ class _Merge:
         )
 
     def write(self, store: ProfileStore, progress: Progress) -> None:
-        """Writes all files that are not there yet, and finishes the profile."""
+        """Writes all files but large ones that are there, and finishes the profile."""
         spec, sensitivity = self._spec, self.facts.sensitivity
         progress.begin(Stage("merge", spec.num_hidden_layers, "layers"))
         store.write(TOKENS_FILE, {"tokens": self._tokens.astype(np.uint32)})
         self._write_rotation(store)
+        paths = self._paths()
+        store.write(PATHS_FILE, paths.arrays())
         for layer in range(spec.num_hidden_layers):
             if layer in spec.moe_layers:
-                self._write_layer(store, spec.moe_layers.index(layer), layer)
+                self._write_layer(store, spec.moe_layers.index(layer), layer, paths)
             name = layer_file("sensitivity", layer)
             if sensitivity != "none" and not store.has(name):
                 store.write(name, self._losses(layer).arrays())
             progress.advance(1, f"layer {layer}")
-        if not store.has(PATHS_FILE):
-            store.write(PATHS_FILE, self._paths())
         if sensitivity != "none":
             store.write(EFFECTS_FILE, self._effects().arrays())
         if sensitivity == "exact":
@@ -212,7 +220,7 @@ class _Merge:
         store.seal(facts_bytes(dataclasses.replace(self.facts, files=files)))
         progress.end()
 
-    def _write_layer(self, store: ProfileStore, layer_idx: int, layer: int) -> None:
+    def _write_layer(self, store: ProfileStore, layer_idx: int, layer: int, paths: PathStatistics) -> None:
         """Writes the files of a layer that has experts, but for its losses."""
         name = layer_file("statistics", layer)
         if not store.has(name):
@@ -222,7 +230,7 @@ class _Merge:
             store.replace(name, self._input_pieces(layer_idx))
         name = layer_file("predictors", layer)
         if self._judges(layer_idx) and not store.has(name):
-            store.write(name, self._predictors(layer_idx).arrays())
+            store.write(name, self._predictors(layer_idx, paths).arrays())
 
     # --- what a profile of all texts has too
 
@@ -230,18 +238,15 @@ class _Merge:
         """Returns values by sequence, those of all texts that are not held out before the others."""
         return np.concatenate([learned for learned, _ in values] + [held_out for _, held_out in values])
 
-    def _routes(self, layer_idx: int, counted: Sequence[LayerStatistics]) -> Array:
+    def _routes(self, layer_idx: int) -> Array:
         """Returns the routes of all tokens, [T, k]."""
-        routes = [share.sequences(each.routes) for share, each in zip(self._shares, counted, strict=True)]
-        return self._in_order(routes).reshape(-1, counted[0].routes.shape[1])
+        routes = [share.sequences(share.profile.statistics(layer_idx).routes) for share in self._shares]
+        return self._in_order(routes).reshape(-1, self._spec.router.num_experts_per_tok)
 
-    def _paths(self) -> dict[str, Array]:
-        num_layers, length = len(self._spec.moe_layers), self._profiles[0].layer_tokens
-        routes = [self._routes(l, [each.statistics(l) for each in self._profiles]) for l in range(num_layers)]
-        learned = len(routes[0]) - self.facts.text.num_held_out * length
-        joined = np.stack([each[:learned] for each in routes], axis=1)
-        num_experts = self._spec.router.num_experts
-        return learn_paths(joined, num_experts, PATH_BYTES, first_moe_layers(self._spec)).arrays()
+    def _paths(self) -> PathStatistics:
+        learned = (len(self._tokens) - self.facts.text.num_held_out) * self._profiles[0].layer_tokens
+        routes = np.stack([self._routes(l)[:learned] for l in range(len(self._spec.moe_layers))], axis=1)
+        return learn_paths(routes, self._spec.router.num_experts, PATH_BYTES, first_moe_layers(self._spec))
 
     def _input_pieces(self, layer_idx: int) -> Iterator[bytes]:
         """Yields a layer's file of inputs in pieces."""
@@ -270,7 +275,7 @@ class _Merge:
             tokens=_sum([each.tokens for each in counted]),
             held_out_tokens=_sum([each.held_out_tokens for each in counted]),
             mass=_sum([each.mass for each in counted]),
-            routes=self._routes(layer_idx, counted),
+            routes=self._routes(layer_idx),
             coactivation=_sum([each.coactivation for each in counted]),
             quantiles=mixed_quantiles(np.stack([each.quantiles for each in counted]), quantile_weights),
             hot_thresholds=_by_expert([each.hot_thresholds for each in counted], tokens).astype(np.float32),
@@ -318,14 +323,22 @@ class _Merge:
     def _judges(self, layer_idx: int) -> bool:
         return any(profile.has_predictors(layer_idx) for profile in self._profiles)
 
-    def _predictors(self, layer_idx: int) -> LayerPredictors:
-        """Returns mean recalls, and the network of the profile with the most tokens, with its own recall."""
+    def _predictors(self, layer_idx: int, paths: PathStatistics) -> LayerPredictors:
+        """Returns the recalls, and the network of the profile with the most tokens, with its own recall.
+
+        The merged routes judge popularity and path statistics; other recalls are means by judged tokens.
+        """
         profiles = [profile for profile in self._profiles if profile.has_predictors(layer_idx)]
         judged = [profile.predictors(layer_idx) for profile in profiles]
         weights = np.asarray([_num_judged(profile) for profile in profiles], np.float64)
         most = judged[int(np.argmax([profile.num_tokens for profile in profiles]))]
         experts = _mean_of_known([each.experts for each in judged], weights)
         experts[_NETWORKS] = most.experts[_NETWORKS]
+        begin = max(first for first in first_moe_layers(self._spec) if first <= layer_idx)  # of its stack
+        text, length = self.facts.text, self._profiles[0].layer_tokens
+        _, held_out = Shares.of(text.num_sequences, length, text.num_held_out).tokens()
+        history = [self._routes(l)[held_out].astype(np.int64) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
+        experts[_BY_ROUTES] = judge_by_routes(layer_idx, paths, [torch.from_numpy(h) for h in history])
         return LayerPredictors(
             experts=experts,
             neurons=_mean_of_known([each.neurons for each in judged], weights),

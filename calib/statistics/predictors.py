@@ -419,22 +419,15 @@ def predict_layer(
              partial_scores: float32 [T, E] of the tokens to judge on, as `PartialStates.scores` gives them.
     """
     before, own = history[:-1], history[-1]
-    figures: list[tuple[float, float, float]] = []
-    k = own.judged_routes.shape[1]
-    shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(own.judged_routes), 1))
-    likely, _ = paths.predict(layer_idx, np.stack([layer.judged_routes.numpy() for layer in before], axis=1))
     networks = _train(before, own, weights.spec.router.num_experts)
     previous = torch.stack([layer.judged_routes for layer in before], dim=1)
     scores = [
-        torch.from_numpy(shares),
-        torch.from_numpy(likely),
+        *_scores_by_routes(layer_idx, paths, previous.numpy()),
         router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
         *(network.scores(before[-1].judged, previous) for network in networks),
         *(() if partial_scores is None else (partial_scores,)),
     ]
-    for predicted in scores:
-        recall, _ = recall_precision(predicted, own.judged_routes, k)
-        figures.append((recall, *recall_precision(predicted, own.judged_routes, 2 * k)))
+    figures = [_recalls(predicted, own.judged_routes) for predicted in scores]
     if partial_scores is None:
         figures.append((math.nan, math.nan, math.nan))
     experts = np.asarray(figures, np.float32)
@@ -446,6 +439,30 @@ def predict_layer(
         best=np.asarray([np.nanargmax(experts[:, 0])], np.uint8),
         network=best_network,
     )
+
+
+def judge_by_routes(layer_idx: int, paths: PathStatistics, history: list[Tensor]) -> Array:
+    """Returns the recalls of popularity and of path statistics, float32 [2, 3] as in `LayerPredictors.experts`.
+
+    Args:    history: the routes int64 [T, k] of at most two layers before the MoE layer, then of the layer itself.
+    """
+    *before, own = history
+    previous = torch.stack(before, dim=1).numpy()
+    return np.asarray([_recalls(scores, own) for scores in _scores_by_routes(layer_idx, paths, previous)], np.float32)
+
+
+def _scores_by_routes(layer_idx: int, paths: PathStatistics, previous: Array) -> tuple[Tensor, Tensor]:
+    """Returns the scores [T, E] of popularity and of path statistics, from the routes [T, P, k] before."""
+    shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(previous), 1))
+    likely, _ = paths.predict(layer_idx, previous)
+    return torch.from_numpy(shares), torch.from_numpy(likely)
+
+
+def _recalls(predicted: Tensor, routes: Tensor) -> tuple[float, float, float]:
+    """Returns the recall of k predicted experts, then recall and precision of 2k."""
+    k = routes.shape[1]
+    recall, _ = recall_precision(predicted, routes, k)
+    return recall, *recall_precision(predicted, routes, 2 * k)
 
 
 def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:

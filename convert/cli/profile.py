@@ -92,8 +92,9 @@ class ProfileCommandOptions:
             "--part",
             parse=Part.of,
             metavar="I/N",
-            help="Make the profile together with N - 1 other processes that have the same options and see the same "
-            "folder, also on other machines. I is this one's number, from 1 to N.",
+            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
+            "all of them see. Parts share their results and make what others have left, so any part may be killed, "
+            "and the profile has the bytes of one process. The same command without --part continues too.",
         ),
     )
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
@@ -111,7 +112,7 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     it.
 
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
-    Several machines can share the work (--part): the profile has the same bytes, also if some of them are killed.
+    Several machines can share the work (--part).
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()

@@ -80,7 +80,9 @@ def test_losses_are_means_by_tokens(folder: Path) -> None:
     assert np.allclose(merged.effects().growth, (11 * growth[0] + 6 * growth[1]) / 17)
     tables = [profile.predictors(1).experts for profile in profiles]
     table = merged.predictors(1).experts
-    assert np.allclose(table[:3], (2 * tables[0][:3] + tables[1][:3]) / 3)  # by the sequences held out
+    assert (table[:2] == Profile(folder / "joint").predictors(1).experts[:2]).all()  # the routes are judged again
+    assert np.allclose(table[2], (2 * tables[0][2] + tables[1][2]) / 3)  # by the sequences held out
+    assert np.allclose(table[5], (2 * tables[0][5] + tables[1][5]) / 3)
     assert (table[3:5] == tables[0][3:5]).all()  # the networks are those of the longer text
     stored = [profile.predictors(1).network.stored() for profile in (merged, profiles[0])]
     assert all((stored[0][name] == stored[1][name]).all() for name in stored[1])
