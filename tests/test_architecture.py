@@ -52,7 +52,7 @@ EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of o
 COMMAND_HELPERS = "moe_pack.formats.cli"  # what commands share; only folders and modules called cli may import it
 
 # Where families may be named: their own folder, and what GGUF files call their architectures and tokenizers.
-FAMILY_TABLES = ("moe_pack.formats.families", "moe_pack.formats.gguf.architectures", "moe_pack.formats.gguf.tokenizer")
+FAMILY_TABLES = ("moe_pack.formats.families", "moe_pack.formats.gguf")
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python

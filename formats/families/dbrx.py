@@ -10,7 +10,7 @@ from dataclasses import replace
 from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored
-from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_rope
+from moe_pack.formats.families.readers import EXPERT_NAMES, read_decoder, read_grouped_query, read_rope
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
 _NOT_READ = frozenset({"tie_word_embeddings"})
@@ -100,6 +100,7 @@ DBRX = Family(
             transposed="down",
             one_matrix=True,
         ),
+        EXPERT_NAMES,  # of GGUF files, where each matrix of an expert is a tensor of its own
     ),
     ignored_keys=frozenset({"emb_pdrop", "resid_pdrop"}),
     old_keys={

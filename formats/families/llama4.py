@@ -12,6 +12,7 @@ from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
+    EXPERT_NAMES,
     attention_bias,
     read_decoder,
     read_grouped_query,
@@ -111,6 +112,7 @@ LLAMA4_TEXT = Family(
             },
             transposed=True,
         ),
+        EXPERT_NAMES,  # of GGUF files, where each matrix of an expert is a tensor of its own
     ),
 )
 LLAMA4 = within(

@@ -20,16 +20,18 @@ from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, PredictionNames, Stored, named, role_key, stored_ways
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.gguf.architectures import (
+from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
     GATE_UP_EXPERTS,
     TENSOR_NAMES,
+    Architecture,
     Change,
     Values,
-    architecture_of,
     num_layers,
 )
-from moe_pack.formats.gguf.header import GgufTensor, part_paths, read_headers
+from moe_pack.formats.gguf.decoders import DECODERS
+from moe_pack.formats.gguf.header import GgufTensor, Metadata, part_paths, read_headers
+from moe_pack.formats.gguf.hybrids import HYBRIDS
 from moe_pack.formats.gguf.rows import (
     AS_THEY_ARE,
     Changed,
@@ -50,6 +52,26 @@ from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
 from moe_pack.formats.safetensors import TensorEntry
 
 _MAX_HEADER_BYTES = 256 << 20
+ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS}
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """Returns the architecture of a GGUF file.
+
+    Raises:  CheckpointError for one that is unknown, or of a model without experts.
+    """
+    name = metadata.architecture
+    if not metadata.has("expert_count") or not metadata.whole("expert_count"):
+        raise CheckpointError(
+            f"{metadata.place}: architecture {name!r} has no experts; moe-pack is for mixture-of-experts models"
+        )
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise CheckpointError(
+            f"{metadata.place}: GGUF architecture {name!r} is not supported; supported: {known}. The model's "
+            "safetensors checkpoint may be: see docs/families.md"
+        )
+    return ARCHITECTURES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +255,19 @@ class GgufFiles(CheckpointFiles):
         Raises:  CheckpointError if there is none, or it has another size.
         """
         key, layer = role_key(spec, role.name)
-        name = self._name(key, layer)
-        if key == "layers.{i}.attention.kv_b" and name not in self._stored:
+        make = self._architecture.makers.get(key)
+        name = "" if make else self._name(key, layer)
+        rows: Rows
+        if make is not None:
+            taken = list[GgufTensor]()
+
+            def take(wanted: str) -> Rows:
+                taken.append(self._take(f"blk.{layer}.{wanted}"))
+                return self._rows(taken[-1])
+
+            rows = make(take, self.metadata)
+            tensor = taken[0]
+        elif key == "layers.{i}.attention.kv_b" and name not in self._stored:
             rows, tensor = self._latent(role, layer)
         elif name not in self._stored and key.rpartition(".")[2] in ("q", "k", "v"):
             rows, tensor = self._of_fused(spec, role, layer)
@@ -255,7 +288,9 @@ class GgufFiles(CheckpointFiles):
     def _name(self, key: str, layer: int) -> str:
         template = self._architecture.names.get(key) or TENSOR_NAMES.get(key)
         assert template is not None, f"architecture {self.metadata.architecture!r} has no name for role {key!r}"
-        return template.format(i=layer)
+        name = template.format(i=layer)
+        short = name.removesuffix(".bias")  # some versions of llama.cpp's converter wrote a router's bias so
+        return short if name not in self._stored and short in self._stored else name
 
     def _latent(self, role: DenseRole, layer: int) -> tuple[Rows, GgufTensor]:
         """Returns latent attention's keys and values, which newer files have in two tensors."""
@@ -347,7 +382,9 @@ class GgufFiles(CheckpointFiles):
                 yield name.format(n=number), _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
         for role in dense_roles(spec):
             key, layer = role_key(spec, role.name)
-            if layer != last or "{i}" not in key or self._name(key, number) not in self._stored:
+            if layer != last or "{i}" not in key or key in self._architecture.makers:
+                continue
+            if self._name(key, number) not in self._stored:
                 continue
             tensor = self._take(self._name(key, number))
             way = _plain_way(stored_ways(family, spec, role.name))
@@ -429,4 +466,4 @@ def _undone(rows: Rows, change: Change, spec: ModelSpec) -> Rows:
     assert change == "pairs" and isinstance(spec.attention, GroupedQuerySpec), change
     size = spec.attention.head_dim
     place = np.arange(size)
-    return Reordered(rows, size, 2 * (place % (size // 2)) + place // (size // 2))
+    return Reordered(rows, 2 * (place % (size // 2)) + place // (size // 2))

@@ -126,12 +126,12 @@ class Flat(Rows):
 
 
 class Stacked(Rows):
-    """The rows of several, one after the other; float32 if their dtypes differ."""
+    """The rows of several, one after the other; float32 if their dtypes differ, or `dtype` is."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[Rows], dtype: str | None = None) -> None:
         self._parts = parts
         self.num_rows, self.num_cols = sum(part.num_rows for part in parts), parts[0].num_cols
-        self.dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else "F32"
+        self.dtype = dtype or (parts[0].dtype if len({part.dtype for part in parts}) == 1 else "F32")
 
     def _read(self, start: int, stop: int) -> Bytes:
         pieces, first = [np.empty((0, self.row_bytes), np.uint8)], 0
@@ -145,17 +145,57 @@ class Stacked(Rows):
 
 
 class Reordered(Rows):
-    """Rows in another order: row i is row `order(i)` of the rows below, within the same run of `span` rows."""
+    """Rows in another order: row i is row `order[i]` of the rows below, within the same run of `len(order)` rows."""
 
-    def __init__(self, rows: Rows, span: int, order: NDArray[np.int64]) -> None:
-        assert len(order) == span and rows.num_rows % span == 0, (span, rows.num_rows)
-        self._rows, self._span, self._order = rows, span, order
+    def __init__(self, rows: Rows, order: NDArray[np.int64]) -> None:
+        assert rows.num_rows % len(order) == 0, (len(order), rows.num_rows)
+        self._rows, self._order = rows, order
         self.num_rows, self.num_cols, self.dtype = rows.num_rows, rows.num_cols, rows.dtype
 
     def _read(self, start: int, stop: int) -> Bytes:
-        first, last = start // self._span * self._span, -(-stop // self._span) * self._span
-        runs = self._rows.read(first, last).reshape(-1, self._span, self.row_bytes)[:, self._order]
-        return np.ascontiguousarray(runs.reshape(-1, self.row_bytes)[start - first : stop - first])
+        if start == stop:
+            return self._rows.read(0, 0)
+        wanted = np.arange(start, stop)
+        places = wanted // len(self._order) * len(self._order) + self._order[wanted % len(self._order)]
+        first, last = int(places.min()), int(places.max()) + 1
+        if last - first <= 2 * len(places):
+            found: Bytes = self._rows.read(first, last)[places - first]
+            return found
+        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        return np.concatenate([self._rows.read(int(run[0]), int(run[-1]) + 1) for run in runs])
+
+
+class ColumnsReordered(Rows):
+    """Columns in another order: column i is column `order[i]` of the rows below."""
+
+    def __init__(self, rows: Rows, order: NDArray[np.int64]) -> None:
+        assert rows.num_cols == len(order), (len(order), rows.num_cols)
+        self._rows, self._order = rows, order
+        self.num_rows, self.num_cols, self.dtype = rows.num_rows, rows.num_cols, rows.dtype
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        values = self._rows.read(start, stop).reshape(stop - start, self.num_cols, _ITEM_BYTES[self.dtype])
+        return np.ascontiguousarray(values[:, self._order]).reshape(stop - start, self.row_bytes)
+
+
+class ByHead(Rows):
+    """The rows of several, head by head: those of the first head of each part, those of the second, and so on."""
+
+    def __init__(self, parts: Sequence[Rows], num_heads: int) -> None:
+        self._parts, self._sizes = parts, [part.num_rows // num_heads for part in parts]
+        self.num_rows, self.num_cols = sum(self._sizes) * num_heads, parts[0].num_cols
+        self.dtype = parts[0].dtype if len({part.dtype for part in parts}) == 1 else "F32"
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        size = sum(self._sizes)
+        heads = range(start // size, -(-stop // size))
+        slices = [
+            Part(part, head * count, count)
+            for head in heads
+            for part, count in zip(self._parts, self._sizes, strict=True)
+        ]
+        first = start // size * size
+        return Stacked(slices, self.dtype).read(start - first, stop - first) if slices else self._parts[0].read(0, 0)
 
 
 class Changed(Rows):

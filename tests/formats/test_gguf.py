@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, trainers
 from moe_pack.formats import CheckpointError, RangeReader
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf
+from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor
 from moe_pack.formats.gguf.rows import TensorRows, can_dequantize
 from moe_pack.runtime.model import CheckpointWeights, Decoder
@@ -75,6 +76,11 @@ def refusal(path: Path) -> str:
 
 
 # --- what is read
+
+
+def test_each_architecture_has_a_file() -> None:
+    names = {gguf.GGUFReader(path).fields["general.architecture"].contents() for path in GOLDEN.glob("*.gguf")}
+    assert names == set(ARCHITECTURES)
 
 
 def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers() -> None:

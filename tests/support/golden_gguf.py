@@ -7,6 +7,7 @@ matrix is quantized, in the file as llama.cpp has it and in the checkpoint as tr
 so that the values are the same. `FAMILY.npz` has the logits of transformers, float32, for the tokens `ids`.
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import Tiny, original, write
+from families import Tiny, oracle, write
 from safetensors.torch import load_file, save_file
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
@@ -28,8 +29,121 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_siz
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
+# Keys that published configs have and transformers 5 does not write; llama.cpp's converter reads them.
+WRITTEN: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 0,
+        "num_shared_experts": 1,
+        "num_experts": 4,
+    },
+    "minimax_m2": {"rotary_dim": 16},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [32, 32], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+}
 # The type of a family's matrices, and its sizes.
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+DBRX = {
+    "ffn_hidden_size": 32,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_normalize_expert_weights": 1.0,
+    "ffn_act_fn": {"name": "silu"},
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Q4_0", EXPERTS | DELTA),
+    "qwen3_5_moe_text": ("Q5_0", EXPERTS | DELTA),
+    "granitemoehybrid": (
+        "Q4_0",
+        {
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "jamba": (
+        "Q4_0",
+        {
+            "num_experts": 4,
+            "intermediate_size": 32,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
+    ),
+    "nemotron_h": (
+        "Q4_0",
+        {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        },
+    ),
+    "kimi_linear": (
+        "Q4_0",
+        LATENT
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 64,
+            "linear_num_heads": 4,
+            "mlp_layer_types": ["sparse", "sparse"],
+        },
+    ),
+    "llama4_text": (
+        "Q4_0",
+        {
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 64,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+        },
+    ),
+    "afmoe": ("Q4_0", EXPERTS | {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}),
+    "exaone_moe": ("Q5_0", EXPERTS | {"layer_types": ["sliding_attention", "full_attention"]}),
+    "minimax_m2": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
+    "hy_v3": ("Q4_1", EXPERTS | {"num_experts": 4}),
+    "ernie4_5_moe": ("Q4_0", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "intermediate_size": 64}),
+    "granitemoe": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
+    "granitemoeshared": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 32}),
+    "deepseek": ("Q4_0", ROUTED),
+    "hunyuan_v1_moe": ("Q4_0", {"num_experts": 4, "moe_topk": 2, "intermediate_size": 32}),
+    "dbrx": ("Q4_0", {"n_layers": 2, "vocab_size": VOCAB, "ffn_config": DBRX}),
+    "cohere2_moe": (
+        "Q4_0",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "prefix_dense_intermediate_size": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
     "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Q4_0", EXPERTS),
@@ -42,11 +156,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Which stay float32: routers, kernels, and what llama.cpp's converter transposes.
 _KEPT_THERE = re.compile(
-    r"ffn_gate_inp|conv|attn_[kv]_b|ssm_(a|d|dt|beta_alpha)\b|token_types|exp_probs|attn_sinks|bias"
+    r"ffn_gate_inp|conv|attn_[kv]_b|ssm_(a|d|dt|ba|alpha|beta|norm)\b|token_types|exp_probs|attn_sinks|bias"
 )
 _KEPT_HERE = re.compile(
     r"router|mlp\.gate\.|\.gate\.weight|gate\.wg|conv|kv_b_proj|A_log|shared_expert_gate|bias|sinks|in_proj_ba"
-    r"|in_proj_[ab]\.|dt_proj"
+    r"|in_proj_[ab]\.|dt_proj|self_attn\.b_proj"
 )
 _TRANSPOSED = {"gpt_oss": r"experts\.(gate_up_proj|down_proj)$", "llama4_text": r"experts\.(gate_up_proj|down_proj)$"}
 
@@ -136,10 +250,12 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "checkpoint")
         write(Tiny(family, "golden", SIZES | sizes), folder)
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | WRITTEN.get(family, {})))
         convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))
         quantize_there(Path(scratch, "f32.gguf"), golden / f"{family}.gguf", kind)
         round_checkpoint(folder, family, kind)
-        logits = original(folder)(torch.tensor([IDS]), use_cache=False).logits[0].numpy()
+        logits = oracle(folder)(IDS).numpy()
     np.savez_compressed(golden / f"{family}.npz", logits=logits, ids=np.array(IDS))
 
 

@@ -1,0 +1,340 @@
+"""GGUF architectures whose layers all have attention: their configs, and what llama.cpp's converter changed.
+
+Source: llama.cpp, conversion/ and src/models/.
+"""
+
+from collections.abc import Mapping
+
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.gguf.architecture import (
+    PAIRS,
+    Architecture,
+    Values,
+    decoder,
+    experts,
+    head_dim,
+    leading,
+    needs_sigmoid,
+    num_layers,
+    sigmoid_router,
+    windows,
+)
+from moe_pack.formats.gguf.header import Metadata
+
+
+def _mixtral(m: Metadata) -> Values:
+    return decoder(
+        m,
+        "mixtral",
+        head_dim=head_dim(m),
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("feed_forward_length"),
+        sliding_window=m.get("attention.sliding_window"),
+    )
+
+
+def _qwen2_moe(m: Metadata) -> Values:
+    shared = m.tensors.get("blk.0.ffn_up_shexp.weight")  # old files lack the key
+    size = m.whole("expert_shared_feed_forward_length", shared.shape[0] if shared else None)
+    has_bias = m.has_tensor("blk.0.attn_q.bias") or m.has_tensor("blk.0.attn_qkv.bias")
+    return decoder(
+        m,
+        "qwen2_moe",
+        **experts(m, norm_topk_prob=False, intermediate_size=m.whole("feed_forward_length")),
+        shared_expert_intermediate_size=size,
+        qkv_bias=has_bias,
+        use_sliding_window=False,
+    )
+
+
+def _qwen3_moe(m: Metadata) -> Values:
+    sizes = experts(m, norm_topk_prob=True, intermediate_size=m.whole("feed_forward_length"))
+    return decoder(m, "qwen3_moe", **sizes, head_dim=head_dim(m), attention_bias=False)
+
+
+def _olmoe(m: Metadata) -> Values:
+    sizes = experts(m, norm_topk_prob=False, intermediate_size=m.whole("feed_forward_length"))
+    return decoder(m, "olmoe", **(sizes | {"moe_intermediate_size": None}))
+
+
+def _deepseek2(m: Metadata) -> Values:
+    """DeepSeek-V2 has a softmax, V3 sigmoids; Kimi K2 and GLM-4.7-Flash have V3's arithmetic."""
+    rope = m.whole("rope.dimension_count")
+    key, value = m.whole("attention.key_length_mla", 0), m.whole("attention.value_length_mla", 0)
+    if not key:  # files from before keys and values of latent attention had names of their own
+        key, value = m.whole("attention.key_length"), m.whole("attention.value_length")
+    if (gating := m.whole("expert_gating_func", 0)) not in (0, 1, 2):
+        raise CheckpointError(f"{m.place}: expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid)")
+    # Files without the key are those of V2, or of models of V3's kind, which have a bias of the router.
+    has_sigmoid = gating == 2 or (gating == 0 and any(".exp_probs_b" in name for name in m.tensors))
+    values = decoder(
+        m,
+        "deepseek_v3" if has_sigmoid else "deepseek_v2",
+        num_key_value_heads=m.whole("attention.head_count"),
+        kv_lora_rank=m.whole("attention.kv_lora_rank"),
+        qk_nope_head_dim=key - rope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        n_shared_experts=m.whole("expert_shared_count"),
+        **experts(m, "n_routed_experts", **leading(m)),
+        **sigmoid_router(m),
+    )
+    values["q_lora_rank"] = m.get("attention.q_lora_rank") or None
+    if not has_sigmoid:
+        values |= {"topk_method": "group_limited_greedy" if values["n_group"] > 1 else "greedy"}
+    if values.get("rope_scaling") and m.has("rope.scaling.yarn_log_multiplier"):
+        scale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it is stored
+        values["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+        values["rope_scaling"].pop("attention_factor", None)
+    return values
+
+
+def _gpt_oss(m: Metadata) -> Values:
+    values = decoder(
+        m,
+        "gpt_oss",
+        head_dim=head_dim(m),
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("expert_feed_forward_length"),
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(num_layers(m))],
+        attention_bias=True,
+    )
+    values.setdefault("rope_scaling", {"rope_type": "default"})
+    if values["rope_scaling"]["rope_type"] == "yarn":
+        values["rope_scaling"]["truncate"] = False
+    return values
+
+
+def _glm4_moe(m: Metadata) -> Values:
+    size = head_dim(m)
+    return decoder(
+        m,
+        "glm4_moe",
+        head_dim=size,
+        partial_rotary_factor=m.whole("rope.dimension_count", size // 2) / size,
+        attention_bias=m.has_tensor("blk.0.attn_q.bias"),
+        use_qk_norm=m.has_tensor("blk.0.attn_q_norm.weight"),
+        n_shared_experts=m.whole("expert_shared_count"),
+        **experts(m, "n_routed_experts", **leading(m)),
+        **sigmoid_router(m),
+    )
+
+
+def _dots1(m: Metadata) -> Values:
+    return decoder(
+        m,
+        "dots1",
+        head_dim=head_dim(m),
+        n_shared_experts=m.whole("expert_shared_count"),
+        **experts(m, "n_routed_experts", **leading(m)),
+        **sigmoid_router(m),
+        sliding_window=None,
+        max_window_layers=num_layers(m),
+    )
+
+
+def _afmoe(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    return decoder(
+        m,
+        "afmoe",
+        head_dim=head_dim(m),
+        **experts(m, intermediate_size=m.whole("feed_forward_length")),
+        num_dense_layers=m.whole("leading_dense_block_count", 0),
+        num_shared_experts=m.whole("expert_shared_count"),
+        route_norm=m.flag("expert_weights_norm", True),
+        route_scale=m.number("expert_weights_scale", 1.0),
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=windows(m, 4),
+        mup_enabled=True,
+    )
+
+
+def _exaone_moe(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    return decoder(
+        m,
+        "exaone_moe",
+        head_dim=head_dim(m),
+        **experts(m, **leading(m)),
+        **sigmoid_router(m),
+        num_shared_experts=m.whole("expert_shared_count"),
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=windows(m, 4),
+    )
+
+
+def _minimax_m2(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    return decoder(
+        m,
+        "minimax_m2",
+        head_dim=head_dim(m),
+        rotary_dim=m.whole("rope.dimension_count"),
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("expert_feed_forward_length"),
+    )
+
+
+def _hy_v3(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    size = m.whole("expert_feed_forward_length")
+    return decoder(
+        m,
+        "hy_v3",
+        head_dim=head_dim(m),
+        **experts(m, intermediate_size=m.whole("feed_forward_length")),
+        num_shared_experts=m.whole("expert_shared_feed_forward_length", size) // size,
+        route_norm=m.flag("expert_weights_norm", True),
+        router_scaling_factor=m.number("expert_weights_scale", 1.0),
+        first_k_dense_replace=1,
+    )
+
+
+def _ernie4_5_moe(m: Metadata) -> Values:
+    step, first = m.whole("interleave_moe_layer_step", 1), m.whole("leading_dense_block_count", 0)
+    return decoder(
+        m,
+        "ernie4_5_moe",
+        head_dim=m.get("attention.key_length"),
+        moe_num_experts=m.whole("expert_count"),
+        moe_k=m.whole("expert_used_count"),
+        moe_intermediate_size=m.whole("expert_feed_forward_length"),
+        moe_num_shared_experts=m.whole("expert_shared_count", 0),
+        moe_layer_start_index=first,
+        moe_layer_interval=step,
+        intermediate_size=m.whole("feed_forward_length"),
+        use_bias=False,
+    )
+
+
+def granite(m: Metadata, model_type: str) -> Values:
+    """Returns the values of all Granite models."""
+    return decoder(
+        m,
+        model_type,
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("feed_forward_length"),
+        shared_intermediate_size=m.get("expert_shared_feed_forward_length"),
+        attention_multiplier=m.number("attention.scale", head_dim(m) ** -0.5),
+        embedding_multiplier=m.number("embedding_scale", 1.0),
+        residual_multiplier=m.number("residual_scale", 1.0),
+        logits_scaling=m.number("logit_scale"),
+    )
+
+
+def _granitemoe(m: Metadata) -> Values:
+    is_shared = m.whole("expert_shared_feed_forward_length", 0) > 0
+    return granite(m, "granitemoeshared" if is_shared else "granitemoe")
+
+
+def _deepseek(m: Metadata) -> Values:
+    return decoder(
+        m,
+        "deepseek",
+        **experts(m, "n_routed_experts", **leading(m)),
+        n_shared_experts=m.whole("expert_shared_count"),
+        norm_topk_prob=False,
+    )
+
+
+def _hunyuan(m: Metadata) -> Values:
+    size = m.whole("expert_feed_forward_length")
+    return decoder(
+        m,
+        "hunyuan_v1_moe",
+        head_dim=m.get("attention.key_length"),
+        num_experts=m.whole("expert_count"),
+        moe_topk=m.whole("expert_used_count"),
+        intermediate_size=size,
+        num_shared_expert=m.whole("expert_shared_feed_forward_length", size) // size,
+        rope_scaling=None,  # the base has it
+    )
+
+
+def _dbrx(m: Metadata) -> Values:
+    values = decoder(m, "dbrx", rms_norm_eps=None, hidden_act=None, num_key_value_heads=None)
+    theta, clip = m.number("rope.freq_base"), m.number("attention.clamp_kqv")
+    experts = {"moe_num_experts": m.whole("expert_count"), "moe_top_k": m.whole("expert_used_count")}
+    return values | {
+        "attn_config": {"kv_n_heads": m.whole("attention.head_count_kv"), "rope_theta": theta, "clip_qkv": clip},
+        "ffn_config": {
+            "ffn_act_fn": {"name": "silu"},
+            "ffn_hidden_size": m.whole("feed_forward_length"),
+            "moe_normalize_expert_weights": 1,
+            **experts,
+        },
+    }
+
+
+def _cohere2_moe(m: Metadata) -> Values:
+    is_rms = m.has("attention.layer_norm_rms_epsilon")
+    dense = m.whole("leading_dense_block_count")
+    return decoder(
+        m,
+        "cohere2_moe",
+        rms_norm_eps=m.number("attention.layer_norm_rms_epsilon") if is_rms else None,
+        layer_norm_eps=None if is_rms else m.number("attention.layer_norm_epsilon"),
+        head_dim=head_dim(m),
+        num_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("expert_feed_forward_length"),
+        prefix_dense_intermediate_size=m.whole("feed_forward_length"),
+        num_shared_experts=m.whole("expert_shared_count", 0),
+        first_k_dense_replace=dense,
+        expert_selection_fn={1: "softmax", 2: "sigmoid"}.get(m.whole("expert_gating_func", 2), "unknown"),
+        norm_topk_prob=m.flag("expert_weights_norm", False),
+        logit_scale=m.number("logit_scale"),
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=windows(m, 4),
+    )
+
+
+def _llama4(m: Metadata) -> Values:
+    no_windows = m.get("attention.sliding_window") == 0
+    return decoder(
+        m,
+        "llama4_text",
+        head_dim=head_dim(m),
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("expert_feed_forward_length"),
+        intermediate_size_mlp=m.whole("feed_forward_length"),
+        interleave_moe_layer_step=m.whole("interleave_moe_layer_step"),
+        use_qk_norm=m.whole("expert_count") != 128,  # the rule of llama.cpp's code: Maverick has none
+        attention_chunk_size=8192,
+        attn_temperature_tuning=True,
+        attn_scale=0.1,
+        floor_scale=8192,
+        no_rope_layers=[int(no_windows or (layer + 1) % 4 != 0) for layer in range(num_layers(m))],
+    )
+
+
+NORM_AFTER = {"layers.{i}.mlp_norm": "blk.{i}.post_attention_norm.weight"}
+
+DECODERS: Mapping[str, Architecture] = {
+    "llama": Architecture(_mixtral, changes=PAIRS),
+    "qwen2moe": Architecture(_qwen2_moe),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "olmoe": Architecture(_olmoe),
+    "deepseek2": Architecture(_deepseek2),
+    "gpt-oss": Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),
+    "glm4moe": Architecture(_glm4_moe, names=NORM_AFTER),
+    "dots1": Architecture(_dots1),
+    "afmoe": Architecture(_afmoe),
+    "exaone-moe": Architecture(_exaone_moe),
+    "minimax-m2": Architecture(_minimax_m2),
+    "hy_v3": Architecture(_hy_v3),
+    "ernie4_5-moe": Architecture(_ernie4_5_moe),
+    "granitemoe": Architecture(_granitemoe, changes=PAIRS),
+    "deepseek": Architecture(_deepseek, changes=PAIRS),
+    "hunyuan-moe": Architecture(_hunyuan),
+    "dbrx": Architecture(_dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}),
+    "cohere2moe": Architecture(_cohere2_moe),
+    "llama4": Architecture(_llama4),
+}
