@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from moe_pack.formats import UsageError, option
 from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.commands import Part, given, read_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +111,16 @@ def test_given_lists_what_differs_from_its_default_in_groups_too() -> None:
     assert given(options) == ["--out", "--no-sleep", "--size", "--share"]
     assert given(options, "chosen") == ["--share"]
     assert given(Options(Path("o"), width=8), "chosen") == ["--width"]
+
+
+def test_what_is_no_part_is_refused() -> None:
+    for text in ("", "1", "0/2", "3/2", "1/0", "a/2", "1/2/3", "-1/2", "1.0/2", "+1/2"):
+        with pytest.raises(ValueError, match="expected I/N with I from 1 to N, such as 1/3"):
+            Part.of(text)
+    assert [Part.of(text) for text in ("1/1", "2/3", "3/3")] == [Part(1, 1), Part(2, 3), Part(3, 3)]
+
+
+def test_parts_own_every_piece_of_work_once() -> None:
+    owned = [[number for number in range(7) if Part(index, 3).owns(number)] for index in (1, 2, 3)]
+    assert owned == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [Part(index, 2).apart([0, 1, 2, 3]) for index in (1, 2)] == [[3, 2, 1, 0], [1, 0, 3, 2]]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,15 @@ from models import TinyMixtral
 from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.profile.profile import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
+from moe_pack.calib.profile.profile import (
+    FORMAT,
+    VERSION,
+    ProfileFacts,
+    Sensitivity,
+    TextFacts,
+    facts_bytes,
+    layer_file,
+)
 from moe_pack.calib.sensitivity import MOST_COPIES, compared_formats, roundable_roles
 from moe_pack.calib.statistics import LayerPredictors, learn_paths
 from moe_pack.calib.statistics.popularity import coactivation
@@ -90,8 +98,8 @@ class HandMade:
             (folder / name).write_bytes(raw)
             listed.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
         text = TextFacts(self.name, "0" * 64, self.num_sequences, self.sequence_length, self.num_held_out, 0)
-        made = (PackageVersion("torch", "2"),)
-        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, "off", self.sensitivity, made, tuple(listed), "")  # type: ignore[arg-type]  # a str here
+        made, level = (PackageVersion("torch", "2"),), cast("Sensitivity", self.sensitivity)
+        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, (), "off", level, made, tuple(listed), "")
         (folder / "profile.json").write_bytes(facts_bytes(facts))
         return Profile(folder)
 
