@@ -5,10 +5,12 @@ Everything else about the package is in pyproject.toml.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, CompileError
 
 FOLDER = "runtime/cpu/native"
 SOURCES = (
@@ -54,7 +56,20 @@ SOURCES = (
 
 
 class ParallelBuild(build_ext):
-    """Compiles the files of an extension on all CPUs; setuptools compiles one after the other."""
+    """Compiles the files of an extension on all CPUs, and leaves no older extension behind when that fails.
+
+    setuptools compiles one file after the other. After a fault in an optional extension it goes on, and an extension of
+    earlier sources that lies in the folder would be installed, or run from there, as if it were the new one. With
+    MOE_PACK_NATIVE=required in the environment a fault ends the build.
+    """
+
+    def run(self) -> None:  # noqa: D102  # as of the base class
+        if os.environ.get("MOE_PACK_NATIVE") == "required":
+            for extension in self.extensions:
+                extension.optional = False
+        # The base class builds elsewhere, then copies to the source folder.
+        self._lies_in_source = bool(self.inplace) or self.editable_mode
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:  # noqa: D102  # as of the base class
         compile_files = self.compiler.compile
@@ -67,8 +82,21 @@ class ParallelBuild(build_ext):
         self.compiler.compile = compile_each
         try:
             super().build_extension(ext)
+        except (BaseError, CCompilerError, CompileError):
+            self._remove_older(ext)
+            raise
         finally:
             self.compiler.compile = compile_files
+
+    def _remove_older(self, ext: Extension) -> None:
+        name = Path(self.get_ext_filename(ext.name))
+        places = {Path(self.get_ext_fullpath(ext.name)), Path(self.build_lib) / name}
+        if self._lies_in_source:
+            places.add(Path(FOLDER).parent / name.name)
+        for place in places:
+            if place.exists():
+                place.unlink()
+                self.warn(f"removed {place}, which was built from other sources")
 
 
 setup(

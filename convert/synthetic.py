@@ -25,6 +25,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors
 from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
 from moe_pack.formats.plan import E5M2, FP8
 from moe_pack.formats.spec import usual_dtypes, with_repeats
+from moe_pack.formats.system import user_number
 from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, Step
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
@@ -445,13 +447,13 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
     """
     place = _memory_place()
     name = hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]
-    folder = place / f"moe-pack-{os.getuid()}-{name}"
+    folder = place / f"moe-pack-{user_number()}-{name}"
     if output.is_symlink():
         if output.readlink() != folder:
             raise ConversionError(f"{output}: is a link to {output.readlink()}, not to a pack in memory; remove it")
     elif output.exists():
         raise ConversionError(f"{output}: exists already; --in-memory makes a link of this name; give another --output")
-    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.getuid()):
+    if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != user_number()):
         raise ConversionError(f"{folder}: belongs to another user; give another --output")
     _check_free(place, needed_bytes - _written_bytes(folder))
     try:
@@ -485,8 +487,7 @@ def _written_bytes(folder: Path) -> int:
 
 def _check_free(place: Path, needed_bytes: int) -> None:
     """Checks that the file system and the memory of the machine have so many free bytes."""
-    file_system = os.statvfs(place)
-    free_bytes = file_system.f_bavail * file_system.f_frsize
+    free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         raise ConversionError(
             f"--in-memory: {place} has {free_bytes:,} bytes free, expected {needed_bytes:,}; "

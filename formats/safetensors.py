@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import json_files
 from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.system import READ_FLAGS, read_at
 
 _HASH_CHUNK_BYTES = 8 << 20
 
@@ -36,8 +37,7 @@ class RangeReader:
         self._place = path.name
         self._error = error
         try:
-            # Not blocking: otherwise opening a pipe would wait for a writer.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = os.open(path, READ_FLAGS)
         except FileNotFoundError as fault:
             raise error(f"{self._place}: file is missing") from fault
         except OSError as fault:
@@ -68,7 +68,7 @@ class RangeReader:
         num_bytes, done = len(view), 0
         while done < num_bytes:
             try:
-                num_read = os.preadv(self._fd, [view[done:]], offset + done)
+                num_read = read_at(self._fd, view[done:], offset + done)
             except OSError as fault:
                 raise self._error(f"{self._place}: read failed at byte {offset + done} ({fault.strerror})") from fault
             if not num_read:

@@ -26,9 +26,9 @@ docs/format.md specifies both procedures.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -60,6 +60,7 @@ from moe_pack.formats.manifest import (
 from moe_pack.formats.pack import Pack, is_listed
 from moe_pack.formats.safetensors import RangeReader, split_bytes
 from moe_pack.formats.spec import ModelSpec
+from moe_pack.formats.system import WRITE_FLAGS, FolderLock, lock_file, read_at, sync_folder, write_at
 
 
 def encode_line(item: int, digests: Digests, note: bytes = b"") -> bytes:
@@ -80,9 +81,6 @@ def decode_lines(raw: bytes) -> tuple[dict[int, tuple[Digests, bytes]], int]:
         done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256)), bytes.fromhex("".join(note))
         end += len(line)
     return done, end
-
-
-_READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class SteppedFolder:
         self.folder = folder
         self._on_step = on_step
         self._num_steps = 0
-        self._lock_fd = -1
+        self._lock: FolderLock | None = None
         self._fds: dict[str, int] = {}
         self._temporary = f"{part.suffix if part is not None else ''}.tmp"
 
@@ -118,7 +116,7 @@ class SteppedFolder:
         """Creates the folder if it is missing."""
         if not self.folder.exists():
             self._do("mkdir", str(self.folder), lambda: self.folder.mkdir(parents=True, exist_ok=True))
-            self._do("fsync", str(self.folder.parent), lambda: _sync_folder(self.folder.parent))
+            self._do("fsync", str(self.folder.parent), lambda: sync_folder(self.folder.parent))
 
     def lock(self, busy: str, is_shared: bool = False) -> None:
         """Locks the folder for this process, until `close` or the process's end.
@@ -127,26 +125,19 @@ class SteppedFolder:
         Raises:  ConversionError with the message `busy` if another process has locked it.
         """
         try:
-            self._lock_fd = os.open(self.folder, _READ_FOLDER)
+            self._lock = FolderLock(self.folder, is_shared)  # the end of the process unlocks it
+        except BlockingIOError as fault:
+            raise ConversionError(f"{self.folder}: {busy}") from fault
         except OSError as fault:
             raise ConversionError(f"{self.folder}: cannot be used as output folder ({fault.strerror})") from fault
-        try:
-            self._lock(self._lock_fd, busy, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
-        except ConversionError:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            raise
 
     def lock_file(self, name: str, busy: str) -> None:
         """Locks an open file for this process alone.
 
         Raises:  ConversionError with the message `busy` if another process has locked it.
         """
-        self._lock(self._fds[name], busy, fcntl.LOCK_EX)
-
-    def _lock(self, fd: int, busy: str, kind: int) -> None:
         try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)  # the end of the process unlocks it
+            lock_file(self._fds[name])
         except BlockingIOError as fault:
             raise ConversionError(f"{self.folder}: {busy}") from fault
 
@@ -155,19 +146,18 @@ class SteppedFolder:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def free_bytes(self) -> int:
         """Returns the free bytes of the folder's disk."""
-        disk = os.fstatvfs(self._lock_fd)
-        return disk.f_bavail * disk.f_frsize
+        return shutil.disk_usage(self.folder).free
 
     def open(self, name: str) -> None:
         """Opens a file for writing; creates it if it is missing."""
         path = self.folder / name
-        self._open("open" if path.exists() else "create", name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        self._open("open" if path.exists() else "create", name, os.O_RDWR | WRITE_FLAGS)
 
     def num_bytes(self, name: str) -> int:
         """The size of an open file."""
@@ -175,7 +165,8 @@ class SteppedFolder:
 
     def read(self, name: str) -> bytes:
         """Reads all bytes of a small open file."""
-        return os.pread(self._fds[name], self.num_bytes(name), 0)
+        raw = bytearray(self.num_bytes(name))
+        return bytes(raw[: read_at(self._fds[name], memoryview(raw), 0)])
 
     def write(self, name: str, view: memoryview, offset: int) -> None:
         """Writes all of `view` into an open file, from byte `offset` on."""
@@ -183,7 +174,7 @@ class SteppedFolder:
         def whole() -> None:
             done = 0
             while done < len(view):
-                done += os.pwrite(self._fds[name], view[done:], offset + done)
+                done += write_at(self._fds[name], view[done:], offset + done)
 
         self._do("write", name, whole)
 
@@ -197,11 +188,12 @@ class SteppedFolder:
 
     def sync_folder(self) -> None:
         """Flushes the folder's names to the disk."""
-        self._do("fsync", ".", lambda: os.fsync(self._lock_fd))
+        assert self._lock is not None, "the folder is locked"
+        self._do("fsync", ".", self._lock.sync)
 
     def write_file(self, name: str, raw: bytes) -> None:
         """Writes a small file and flushes its bytes, but not its name, to the disk."""
-        self._open("create", name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+        self._open("create", name, os.O_WRONLY | os.O_TRUNC | WRITE_FLAGS)
         try:
             self.write(name, memoryview(raw), 0)
             self.sync(name)
@@ -210,7 +202,7 @@ class SteppedFolder:
 
     def rename(self, name: str, target: str) -> None:
         """Renames a file, replaces another by it, and flushes the names to the disk."""
-        self._do("rename", target, lambda: (self.folder / name).rename(self.folder / target))
+        self._do("rename", target, lambda: (self.folder / name).replace(self.folder / target))
         self.sync_folder()
 
     def replace(self, name: str, raw: bytes) -> None:
@@ -222,7 +214,7 @@ class SteppedFolder:
         """Creates an empty file; returns whether no other process had created it."""
 
         def created() -> None:
-            os.close(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            os.close(os.open(self.folder / name, os.O_WRONLY | os.O_EXCL | WRITE_FLAGS, 0o644))
 
         if (self.folder / name).exists():
             return False
@@ -254,14 +246,6 @@ class SteppedFolder:
             if fault.errno == errno.ENOSPC:
                 advice = "free some space, then run the same command again"
             raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, _READ_FOLDER)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def rewrite_thresholds(

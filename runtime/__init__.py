@@ -7,7 +7,6 @@ from moe_pack.runtime.generate import (
     context_for,
     generate,
     measure,
-    peak_resident_bytes,
     random_prompt,
 )
 from moe_pack.runtime.loaded_model import Model, load
@@ -57,7 +56,6 @@ __all__ = [
     "measure",
     "measure_disk",
     "measure_machine",
-    "peak_resident_bytes",
     "random_prompt",
     "report",
     "report_lines",

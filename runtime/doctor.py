@@ -4,8 +4,8 @@ A disk is measured on the expert files of a pack. Elsewhere a file without a nam
 such a file when the process ends, however that happens. `machine` has the facts that come out.
 """
 
-import mmap
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +41,7 @@ from moe_pack.formats.commands import Stage
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.manifest import MANIFEST_FILE
 from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.system import READ_FLAGS, anonymous_memory, drop_cached
 from moe_pack.runtime.cpu import (
     ExpertRows,
     Kernels,
@@ -196,16 +197,16 @@ def _files_of(folder: Path, most_bytes: int, progress: Progress) -> Iterator[lis
         with Pack(folder) as pack:
             yield [_File(folder / listed.name, listed.bytes) for listed in pack.manifest.expert_files]
         return
-    space = os.statvfs(folder)
-    num_bytes = min(most_bytes, space.f_bavail * space.f_frsize // 4) // _MIN_FILE_BYTES * _MIN_FILE_BYTES
+    num_bytes = min(most_bytes, shutil.disk_usage(folder).free // 4) // _MIN_FILE_BYTES * _MIN_FILE_BYTES
     if num_bytes < _MIN_FILE_BYTES:
         raise RunError(f"{folder}: less than 4 MiB are free; give a folder with more free space")
     progress.say(f"writing {num_bytes >> 20} MiB to read")
     try:
-        # Without a name from the start: nothing is left behind, whatever ends the process.
-        with tempfile.TemporaryFile(dir=folder) as file:
+        # Linux: without a name from the start, so that nothing is left behind, whatever ends the process.
+        unnamed = Path("/proc/self/fd").is_dir()
+        with tempfile.TemporaryFile(dir=folder) if unnamed else tempfile.NamedTemporaryFile(dir=folder) as file:
             _write_random(file.fileno(), num_bytes)
-            yield [_File(Path(f"/proc/self/fd/{file.fileno()}"), num_bytes)]
+            yield [_File(Path(f"/proc/self/fd/{file.fileno()}" if unnamed else file.name), num_bytes)]
     except OSError as fault:
         raise RunError(f"{folder}: cannot be written ({fault.strerror}); give another folder on the disk") from fault
 
@@ -363,15 +364,15 @@ def _scattered(file: _File, size: int) -> NDArray[np.int64]:
 def _drop_cached(files: Sequence[_File]) -> None:
     """Drops files from the system's cache; pages that are mapped, or not yet on the disk, stay there."""
     for file in files:
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file.path, READ_FLAGS)
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_cached(descriptor)
         finally:
             os.close(descriptor)
 
 
 def _arena(num_bytes: int) -> NDArray[np.uint8]:
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    return np.frombuffer(anonymous_memory(num_bytes), np.uint8)
 
 
 # ---- CPU ------------------------------------------------------------------------------------------------------------

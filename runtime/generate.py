@@ -3,8 +3,6 @@
 `measure` times the generation after a prompt of random tokens; only its length ends it.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -161,9 +159,3 @@ def measure(
     moments = [time.perf_counter() for _ in generate(decoder, prompt_ids, sampler, max_tokens, frozenset(), drafts)]
     steps = tuple(after - before for before, after in pairwise(moments))
     return BenchTimes(len(prompt_ids), moments[0] - start, steps)
-
-
-def peak_resident_bytes() -> int:
-    """Returns the peak memory of this process, including mapped files."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
 # Every folder, from the ground up: a folder imports from folders that stand before it, and never from one after it.
 FLOORS = (
+    "formats.system",
     "formats.parts",
     "formats",
     "formats.families",

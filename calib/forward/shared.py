@@ -97,7 +97,7 @@ class Results:
 
     def publish(self, unfinished: Path, path: Path) -> None:
         """Gives a finished file its name."""
-        unfinished.rename(path)
+        unfinished.replace(path)
 
     def missed(self, fault: Exception) -> bool:
         """Returns whether the fault only says that other parts are ahead, so that the stage must be entered again."""
@@ -115,7 +115,7 @@ def publish_once(unfinished: Path, path: Path) -> None:
         pass
     except OSError:  # a file system without hard links
         if unfinished.exists() and not path.exists():
-            unfinished.rename(path)
+            unfinished.replace(path)
             return
     unfinished.unlink()
 

@@ -10,7 +10,6 @@ the files it has. The small JSON file that makes the folder a profile comes last
 `source_digest` identifies a checkpoint, also among others of its shape; `made_with` lists the packages that took part.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +27,7 @@ from moe_pack.formats.commands import Part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
 from moe_pack.formats.safetensors import assemble, read_header
+from moe_pack.formats.system import WRITE_FLAGS, FolderLock, lock_file
 from moe_pack.formats.version import installed_version
 
 Array = NDArray[Any]
@@ -115,11 +115,15 @@ class ProfileStore:
         self._part_fd = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock = FolderLock(folder, is_shared=part is not None)
+        except BlockingIOError as fault:
+            what = "wait for it, or stop it"
+            if part is not None:
+                what = f"it was started without --part; {what}"
+            raise ConversionError(f"{folder}: another process is writing a profile here; {what}") from fault
         except OSError as fault:
             raise ConversionError(f"{folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
-            self._lock()
             if replaces_other:
                 self._remove_other(canonical({"identity": identity}))
             if part is not None:
@@ -155,10 +159,10 @@ class ProfileStore:
                 file.flush()
                 os.fsync(file.fileno())
             if self._part is None:
-                unfinished.rename(self.folder / name)
+                unfinished.replace(self.folder / name)
             else:
                 publish_once(unfinished, self.folder / name)
-            os.fsync(self._lock_fd)
+            self._lock.sync()
         except OSError as fault:
             raise ConversionError(
                 f"{self.folder}: writing {name} failed ({fault.strerror}); fix this, then run the same command again"
@@ -171,35 +175,20 @@ class ProfileStore:
 
     def close(self) -> None:
         """Releases the folder."""
-        for fd in (self._lock_fd, self._part_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._lock_fd = self._part_fd = -1
-
-    def _lock(self) -> None:
-        kind = fcntl.LOCK_EX if self._part is None else fcntl.LOCK_SH
-        try:
-            fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)  # released with the process, however it ends
-        except BlockingIOError as fault:
-            what = "wait for it, or stop it"
-            if self._part is not None:
-                what = f"it was started without --part; {what}"
-            raise ConversionError(f"{self.folder}: another process is writing a profile here; {what}") from fault
-        except OSError:
-            if self._part is None:  # some shared folders have no locks, and parts need none
-                raise
+        if self._part_fd >= 0:
+            os.close(self._part_fd)
+            self._part_fd = -1
+        self._lock.close()
 
     def _lock_part(self, part: Part) -> None:
         """Refuses a second process that makes this part. Their files would have the same temporary names."""
-        self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | WRITE_FLAGS)
         try:
-            fcntl.flock(self._part_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._part_fd)
         except BlockingIOError as fault:
             raise ConversionError(
                 f"{self.folder}: another process is making part {part}; give each process another number"
             ) from fault
-        except OSError:  # without locks, only the user's numbers keep parts apart
-            pass
 
     def _remove_other(self, identity: bytes) -> None:
         """Removes an unfinished profile of another identity; leaves any other folder for `_claim` to refuse."""

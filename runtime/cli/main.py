@@ -15,6 +15,7 @@ import click
 from moe_pack.formats import Pack, RunError, UsageError, dump, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import given
+from moe_pack.formats.system import peak_resident_bytes
 from moe_pack.runtime import (
     BenchTimes,
     Engine,
@@ -29,7 +30,6 @@ from moe_pack.runtime import (
     load_facts,
     measure,
     measure_disk,
-    peak_resident_bytes,
     random_prompt,
     report,
     report_lines,
@@ -97,7 +97,7 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
         ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
         ("decode", decode),
         *report_lines(facts),
-        ("resident", f"{size_text(peak)} at most, including mapped files"),
+        *([] if peak is None else [("resident", f"{size_text(peak)} at most, including mapped files")]),
         ("seed", str(seed)),
     ]
     for name, value in lines:

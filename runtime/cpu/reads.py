@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
 from moe_pack.formats.layout import whole_blocks
+from moe_pack.formats.system import DIRECT_FLAG, READ_FLAGS, read_at
 from moe_pack.runtime.cpu.kernels import is_available
 
 if is_available():
@@ -290,7 +291,7 @@ class BlockingReads:
         expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
         while done < expected:
             try:
-                got = os.preadv(file.descriptor, [self._memory[place + done : place + size]], offset + done)
+                got = read_at(file.descriptor, self._memory[place + done : place + size], offset + done)
             except OSError as fault:
                 raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
             done, num_reads = done + got, num_reads + 1
@@ -328,8 +329,9 @@ def reads_directly(path: Path) -> bool:
 
 def _opened(path: Path, direct: bool) -> int:
     """Opens a regular file and returns its descriptor."""
-    # Non-blocking: otherwise, opening a pipe would wait for its writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
+    if direct and DIRECT_FLAG is None:
+        raise RunError(f"{path.name}: this system has no direct reads; take --read pread")
+    flags = READ_FLAGS | (DIRECT_FLAG if direct and DIRECT_FLAG is not None else 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError as fault:

@@ -11,7 +11,6 @@ memory is computed by the CPU's own engine (`cpu_share`).
 """
 
 import ctypes
-import mmap
 import os
 import sys
 import zlib
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, RunError, size_text
 from moe_pack.formats.commands import Stage
+from moe_pack.formats.system import READ_FLAGS, anonymous_memory, read_at
 
 _NAME_BYTES = 96  # of a GPU's UUID, as the library writes it
 
@@ -233,7 +233,7 @@ class HostArena:
         self.locked_bytes = 0
         self._locked: list[int] = []  # addresses of locked layers
         try:
-            self._memory = mmap.mmap(-1, self.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = anonymous_memory(self.num_bytes)
         except (OSError, OverflowError) as fault:
             raise RunError(
                 f"--ram: cannot map {size_text(self.num_bytes)} of memory for the pack's experts ({fault}); give less"
@@ -353,7 +353,7 @@ def _arena_layout(pack: Pack) -> _ArenaLayout:
 
 def _opened(pack: Pack, name: str) -> int:
     try:
-        return os.open(pack.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(pack.folder / name, READ_FLAGS)
     except OSError as fault:
         raise PackError(f"{name}: cannot be opened ({fault.strerror})") from fault
 
@@ -367,7 +367,7 @@ def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArra
     view, done = raw.data, 0
     while done < len(raw):
         try:
-            num_read = os.preadv(file, [view[done:]], begin + done)
+            num_read = read_at(file, view[done:], begin + done)
         except OSError as fault:
             raise PackError(f"{name}: cannot be read at byte {begin + done} ({fault.strerror})") from fault
         if not num_read:

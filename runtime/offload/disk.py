@@ -7,13 +7,13 @@ every row in one piece (`Kernels.stitch`).
 `pieces_of_rows` says what to read of the blocks that rows need (`Reads` in runtime/cpu).
 """
 
-import mmap
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, RunError
+from moe_pack.formats.system import anonymous_memory
 from moe_pack.runtime.cpu import PagedRows, is_available
 from moe_pack.runtime.cpu.reads import Numbers
 
@@ -34,7 +34,7 @@ class PageArena:
         self._front_bytes = front_bytes
         num_bytes = front_bytes + num_pages * self.slot_bytes
         try:
-            pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = anonymous_memory(num_bytes)
         except (OSError, OverflowError) as fault:
             raise RunError(f"--budget: cannot allocate {num_bytes:,} bytes ({fault}); give a smaller budget") from fault
         # No huge pages: a virtual machine may need seconds for each gigabyte that it gets back from its host.

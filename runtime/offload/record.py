@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
+from moe_pack.formats.system import sync_folder
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
 from moe_pack.runtime.offload.presets import Preset, eviction_of, initial_of, placed_by
 
@@ -150,11 +151,7 @@ def write_recording(recording: Recording, path: Path) -> None:
         except BaseException:  # a signal's exception too
             temporary.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as fault:
         raise RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 

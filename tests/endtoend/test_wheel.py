@@ -84,3 +84,17 @@ def test_without_a_compiler_the_installation_works_and_says_what_it_lacks(
     run = call(*command, cwd=tmp_path)
     assert run.stdout.strip()
     assert "native kernels were not built; install a C++ compiler, then install moe-pack again" in run.stderr
+
+
+def test_an_extension_that_does_not_compile_leaves_no_older_one_behind(tmp_path: Path) -> None:
+    call("git", "clone", "--quiet", ROOT, tmp_path / "source", cwd=tmp_path)
+    older = tmp_path / "source" / "runtime" / "cpu" / "_native.abi3.so"
+    older.write_bytes(b"of other sources")
+    build_there = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
+    done = call(*build_there, cwd=tmp_path / "source", more=NO_COMPILER)
+    assert not older.exists()
+    assert "_native.abi3.so, which was built from other sources" in done.stderr
+
+    environment = os.environ | NO_COMPILER | {"MOE_PACK_NATIVE": "required"}
+    must = subprocess.run(build_there, cwd=tmp_path / "source", env=environment, capture_output=True, text=True)
+    assert must.returncode != 0 and "/nowhere/c++" in must.stderr
