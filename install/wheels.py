@@ -67,7 +67,17 @@ def build(target: Target, folder: Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         subprocess.run(["git", "clone", "--quiet", ROOT, source], check=True)
-        run_python("pip", "wheel", "--quiet", "--no-deps", "-w", str(built), str(source), environment=environment)
+        run_python(
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(built),
+            str(source),
+            environment=environment,
+        )
         (plain,) = built.iterdir()
         before = set(folder.glob("*.whl"))
         run_python("auditwheel", "repair", "--plat", "auto", "-w", str(folder), str(plain), environment=environment)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from models import TESTS, PackMaker
 
-# What Windows lacks, taken away before anything of ours is imported. `msvcrt` keeps its locks in files' places here.
+# What Windows lacks, taken away before anything of ours is imported; other packages saw the whole system before.
 ABSENT = """
-import mmap, os, sys, types
+import mmap, os, subprocess, sys, types
+import torch, tqdm
 sys.modules["fcntl"] = sys.modules["resource"] = sys.modules["readline"] = None
 for name in (
     "preadv", "pread", "pwrite", "pwritev", "posix_fadvise", "sched_getaffinity", "statvfs", "fstatvfs", "getuid",
@@ -42,7 +43,7 @@ def test_a_pack_made_without_the_calls_of_linux_has_the_same_bytes(tiny_source: 
     packs = {}
     for name, source in (("absent", COMMAND), ("linux", PLAIN)):
         folder = tmp_path / name / "packed"
-        options = ("-o", folder, "--bits", 4, "--group", 16, "--quantizer", "nearest")
+        options = ("-o", folder, "--group-size", 16, "--quantizer", "nearest")
         made = call("convert", "convert", tiny_source, *options, source=source)
         assert made.returncode == 0, made.stderr
         assert [path.name for path in folder.parent.iterdir()] == ["packed"]  # no lock file is left
@@ -63,7 +64,7 @@ def test_direct_reads_are_refused_where_the_system_has_none(demo_pack: PackMaker
     options = ("--prompt", "It was", "-n", 2, "--budget", "9M")
     refused = call("runtime", demo_pack("up", 4), *options, "--read", "direct")
     assert refused.returncode == 1
-    assert "this system has no direct reads; take --read pread" in refused.stderr
+    assert "has no direct reads; use --read pread or auto" in refused.stderr
     assert call("runtime", demo_pack("up", 4), *options, "--read", "pread").returncode == 0
 
 
