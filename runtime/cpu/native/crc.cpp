@@ -1,3 +1,4 @@
+#include "cpu_features.h"
 #include "crc.h"
 
 #include <array>
@@ -94,7 +95,7 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t by_folding(uint32_t state, con
 
 uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t num_bytes) {
 #if defined(__x86_64__)
-    static const bool can_fold = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+    static const bool can_fold = cpu_features().pclmul && cpu_features().sse41;
     if (can_fold && num_bytes >= 64) return ~by_folding(~crc, bytes, num_bytes);
 #endif
     return ~by_tables(~crc, bytes, num_bytes);

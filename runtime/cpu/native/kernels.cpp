@@ -1,4 +1,5 @@
 // Which instruction set's kernels this machine can run.
+#include "cpu_features.h"
 #include "kernels.h"
 
 #include <cstring>
@@ -65,20 +66,19 @@ const Kernels* with_rounding(const char* name) {
 // The kernels of a name, or null where this machine lacks their instructions.
 const Kernels* usable(int name_idx) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
     if (name_idx >= 2) {
-        const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                         __builtin_cpu_supports("avx512vnni");
-        if (!has || (name_idx == 3 && !__builtin_cpu_supports("avx512vbmi"))) {
+        const bool has = cpu_features().avx512f && cpu_features().avx512bw &&
+                         cpu_features().avx512dq && cpu_features().avx512vl &&
+                         cpu_features().avx512vnni;
+        if (!has || (name_idx == 3 && !cpu_features().avx512vbmi)) {
             return nullptr;
         }
         return name_idx == 3 ? with_rounding<avx512_kernels, avx512_kernels_of_one_digit, vbmi_trellis_kernels>(kNames[3])
                              : with_rounding<avx512_kernels, avx512_kernels_of_one_digit, avx512_trellis_kernels>(kNames[2]);
     }
     if (name_idx == 1) {
-        const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+        const bool has = cpu_features().avx2 && cpu_features().fma &&
+                         cpu_features().f16c && cpu_features().bmi2;
         return has ? with_rounding<avx2_kernels, avx2_kernels_of_one_digit, avx2_trellis_kernels>(kNames[1])
                    : nullptr;
     }
