@@ -217,6 +217,15 @@ class TensorFileLayout:
         return {entry.name: entry for entry in self.entries}
 
 
+def lay_out_plain(tensors: Iterable[StoredTensor], metadata: Mapping[str, str] | None = None) -> TensorFileLayout:
+    """Returns the layout of a file with these tensors and no padding between them, as other programs expect.
+
+    The widest values come first, so that each tensor begins on a multiple of its value's size.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor[1]])
+    return _laid_out([ordered], 1, 8, metadata)
+
+
 def lay_out(
     groups: Iterable[Sequence[StoredTensor]], align: int, metadata: Mapping[str, str] | None = None
 ) -> TensorFileLayout:
@@ -229,6 +238,12 @@ def lay_out(
     Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.   metadata: strings that
              begin the header, under `__metadata__`.
     """
+    return _laid_out(groups, align, align, metadata)
+
+
+def _laid_out(
+    groups: Iterable[Sequence[StoredTensor]], align: int, header_align: int, metadata: Mapping[str, str] | None
+) -> TensorFileLayout:
     placed: list[TensorEntry] = []
     end = num_pads = 0
     for group in [*groups, ()]:  # the empty last group pads the file's end
@@ -241,7 +256,7 @@ def lay_out(
             num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
             placed.append(TensorEntry(name, dtype, shape, end, num_bytes))
             end += num_bytes
-    header = _encode_header(placed, align, metadata)
+    header = _encode_header(placed, header_align, metadata)
     start = len(header)
     entries = tuple(TensorEntry(t.name, t.dtype, t.shape, t.offset + start, t.num_bytes) for t in placed)
     return TensorFileLayout(header, entries, start + end)

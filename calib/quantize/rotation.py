@@ -102,6 +102,10 @@ class LayerRotation:
         scale = self.vectors.output if matrix == "down" else self.vectors.input
         return rotated_weights(weights, scale)
 
+    def source_rows(self, matrix: Matrix, stored: Tensor) -> Tensor:
+        """Returns stored rows of a matrix float32 [n, d] in the source's coordinates: undoes `rows`."""
+        return self.outputs(stored) if matrix == "down" else self.input_gradients(stored)
+
     def inputs(self, x: Tensor) -> Tensor:
         """Returns the layer's inputs float32 [T, d] as its stored rows get them."""
         return x if self.vectors is None else TORCH.rotate(x, self.vectors)

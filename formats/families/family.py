@@ -159,12 +159,14 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every 
 class Quantization:
     """The encoding of a checkpoint's quantized tensors, by its config.
 
-    `num_bits`, `group_size`: of `packed` codes; a group of 0 columns is the whole row.
+    `num_bits`, `group_size`: of `packed` codes; a group of 0 columns is the whole row. `others`: further encodings of
+    other tensors by the same codec; a tensor's shape shows which it has.
     """
 
     codec: SourceCodec = "plain"
     num_bits: int = 0
     group_size: int = 0
+    others: tuple["Quantization", ...] = ()
 
 
 PLAIN = Quantization()
@@ -438,7 +440,7 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
     If some spellings have the same names, the shape decides: one may transpose what another does not.
     """
     is_encoding, _ = _in_stack(spec, layer)
-    known = family.encoder_expert_names if is_encoding else family.expert_names
+    known = known_spellings(family, spec, layer)
     first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
     found = [names for names in known if _is_present(named(names.matrices["up"], first), tensors)] or [known[0]]
 
@@ -468,6 +470,32 @@ def _claim_matrix(
             _check_matrix(source, whole, tensors, quantization)
         claims[layer, expert, matrix] = source
     return claims
+
+
+def expert_tensors(spec: ModelSpec, spelling: ExpertNames, layer: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that have the experts of a layer, and their biases, in a spelling."""
+    (_, number), shapes = _in_stack(spec, layer), dict[str, tuple[int, ...]]()
+    for expert in range(spec.router.num_experts):
+        for matrix in spec.expert.matrices:
+            name = named(spelling.matrices[matrix], number, expert)
+            _, shape = _matrix_place(spec, spelling, matrix, name, 0)
+            fused = "{e}" not in spelling.matrices[matrix]
+            shapes[name] = _fused_shape(spec, spelling, {}, name, shape) if fused else shape
+        for matrix in spec.expert.bias:
+            name = named(spelling.biases[matrix], number, expert)
+            _, length = _bias_place(spec, spelling, matrix, name, 0)
+            shapes[name] = length if "{e}" in spelling.biases[matrix] else (spec.router.num_experts, *length)
+    return shapes
+
+
+def expert_spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+    """Returns the names that a checkpoint with these tensors has for the experts of a layer."""
+    return _spelling(family, spec, tensors, layer)
+
+
+def known_spellings(family: Family, spec: ModelSpec, layer: int) -> tuple[ExpertNames, ...]:
+    """Returns the ways in which checkpoints of a family name and store the experts of a layer."""
+    return family.encoder_expert_names if _in_stack(spec, layer)[0] else family.expert_names
 
 
 def _fused_shape(
@@ -585,13 +613,16 @@ def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
     packed = f"{source.tensor}_packed"
     if source.tensor in tensors or packed not in tensors:
         return source
-    num_cols, num_bits, group_size = source.num_cols, quantization.num_bits, quantization.group_size or source.num_cols
+    known = [(each.num_bits, each.group_size or source.num_cols) for each in (quantization, *quantization.others)]
+    num_cols, scales = source.num_cols, f"{source.tensor}_scale"
+    found = [tensors[name][1][-1:] for name in (packed, scales) if name in tensors]
+    fitting = [each for each in known if found == [(num_cols * each[0] // WORD_BITS,), (num_cols // each[1],)]]
+    num_bits, group_size = (fitting or known)[0]
     if num_cols % group_size or num_cols * num_bits % WORD_BITS:
         raise CheckpointError(
             f"checkpoint: tensor {packed!r}: config.json gives it rows of {num_cols} values, expected whole groups of "
             f"{group_size} and whole words of {WORD_BITS // num_bits}"
         )
-    scales = f"{source.tensor}_scale"
     _check_tensor(scales, (source.num_rows, num_cols // group_size), tensors)
     return replace(source, tensor=packed, codec="packed", scales=scales, num_bits=num_bits, group_size=group_size)
 

@@ -635,7 +635,7 @@ def _quantization(group: Config) -> Quantization:
 
 
 def _compressed(group: Config) -> Quantization:
-    """Reads the codes that compressed-tensors packs in words, the same in all groups of modules.
+    """Reads the codes that compressed-tensors packs in words, of one kind or of several.
 
     Source: compressed-tensors 0.20, quantization/quant_args.py and compressors/pack_quantized.
     """
@@ -646,12 +646,10 @@ def _compressed(group: Config) -> Quantization:
     for key in ("sparsity_config", "transform_config"):
         group.only(key, {})
     group.ignore("ignore", "global_compression_ratio", "version")
-    found = {_packed(each) for each in _schemes(group)}
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{group.place}: config_groups has {len(found)} kinds of weights; exactly one is supported"
-        )
-    return found.pop()
+    found = tuple(dict.fromkeys(_packed(each) for each in _schemes(group)))
+    if not found:
+        raise CheckpointError(f"{group.place}: config_groups has no weights; at least one kind is needed")
+    return replace(found[0], others=found[1:])
 
 
 def _schemes(group: Config) -> Iterator[Config]:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _ADDED = "added"  # in a field's metadata
+ADDED = {_ADDED: True}  # the metadata, for a field that has other metadata too
 
 
 def added(default: T) -> T:
@@ -12,7 +13,7 @@ def added(default: T) -> T:
 
     Older files stay readable and are written with the same bytes; older readers refuse the new key.
     """
-    return dataclasses.field(default=default, metadata={_ADDED: True})
+    return dataclasses.field(default=default, metadata=ADDED)
 
 
 def is_added(field: dataclasses.Field[Any]) -> bool:
