@@ -445,12 +445,13 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress)
-        rotation = PlanRotation.chosen(options.rotate, checkpoint, profile)
+        is_for_vllm = target.purpose == "vllm"
+        rotation = PlanRotation.chosen("off" if is_for_vllm else options.rotate, checkpoint, profile)
         if note := rotation.note(profile):
             _tell(note)
         # Layers that keep the checkpoint's codes stay as they are, but with --rotate on they cannot be kept.
         losses = with_kept(losses_of(profile), {} if options.rotate == "on" else lossless_formats(checkpoint))
-        repeats = checkpoint_repeats(checkpoint) if losses.quantizer == "calibrated" else 0
+        repeats = checkpoint_repeats(checkpoint) if losses.quantizer == "calibrated" and not is_for_vllm else 0
         model = PlanningModel(with_repeats(checkpoint.spec, repeats), dtypes, losses, rotation)
         packer = AutoPacker(
             checkpoint,
@@ -513,6 +514,8 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
             "upper end of the 95% interval"
         )
     lines.append(_run_line(output, target))
+    if target.purpose == "vllm":
+        lines.append(f"for vLLM: moe-pack export {output} --to compressed-tensors -o exported/")
     return lines
 
 

@@ -55,6 +55,10 @@ _NOT_MEASURED = (
     "tokens/s are an estimate for moe-run --misses auto: the CPU and the link share what GPU memory lacks; an H200 "
     "took 1.6 to 2.8 times as long"
 )
+FOR_VLLM = (
+    "for vLLM: moe-pack export --to compressed-tensors quantizes again what vLLM's codes cannot keep, and says what "
+    "that loses; the loss here is the pack's"
+)
 _BOTH_STACKS = "tokens/s count encoder and decoder for every token; the tokens of an answer go through the decoder only"
 
 
@@ -170,9 +174,10 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
-    rotation = PlanRotation() if profile is None else PlanRotation(profile.rotation())
-    repeats = usual_repeats(spec.expert.source_size) if losses.quantizer == "calibrated" and not lossless else 0
-    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
+    rotated = None if profile is None or target.purpose == "vllm" else profile.rotation()
+    is_repeated = losses.quantizer == "calibrated" and not lossless and target.purpose != "vllm"
+    repeats = usual_repeats(spec.expert.source_size) if is_repeated else 0
+    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, PlanRotation(rotated))
     target = with_kv_dtype(target, spec, dtypes)
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 
@@ -234,6 +239,8 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
         yield gap
     if target.preset == "floe":
         yield compression_text(first)
+    if target.purpose == "vllm":
+        yield FOR_VLLM
     if target.device == "cuda":
         yield _NOT_MEASURED
     if request.model.spec.encoder is not None:

@@ -35,7 +35,8 @@ _UNIFORM_TRIED = 12  # uniform plans within the loss whose speed is estimated: t
 class Planner:
     """Makes plans for one model and one memory.
 
-    Args:    selectors: those to choose from.
+    Args:    selectors: those to choose from.   is_fused: whether all experts of a layer have one format, of those that
+             vLLM's fused layers have, and all neurons run; the search is then `knapsack`.
     Raises:  PlanError if the model has none of these selectors.
     """
 
@@ -45,6 +46,8 @@ class Planner:
         tier: MemoryTier,
         search: SearchName = "knapsack",
         selectors: Sequence[Selector] = SELECTORS,
+        *,
+        is_fused: bool = False,
     ) -> None:
         has_gate = "gate" in model.spec.expert.matrices
         self._selectors: list[Selector] = [kind for kind in selectors if has_gate or kind in ("up", "none")]
@@ -52,6 +55,7 @@ class Planner:
             raise PlanError(f"--selector {selectors[0]}: this model's experts have no gate matrix; use up or none")
         self._model = model
         self._tier = tier
+        self._is_fused = is_fused
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
         self._formats: dict[Selector, CostedFormats] = {}
         self._refused: list[PackLayout] = []  # layouts of plans within the loss that do not fit the budget
@@ -121,7 +125,7 @@ class Planner:
 
     def _formats_of(self, selector: Selector) -> CostedFormats:
         if selector not in self._formats:
-            self._formats[selector] = costed_formats(self._tier, self._model, selector)
+            self._formats[selector] = costed_formats(self._tier, self._model, selector, is_fused=self._is_fused)
         return self._formats[selector]
 
     def _by_edgemoe(self, max_loss: float) -> Iterator[EstimatedPlan]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
-from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices
+from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices, fused_choices
 from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError, Selector, dense_roles, part_format
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.parts import DenseRole
@@ -261,19 +261,22 @@ def least_time(
     Returns: None if every choice loses more.
     """
     experts = _expert_table(losses, prices, choices)
+    if choices.is_fused:
+        experts = _fused_table(experts, losses)
     dense = _dense_table(losses, prices)
     width = max(experts[0].shape[1], dense[0].shape[1])
     cost, lost = (np.concatenate([_widened(e, width), _widened(d, width)]) for e, d in zip(experts, dense, strict=True))
     solution = solve(KnapsackProblem(cost, lost), max_loss)
     if solution is None:
         return None
-    num_experts, num_sparsities = losses.popularity.size, len(losses.sparsities)
-    expert_choice, sparsity_idx = np.divmod(solution.choice[:num_experts], num_sparsities)
+    num_items, num_sparsities = len(experts[0]), len(losses.sparsities)
+    taken = np.repeat(solution.choice[:num_items], losses.popularity.size // num_items)
+    expert_choice, sparsity_idx = np.divmod(taken, num_sparsities)
     plan = Plan(
         choices.selector,
         choices.quantizer,
         _experts(choices, expert_choice, spec),
-        _dense_formats(spec, losses, solution.choice[num_experts:].tolist()),
+        _dense_formats(spec, losses, solution.choice[num_items:].tolist()),
         planned_repeats(spec, choices.quantizer),
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
@@ -288,6 +291,14 @@ def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) 
     sparse = losses.sparse[:, :, kind_idx].reshape(-1, 1, len(losses.sparsities))  # [L * E, 1, S]
     lost = choices.losses(losses)[:, :, None] + sparse  # [L * E, C, S]
     return cost, lost.reshape(len(cost), -1)
+
+
+def _fused_table(experts: tuple[Floats, Floats], losses: Losses) -> tuple[Floats, Floats]:
+    """Returns the cost and the loss of each choice for all experts of a layer, [L, C * sparsities]; all neurons run."""
+    num_layers, num_experts = losses.popularity.shape
+    cost, lost = (each.reshape(num_layers, num_experts, -1).sum(axis=1) for each in experts)
+    is_sparse = np.arange(cost.shape[1]) % len(losses.sparsities) > 0
+    return np.where(is_sparse, np.inf, cost), np.where(is_sparse, 0.0, lost)
 
 
 def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
@@ -329,10 +340,15 @@ class CostedFormats:
     fetch: Floats
 
 
-def costed_formats(tier: MemoryTier, model: PlanningModel, selector: Selector) -> CostedFormats:
-    """Returns the format choices of experts with a selector, and their seconds on a tier."""
+def costed_formats(
+    tier: MemoryTier, model: PlanningModel, selector: Selector, *, is_fused: bool = False
+) -> CostedFormats:
+    """Returns the format choices of experts with a selector, and their seconds on a tier.
+
+    Args:    is_fused: whether they are those of `fused_choices`.
+    """
     spec, losses = model.spec, model.losses
-    choices = expert_choices(spec, selector, losses)
+    choices = (fused_choices if is_fused else expert_choices)(spec, selector, losses)
     layouts = [expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
     run, fetch = (
         np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])

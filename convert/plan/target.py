@@ -46,6 +46,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.parts.added import ADDED
 from moe_pack.formats.plan import format_fault, uniform_dense
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime import MachineFacts, total_bytes
@@ -87,6 +88,7 @@ _RAM_SHARE = 0.75
 _SMALLEST = (trellis_format(4, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
 
 Device = Literal["cuda", "cpu"]
+Purpose = Literal["moe-run", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,17 @@ class Target:
     preset: PresetName | None = field(
         default=None, metadata=option("--preset", help="A paper's pack in place of a search.")
     )
+    purpose: Purpose = field(
+        default="moe-run",
+        metadata={
+            **option(
+                "--for",
+                help="vllm: a pack that moe-pack export --to compressed-tensors can take to vLLM: all experts of a "
+                "layer in one format of 4 or 8 bits, no rotation, no neurons stored twice, all neurons run.",
+            ),
+            **ADDED,
+        },
+    )
     selectors: tuple[Selector, ...] = SELECTORS
     sparsity: float | None = None
     kv_dtype: KvDtype | None = field(
@@ -234,6 +247,11 @@ class Target:
             raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
         if self.device == "cuda" and (wrong := given(self, "cpu")):
             raise UsageError(f"{wrong[0]} needs --device cpu; remove it or add --device cpu")
+        if self.purpose == "vllm" and (self.preset is not None or self.search != "knapsack"):
+            wrong_name = "--search" if self.preset is None else "--preset"
+            raise UsageError(
+                f"{wrong_name} does not apply to --for vllm, which restricts the search; remove one of the two"
+            )
         if self.preset is not None and (wrong := given(self, "search")):
             raise UsageError(f"{wrong[0]} does not apply to --preset {self.preset}; remove one of the two")
 
@@ -260,7 +278,7 @@ def planner_for(target: Target, model: PlanningModel, profile: Profile | None, f
              as `Planner`.
     """
     tier = tier_for(target, model.spec, model.losses, profile, facts)
-    return Planner(model, tier, target.search, target.selectors)
+    return Planner(model, tier, target.search, target.selectors, is_fused=target.purpose == "vllm")
 
 
 def tier_for(

@@ -38,6 +38,7 @@ from moe_pack.formats import (
     ModelSpec,
     PackLayout,
     PartFormat,
+    PlanError,
     Quantizer,
     Selector,
 )
@@ -62,7 +63,8 @@ class FormatChoices:
     """C ways to store an expert with one selector and one quantizer, in ascending order of bytes.
 
     `parts`: int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer.
-    `selector_bytes`, `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.
+    `selector_bytes`, `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.   `is_fused`: whether all experts of
+    a layer have the same choice, and all of their neurons run.
     """
 
     selector: Selector
@@ -72,6 +74,7 @@ class FormatChoices:
     selector_bytes: Ints
     record_bytes: Ints
     extent_bytes: Ints
+    is_fused: bool = False
 
     def losses(self, losses: Losses) -> Floats:
         """Returns the loss of each expert with each choice in nats: float64 [L * E, C]."""
@@ -108,6 +111,36 @@ def expert_choices(
     return FormatChoices(
         selector, losses.quantizer, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept]
     )
+
+
+FUSED_WIDTHS, FUSED_GROUPS = (4, 8), (128, 64, 32)  # that vLLM's kernels for layers of experts have
+
+
+def fused_choices(spec: ModelSpec, selector: Selector, losses: Losses) -> FormatChoices:
+    """Returns the formats in which all matrices of a layer's experts may be stored for vLLM's fused layers.
+
+    Raises:  PlanError if no such format fits the model's rows.
+    """
+    known, _ = losses.of(losses.quantizer)
+    sizes = (spec.hidden_size, spec.expert.source_size)
+    usable = [number for number, part in enumerate(known) if is_fused_format(part, sizes)]
+    if not usable:
+        raise PlanError(
+            f"--for vllm: groups of {', '.join(map(str, FUSED_GROUPS))} weights do not divide rows of {sizes[0]} and "
+            f"{sizes[1]}, as this model's experts have; remove --for"
+        )
+    usable.sort(key=lambda number: known[number].part_bytes(spec.hidden_size))
+    parts = np.array([[number if m in spec.expert.matrices else 0 for m in MATRICES] for number in usable])
+    formats = tuple(_format(row, spec, known) for row in parts.tolist())
+    return FormatChoices(
+        selector, losses.quantizer, formats, parts, *_sizes(parts, spec, selector, known), is_fused=True
+    )
+
+
+def is_fused_format(part: PartFormat, sizes: tuple[int, int]) -> bool:
+    """Returns whether codes of this format, for rows of both sizes, are such as vLLM's fused layers have."""
+    is_known = part.codec == "affine" and part.width in FUSED_WIDTHS and part.group in FUSED_GROUPS
+    return is_known and all(size % part.group == 0 for size in sizes)
 
 
 def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, known: tuple[PartFormat, ...]) -> tuple[Ints, Ints, Ints]:

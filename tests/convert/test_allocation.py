@@ -10,8 +10,8 @@ from specs import GROUPED
 
 from moe_pack.convert.plan import Decision, PlanningModel
 from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time
-from moe_pack.convert.plan.tiers import expert_choices
-from moe_pack.formats import Plan, RouterSpec, dense_roles, part_format, uniform_plan
+from moe_pack.convert.plan.tiers import expert_choices, fused_choices
+from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import uniform_dense
 from moe_pack.formats.spec import SELECTORS
@@ -67,6 +67,41 @@ def test_no_plan_drawn_at_random_with_as_few_bytes_loses_less_than_the_bound() -
             assert found is not None
             assert found.solution.bound <= MODEL.loss(running(drawn))
             assert found.loss <= MODEL.loss(running(drawn))
+
+
+def test_for_vllm_each_layer_has_one_format_and_no_better_one_is_within_the_loss() -> None:
+    """All choices of two layers are tried; each is one format of 4 or 8 bits for all matrices, with all neurons."""
+    wide = dataclasses.replace(SPEC, expert=dataclasses.replace(SPEC.expert, intermediate_size=128))
+    choices = fused_choices(wide, "up", LOSSES)
+    assert {part.width for formats in choices.formats for part in (formats.gate, formats.up, formats.down) if part} == {
+        4,
+        8,
+    }
+    assert all(
+        formats.gate == formats.up == formats.down and formats.up.group in (32, 64, 128) for formats in choices.formats
+    )
+    costs = prices(len(choices.formats), hold=1e-9, run=1e-4)
+    lost = choices.losses(LOSSES).reshape(2, 4, -1).sum(axis=1)  # [layers, choices]
+    cost = ((costs.runs[:, None] * costs.run[:, 0] + costs.misses[:, None] * costs.fetch[:, 0])
+            + costs.expert_byte * choices.extent_bytes).reshape(2, 4, -1).sum(axis=1)  # fmt: skip
+    for max_loss in (lost.min(axis=1).sum() * 1.01, lost.min(axis=1).sum() * 2, lost.max(axis=1).sum()):
+        with case(max_loss):
+            found = least_time(wide, LOSSES, max_loss, costs, choices)
+            assert found is not None and not found.decision.sparsity.any()
+            layers = found.decision.plan.experts
+            assert all(len(set(layer)) == 1 for layer in layers)
+            taken = [choices.formats.index(layer[0]) for layer in layers]
+            pairs = [(a, b) for a in range(len(choices.formats)) for b in range(len(choices.formats))]
+            within = [cost[0, a] + cost[1, b] for a, b in pairs if lost[0, a] + lost[1, b] <= max_loss]
+            assert cost[0, taken[0]] + cost[1, taken[1]] <= min(within) * 1.02  # the rest is that of dense matrices
+            assert found.loss <= max_loss
+    assert least_time(wide, LOSSES, lost.min(axis=1).sum() * 0.5, costs, choices) is None
+
+
+def test_rows_that_no_group_divides_have_no_format_for_vllm() -> None:
+    odd = dataclasses.replace(SPEC, expert=dataclasses.replace(SPEC.expert, intermediate_size=80))
+    with pytest.raises(PlanError, match="--for vllm: groups of 128, 64, 32 weights do not divide rows of"):
+        fused_choices(odd, "up", LOSSES)
 
 
 def test_there_is_no_plan_below_the_smallest_formats_bytes() -> None:

@@ -14,6 +14,7 @@ from losses import random_losses
 from models import DEMO_MODEL, TinyMixtral
 from published import CONFIGS, PUBLISHED
 
+from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import (
     PlanningModel,
@@ -263,6 +264,24 @@ def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
     )
 
 
+def test_for_vllm_a_layer_has_one_format_and_all_of_its_neurons_run(
+    source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """Without that, plans take formats of their own for each matrix, and calibrated ones rows that are stored twice."""
+    usual, path = tmp_path / "usual.json", tmp_path / "vllm.json"
+    for options, out in (((), usual), (("--for", "vllm"), path)):
+        done = run("plan", source, "--profile", profile, "--target-vram", "24M", "--device", "cpu", *options, "-o", out)
+        assert done.exit_code == 0, done.output
+        assert ("the loss here is the pack's" in done.output) == bool(options)
+    spec = Profile(profile).spec
+    decision = read_plan(path, spec)
+    assert not decision.plan.repeats and not decision.sparsity.any()
+    for layer in decision.plan.experts:
+        (expert,) = set(layer)
+        assert expert.gate == expert.up == expert.down and expert.up.width in (4, 8) and expert.up.group == 32
+    assert read_plan(usual, spec).plan.experts != decision.plan.experts
+
+
 def test_wrong_options_are_refused(small: Path) -> None:
     cases = [
         ([], "Error: --target-vram is missing; give the memory to plan for, such as --target-vram 11G"),
@@ -273,6 +292,14 @@ def test_wrong_options_are_refused(small: Path) -> None:
         (
             ["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
             "Error: --selector: preset floe decides it; remove --selector",
+        ),
+        (
+            ["--target-vram", "1G", "--preset", "floe", "--for", "vllm"],
+            "Error: --preset does not apply to --for vllm, which restricts the search; remove one of the two",
+        ),
+        (
+            ["--target-vram", "1G", "--search", "uniform", "--for", "vllm"],
+            "Error: --search does not apply to --for vllm, which restricts the search; remove one of the two",
         ),
         (
             ["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
