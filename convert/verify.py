@@ -282,7 +282,8 @@ def compare_weights(
     return [kind.result(matrix, stored_as) for (matrix, stored_as), kind in sorted(sums.items())]
 
 
-def _logits(weights: Weights, ids: list[int]) -> Tensor:
+def text_logits(weights: Weights, ids: list[int]) -> Tensor:
+    """Returns the logits of each next token of `ids`, float32 [T, vocabulary]; an encoder reads `ids` first."""
     encoder = weights.spec.encoder
     if encoder is None:
         return Decoder(weights, len(ids)).logits(ids)
@@ -307,8 +308,8 @@ def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operation
 
     An encoder reads `ids`; the decoder then predicts the same tokens as the answer.
     """
-    source = _logits(CheckpointWeights(checkpoint), ids)
-    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), operations), ids))
+    source = text_logits(CheckpointWeights(checkpoint), ids)
+    return logits_error(source, text_logits(PackWeights(pack, torch.device("cpu"), operations), ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ FLOORS = (
     "calib",
     "convert.plan",
     "convert",
+    "convert.export",
     "convert.cli",
 )
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours

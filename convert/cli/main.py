@@ -6,7 +6,6 @@ Results go to standard output, progress and notes to standard error.
 import json
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +27,8 @@ from moe_pack.convert.cli.check import check_command
 from moe_pack.convert.cli.convert import convert_command
 from moe_pack.convert.cli.doctor import doctor_command
 from moe_pack.convert.cli.eval import eval_command
-from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
+from moe_pack.convert.cli.export import export_command
+from moe_pack.convert.cli.measure import compared_ids, numerics_summary, prices_summary, quality_summary, routing_text
 from moe_pack.convert.cli.merge import merge_command
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
@@ -41,19 +41,16 @@ from moe_pack.convert.cli.replay import replay_command
 from moe_pack.convert.cli.synth import synth_command
 from moe_pack.convert.rounding import read_rounding, rounding_lines
 from moe_pack.convert.verify import LogitsError, MatrixError, left_out
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, RunError, option, size_text
+from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
-from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import read_numerics
 from moe_pack.runtime.offload import Routing
-
-_COMPARED_TOKENS = 512
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -80,6 +77,10 @@ def main(debug: bool) -> None:
       moe-pack verify packed/ --against mixtral     check every byte, compare every weight
       moe-pack eval packed/ --against mixtral       measure its loss on text
       moe-pack check packed/ --max-kl 0.05          exit code 1 if a limit is exceeded
+    \b
+    Take a pack elsewhere:
+      moe-pack export packed/ --to compressed-tensors -o exported/
+                                                    a checkpoint for vLLM and transformers
     \b
     Learn about a machine:
       moe-pack doctor                               measure its disk, CPU and link
@@ -245,7 +246,7 @@ def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
         with operations_for(torch.device("cpu")) as operations:
             with TerminalProgress() as progress:
                 matrices = compare_weights(pack, checkpoint, progress, operations)
-            logits = compare_logits(pack, checkpoint, _compared_ids(pack, options.text), operations)
+            logits = compare_logits(pack, checkpoint, compared_ids(pack, options.text), operations)
     _print_comparison(pack, matrices, logits, options.as_json)
 
 
@@ -276,21 +277,6 @@ def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsErr
     )
 
 
-def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
-    """Returns the tokens on which logits are compared.
-
-    Raises:  RunError if the text has no token.
-    """
-    num_tokens = min(_COMPARED_TOKENS, pack.spec.max_position_embeddings)
-    if not pack.has("tokenizer.json"):
-        return [7919 * place % pack.spec.vocab_size for place in range(num_tokens)]  # without a tokenizer, any tokens
-    words = files("moe_pack.convert.cli").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
-    ids = Text(pack).encode(words)[:num_tokens]
-    if not ids:
-        raise RunError("--text: the tokenizer finds no token in it; give another text")
-    return ids
-
-
 for _command in (
     convert_command,
     profile_command,
@@ -301,6 +287,7 @@ for _command in (
     attach_command,
     eval_command,
     check_command,
+    export_command,
     replay_command,
     synth_command,
     doctor_command,

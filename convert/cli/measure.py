@@ -4,7 +4,9 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
+from typing import TextIO
 
 import click
 import torch
@@ -30,7 +32,7 @@ from moe_pack.calib.evaluate import (
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.convert import find_checkpoint, same_tensors
 from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, chosen_device
-from moe_pack.formats import ModelSpec, Pack, Progress, size_text
+from moe_pack.formats import ModelSpec, Pack, Progress, RunError, size_text
 from moe_pack.formats.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.sidecar import write_sidecar
@@ -222,3 +224,18 @@ def routing_text(folder: Path, routing: Routing) -> str:
 def recall_text(recall: float, best: Sequence[str]) -> str:
     """Returns the mean recall of the best predictors of all layers, and the one that is best most often."""
     return f"recall {recall:.2f} with the best predictor of each layer (mostly {max(set(best), key=best.count)})"
+
+
+def compared_ids(pack: Pack, text: TextIO | None = None, num_tokens: int = 512) -> list[int]:
+    """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
+
+    Raises:  RunError if the text has no token.
+    """
+    num_tokens = min(num_tokens, pack.spec.max_position_embeddings)
+    if not pack.has("tokenizer.json"):
+        return [7919 * place % pack.spec.vocab_size for place in range(num_tokens)]  # without a tokenizer, any tokens
+    words = files("moe_pack.convert.cli").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
+    ids = Text(pack).encode(words)[:num_tokens]
+    if not ids:
+        raise RunError("--text: the tokenizer finds no token in it; give another text")
+    return ids

@@ -14,8 +14,8 @@ from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
 ROOT = TESTS.parent
-PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md")]
-LONG = ("moe-pack.md",)  # two minutes
+PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md", "export.md")]
+LONG = ("moe-pack.md", "export.md")  # two minutes; half of one
 IN_README = {"moe-pack", "--target-vram"}  # a minute, which `make demo` takes already
 PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
 
@@ -79,6 +79,13 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
             for parameter in moe_pack.commands[command].params:  # type: ignore[attr-defined]  # a click group
                 if parameter.param_type_name == "option" and parameter.name != "output":
                     assert max(parameter.opts, key=len) in page
+
+
+def test_the_page_names_every_option_of_an_export() -> None:
+    page = (ROOT / "docs" / "export.md").read_text("utf-8")
+    for parameter in moe_pack.commands["export"].params:  # type: ignore[attr-defined]  # as above
+        if parameter.param_type_name == "option":
+            assert max(parameter.opts, key=len) in page
 
 
 def test_the_page_names_every_option_of_moe_run() -> None:

@@ -1,0 +1,197 @@
+"""The command `moe-pack export`: writes a pack as a checkpoint that other programs load."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+
+from moe_pack.convert.cli.measure import compared_ids
+from moe_pack.convert.cli.options import INTERRUPTED
+from moe_pack.convert.export import (
+    CodeFormat,
+    Dtype,
+    ExportResult,
+    ExportWork,
+    compare_export,
+    export_compressed,
+    export_plain,
+)
+from moe_pack.convert.verify import LogitsError
+from moe_pack.formats import MATRICES, Pack, UsageError, option, size_text
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import given, read_size
+from moe_pack.runtime.model import operations_for
+
+ExportFormat = Literal["safetensors", "compressed-tensors"]
+_CODED_ONLY = "codes"  # marks options of formats with codes
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options of `export`."""
+
+    to: ExportFormat = field(
+        metadata=option(
+            "--to",
+            help="safetensors: all weights in 16 bit, for any program. compressed-tensors: experts in 4 or 8 bit, as "
+            "vLLM and transformers load them; all other weights in 16 bit.",
+        )
+    )
+    output: Path = field(metadata=option("--output", "-o", metavar="DIR", help="The folder to write, new or empty."))
+    dtype: Dtype | None = field(
+        default=None,
+        metadata=option(
+            "--dtype",
+            help="The dtype of matrices, or of the scales of their codes.  [default: the source's if it has 16 bits, "
+            "else bf16]",
+        ),
+    )
+    bits: str | None = field(
+        default=None,
+        metadata=option(
+            "--bits",
+            choices=("4", "8"),
+            help="With compressed-tensors: the bits of the experts' codes.  [default: 4 for a layer that has at most "
+            "4 in the pack, else 8]",
+            mark=_CODED_ONLY,
+        ),
+    )
+    group_size: str | None = field(
+        default=None,
+        metadata=option(
+            "--group-size",
+            choices=("32", "64", "128"),
+            help="With compressed-tensors: how many weights share a scale.  [default: as in the pack if that is "
+            "possible, else the largest that divides the rows]",
+            mark=_CODED_ONLY,
+        ),
+    )
+    shard_bytes: int = field(
+        default=5 << 30,
+        metadata=option(
+            "--shard-size", metavar="SIZE", help="The most bytes in a file.", parse=read_size, default_text="5G"
+        ),
+    )
+    compare_tokens: int = field(
+        default=64,
+        metadata=option(
+            "--compare-tokens",
+            metavar="N",
+            least=0,
+            help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the result as JSON."))
+
+    def check(self) -> None:
+        """Refuses options that do not go together.
+
+        Raises:  UsageError.
+        """
+        if self.to == "safetensors" and (others := given(self, _CODED_ONLY)):
+            raise UsageError(f"{others[0]} needs --to compressed-tensors; remove it, or give --to compressed-tensors")
+
+
+def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    return export_plain(pack, options.output, options.dtype, work)
+
+
+def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    width: Literal[4, 8] | None = None if options.bits is None else 4 if options.bits == "4" else 8
+    group = None if options.group_size is None else int(options.group_size)
+    return export_compressed(pack, options.output, options.dtype, width, group, work)
+
+
+_EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], ExportResult]] = {
+    "safetensors": _plain,
+    "compressed-tensors": _compressed,
+}
+
+
+@click.command("export", short_help="Write PACK as a checkpoint for vLLM, transformers and others.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@options_from(ExportOptions)
+@command_errors(interrupted=INTERRUPTED)
+def export_command(pack: Path, options: ExportOptions) -> None:
+    """Write PACK as a checkpoint of its model's family, which other programs load: tensors, config and tokenizer.
+
+    The tensors have the source's names and shapes, and the weights that the pack stands for. All neurons run in an
+    export, also those that the pack skips below its thresholds. At most one expert is in memory. If the command is
+    stopped or killed, run it again to continue.
+    """
+    with Pack(pack) as opened, operations_for(torch.device("cpu")) as operations:
+        with TerminalProgress() as progress:
+            work = ExportWork(operations, options.shard_bytes, progress)
+            result = _EXPORTS[options.to](opened, options, work)
+        logits = None
+        if options.compare_tokens:
+            ids = compared_ids(opened, num_tokens=options.compare_tokens)
+            logits = compare_export(opened, options.output, ids, operations)
+        if options.as_json:
+            click.echo(json.dumps(_as_json(result, logits), indent=2))
+            return
+        for line in _lines(opened, options, result, logits):
+            click.echo(line)
+
+
+def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: LogitsError | None) -> Iterator[str]:
+    yield f"{options.output}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
+    if result.resumed_bytes:
+        yield f"an earlier run has written {size_text(result.resumed_bytes)} of it; codes below are of this run alone"
+    if result.formats is not None:
+        yield from _code_lines(result)
+    for reason, number in result.lost.items():
+        yield f"not in the export: {number} tensor{'s' if number > 1 else ''} that the pack does not keep: {reason}"
+    if result.num_zeros:
+        yield f"zero in the export: {result.num_zeros:,} values that the model does not use and the pack does not keep"
+    if (pack.thresholds > 0).any():
+        yield (
+            "the pack skips neurons below thresholds; in the export all neurons run, so its text differs from moe-run's"
+        )
+    if logits is not None:
+        yield (
+            f"logits of {logits.num_tokens} tokens against the pack with all neurons: largest difference "
+            f"{logits.largest:.2e}, KL divergence {logits.kl:.5f} nats, same likeliest token {logits.agreement:.1%}"
+        )
+
+
+def _code_lines(result: ExportResult) -> Iterator[str]:
+    """Yields what became of the experts' codes."""
+    assert result.formats is not None and result.codes is not None, "the result of an export with codes"
+    by_format: dict[CodeFormat, list[int]] = {}
+    for layer, each in result.formats.items():
+        by_format.setdefault(each, []).append(layer)
+    for each, layers in by_format.items():
+        where = "all layers" if len(by_format) == 1 else f"layers {', '.join(map(str, layers))}"
+        yield f"experts of {where}: {each.width} bit, a scale for {each.group} weights"
+    if len(by_format) > 1:
+        yield "vLLM loads layers of different widths; transformers 5 loads experts of one width: give --bits for it"
+    if result.is_renamed:
+        yield (
+            "the source has all experts of a layer in one tensor, the export each in its own, as vLLM reads codes; "
+            "transformers 5 does not read them so in this family"
+        )
+    for matrix in MATRICES:
+        if (codes := result.codes.matrices.get(matrix)) is not None:
+            yield (
+                f"{matrix:4} codes of the pack kept: {codes.carried:,}, quantized again: {codes.quantized:,}; mean "
+                f"error {codes.relative:.3%} of the pack's weights"
+            )
+
+
+def _as_json(result: ExportResult, logits: LogitsError | None) -> dict[str, Any]:
+    codes = None if result.codes is None else result.codes.matrices
+    return {
+        "bytes": result.num_bytes,
+        "resumed_bytes": result.resumed_bytes,
+        "tensors": result.num_tensors,
+        "lost": result.lost,
+        "zeros": result.num_zeros,
+        "formats": None if result.formats is None else {str(i): asdict(each) for i, each in result.formats.items()},
+        "codes": None if codes is None else {m: {**asdict(c), "relative": c.relative} for m, c in codes.items()},
+        "logits": None if logits is None else asdict(logits),
+    }

@@ -1,0 +1,165 @@
+"""Exports of packs as checkpoints of their family: plain, or with experts in compressed-tensors; and their comparison.
+
+An export has the family's tensors and config, so that transformers and vLLM load it. All neurons run in it: a
+checkpoint has no thresholds.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_pack.convert.export.compressed import CodeFormat, CodesReport, Width, coded_units, quantization_config
+from moe_pack.convert.export.compressed import usual_formats as code_formats
+from moe_pack.convert.export.folder import SHARD_BYTES, Written, write_folder
+from moe_pack.convert.export.source import CONFIG_FILE, STORED_AS, Dtype, exported_tensors, owners, plain_name
+from moe_pack.convert.export.weights import ExportUnit, PackSource, plain_units
+from moe_pack.convert.verify import LogitsError, logits_error, text_logits
+from moe_pack.formats import NO_PROGRESS, Pack, Progress
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.family import Claims, Tensors, claim_tensors
+from moe_pack.formats.manifest import COPIED_FILES
+from moe_pack.formats.writer import Step, pass_step
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, PackWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportResult:
+    """What an export has written; `resumed_bytes` of it in an earlier run, whose matrices `codes` does not count.
+
+    `lost`: how many tensors of the source it lacks, by reason, because the pack does not keep them.   `num_zeros`: the
+    values of its tensors that are zero for the same reason.   `formats`, `codes`: of coded experts, by decoder layer.
+    `is_renamed`: whether the source has all experts of a layer in one tensor, and the export each in its own.
+    """
+
+    num_bytes: int
+    resumed_bytes: int
+    num_tensors: int
+    lost: dict[str, int]
+    num_zeros: int
+    formats: dict[int, CodeFormat] | None = None
+    codes: CodesReport | None = None
+    is_renamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWork:
+    """How an export is written.
+
+    `shard_bytes`: the most in a file.   `on_step`: called before each change of the disk.
+    """
+
+    operations: Operations = TORCH
+    shard_bytes: int = SHARD_BYTES
+    progress: Progress = NO_PROGRESS
+    on_step: Callable[[Step], None] = pass_step
+
+
+def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork = ExportWork()) -> ExportResult:
+    """Writes a pack as a checkpoint with plain weights.
+
+    Args:    dtype: of matrices; None: 16 bits, as `exported_tensors` says.
+    Raises:  RunError if the pack cannot be exported; ConversionError if the folder cannot be written.
+    """
+    source = PackSource.of(pack, work.operations)
+    tensors = exported_tensors(pack, source.model, dtype)
+    claims = claim_tensors(source.model.family, source.model.spec, tensors)
+    units = list(plain_units(source, claims, tensors))
+    config = source.model.plain_config()
+    found = _write(source, folder, units, config, dtype, {"to": "safetensors"}, work)
+    lost, zeros = source.model.lost(), num_zeros(tensors, claims)
+    return ExportResult(found.num_bytes, found.resumed_bytes, len(tensors), lost, zeros)
+
+
+def export_compressed(
+    pack: Pack,
+    folder: Path,
+    dtype: Dtype | None,
+    width: Width | None = None,
+    group: int | None = None,
+    work: ExportWork = ExportWork(),
+) -> ExportResult:
+    """Writes a pack as a checkpoint whose experts are in compressed-tensors; all other weights are plain.
+
+    Args:    width, group: of the codes; None: as `code_formats` says.
+    Raises:  as `export_plain`; RunError also if the family's experts cannot be coded so.
+    """
+    source, report = PackSource.of(pack, work.operations), CodesReport()
+    formats = code_formats(pack, source.model, width, group)
+    tensors = exported_tensors(pack, source.model, dtype, by_expert=True)
+    claims = claim_tensors(source.model.family, source.model.spec, tensors)
+    units = list(coded_units(source, claims, tensors, formats, report))
+    config = {**source.model.plain_config(), "quantization_config": quantization_config(formats)}
+    kinds = {str(layer): json.dumps(asdict(each)) for layer, each in formats.items()}
+    found = _write(source, folder, units, config, dtype, {"to": "compressed-tensors", **kinds}, work)
+    num_tensors = sum(len(unit.tensors) for unit in units)
+    lost, zeros = source.model.lost(), num_zeros(tensors, claims)
+    is_renamed = not all(plain_name(place) in tensors for place in source.model.claims.experts.values())
+    return ExportResult(found.num_bytes, found.resumed_bytes, num_tensors, lost, zeros, formats, report, is_renamed)
+
+
+def _write(
+    source: PackSource,
+    folder: Path,
+    units: Sequence[ExportUnit],
+    config: dict[str, Any],
+    dtype: Dtype | None,
+    decisions: dict[str, str],
+    work: ExportWork,
+) -> Written:
+    pack = source.pack
+    files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
+    if dtype is not None:
+        config = _with_dtype(config, {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[dtype])
+    if config != source.model.config:
+        files[CONFIG_FILE] = json.dumps(config, indent=2).encode() + b"\n"
+    decisions = {
+        **decisions,
+        "root": pack.manifest.root,
+        "dtype": "source" if dtype is None else STORED_AS[dtype],
+        "shard_bytes": str(work.shard_bytes),
+    }
+    return write_folder(folder, units, files, decisions, work.shard_bytes, work.progress, work.on_step)
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns a config that names this dtype wherever it named one."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        is_dtype = key in ("dtype", "torch_dtype")
+        changed[key] = dtype if is_dtype else _with_dtype(value, dtype) if isinstance(value, dict) else value
+    return changed
+
+
+def num_zeros(tensors: Tensors, claims: Claims) -> int:
+    """Returns how many values of tensors that the model has a part of belong to nothing that it runs."""
+    sizes = {source.tensor: math.prod(tensors[source.tensor][1]) for _, source in owners(claims)}
+    return sum(sizes.values()) - sum(source.num_rows * source.num_cols for _, source in owners(claims))
+
+
+class _AllNeurons(PackWeights):
+    """The weights of a pack, of which all neurons run, as in a checkpoint."""
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        return 0.0
+
+
+def compare_export(pack: Pack, folder: Path, ids: list[int], operations: Operations = TORCH) -> LogitsError:
+    """Returns the difference of an export's predictions of each next token of `ids` from the pack's with all neurons.
+
+    The export is read back by what reads checkpoints.
+    """
+    weights = _AllNeurons(pack, torch.device("cpu"), operations)
+    try:
+        expected = text_logits(weights, ids)
+    finally:
+        weights.close()
+    checkpoint = Checkpoint(folder)
+    try:
+        return logits_error(expected, text_logits(CheckpointWeights(checkpoint), ids))
+    finally:
+        checkpoint.close()

@@ -1,0 +1,282 @@
+"""Experts in the format of compressed-tensors, as vLLM's fused layers of experts and transformers read it.
+
+A matrix `[out, in]` is three tensors: `weight_packed` has its codes in words of 32 bits, the first column in the lowest
+bits; `weight_scale` has a scale for each group of columns; `weight_shape` its rows and columns. Codes are symmetric:
+`w = (code - middle) * scale`, with 4 or 8 bits. All matrices of a layer's experts have the same width and group.
+
+A pack's own codes are carried over where they have this meaning: gate and up of affine formats with whole zeros. Other
+matrices are quantized again from the weights that the pack stands for: down always, because its groups run along the
+hidden size in a pack and along the neurons here.
+
+Source: compressed-tensors 0.20, compressors/pack_quantized; vLLM 0.33, compressed_tensors_moe_wna16.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_pack.convert.export.source import SourceModel
+from moe_pack.convert.export.weights import (
+    ExportUnit,
+    PackSource,
+    Piece,
+    PlainExpert,
+    Put,
+    dense_units,
+    expert_groups,
+    put_rows,
+    unit_name,
+)
+from moe_pack.convert.plan.tiers import FUSED_GROUPS
+from moe_pack.formats import MATRICES, Matrix, Pack, RunError
+from moe_pack.formats.families.family import WORD_BITS, Claims, Tensors
+from moe_pack.formats.safetensors import StoredTensor
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
+
+Width = Literal[4, 8]
+_BLOCK_WEIGHTS = 1 << 20  # quantized at once
+# Shares of a group's largest magnitude that the search of a scale tries: with 4 bits, the least squared error is mostly
+# with a range that cuts the largest weights. Twice as many shares take twice the time and gain 0.1% of the weights.
+_SHARES = {4: (1.0, 0.93, 0.86, 0.79, 0.72), 8: (1.0, 0.985, 0.97)}
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """How the matrices of a layer's experts are coded: `width` bits, and a scale for `group` columns."""
+
+    width: Width
+    group: int
+
+
+def usual_formats(pack: Pack, model: SourceModel, width: Width | None, group: int | None) -> dict[int, CodeFormat]:
+    """Returns the format of the experts of each decoder layer with experts.
+
+    Meaning: without a width, 4 bits for a layer whose stored codes have at most 4, else 8. Without a group, the layer's
+             own if vLLM has it and it fits all matrices, else the largest that fits.
+    Raises:  RunError if no group fits, or the given one does not.
+    """
+    sizes = (model.spec.hidden_size, model.spec.expert.source_size)
+    fitting = [size for size in FUSED_GROUPS if all(cols % size == 0 for cols in sizes)]
+    if not fitting or group not in (None, *fitting):
+        wanted = (
+            f"--group-size {group}" if group is not None else f"a group size of {', '.join(map(str, FUSED_GROUPS))}"
+        )
+        advice = f"use {' or '.join(map(str, fitting))}" if fitting else "use --to safetensors"
+        raise RunError(
+            f"{wanted} does not divide the rows of this model's experts, which have {sizes[0]} and {sizes[1]} "
+            f"values; {advice}"
+        )
+    formats = {}
+    for layer, experts in zip(model.spec.moe_layers, pack.index.experts, strict=True):
+        parts = [part for expert in experts for m in MATRICES if (part := expert.of(m))]
+        own = {part.group for part in parts}
+        usual = own.pop() if len(own) == 1 and own <= set(fitting) else fitting[0]
+        formats[layer] = CodeFormat(width or (4 if max(part.bits for part in parts) <= 4 else 8), group or usual)
+    return formats
+
+
+def quantization_config(formats: Mapping[int, CodeFormat]) -> dict[str, Any]:
+    """Returns the `quantization_config` of a config.json; a group of modules for each format."""
+    groups: dict[CodeFormat, list[int]] = {}
+    for layer, each in formats.items():
+        groups.setdefault(each, []).append(layer)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {
+                "targets": [_target(layers if len(groups) > 1 else None)],
+                "weights": {
+                    "num_bits": each.width,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": each.group,
+                    "dynamic": False,
+                    "actorder": None,
+                    "block_structure": None,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+            for number, (each, layers) in enumerate(groups.items())
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _target(layers: list[int] | None) -> str:
+    """Returns the pattern of the names of the experts' modules, of some layers or of all."""
+    of_layer = "" if layers is None else rf"\.layers\.({'|'.join(map(str, layers))})\..*"
+    return rf"re:.*{of_layer}\.experts\.\d+\..*"
+
+
+def coded_tensors(name: str, dtype: str, shape: tuple[int, ...], code: CodeFormat) -> tuple[StoredTensor, ...]:
+    """Returns the tensors that a plain matrix `[out, in]` becomes; scales have its dtype."""
+    rows, cols = shape
+    return (
+        (f"{name}_packed", "I32", (rows, cols * code.width // WORD_BITS)),
+        (f"{name}_scale", dtype, (rows, cols // code.group)),
+        (f"{name}_shape", "I64", (2,)),
+    )
+
+
+def symmetric_scales(groups: Tensor, width: Width, dtype: torch.dtype) -> Tensor:
+    """Returns a scale for each group of weights [groups, group], [groups, 1] in `dtype`, as float32.
+
+    Meaning: of some shares of the largest magnitude, the one with the least squared error. Zeros get a scale of 1.
+    """
+    middle = 2 ** (width - 1)
+    largest = groups.abs().amax(dim=1, keepdim=True)
+    best = torch.full_like(largest, torch.inf)
+    chosen = torch.ones_like(largest)
+    for share in _SHARES[width]:
+        scale = (largest * (share / (middle - 1))).to(dtype).to(torch.float32)
+        scale = torch.where(scale > 0, scale, 1.0)
+        error = coded(groups, scale, width).mul_(scale).sub_(groups).square_().sum(dim=1, keepdim=True)
+        chosen = torch.where(error < best, scale, chosen)
+        best = torch.minimum(error, best)
+    return chosen
+
+
+def coded(groups: Tensor, scale: Tensor, width: Width) -> Tensor:
+    """Returns the signed codes nearest to weights [groups, group] under their scales [groups, 1], as float32."""
+    middle = 2 ** (width - 1)
+    return groups.div(scale).round_().clamp_(-middle, middle - 1)
+
+
+def packed_words(codes: Tensor, width: Width) -> Tensor:
+    """Returns signed codes [rows, columns], any dtype, in words: int32 [rows, columns * width / 32]."""
+    values = codes.to(torch.int16).add_(2 ** (width - 1)).to(torch.uint8)
+    if width == 4:
+        values = values[:, 0::2] | values[:, 1::2] << 4
+    return values.contiguous().view(torch.int32)
+
+
+def carried_scales(plain: PlainExpert, matrix: Matrix, code: CodeFormat, num_cols: int) -> Tensor | None:
+    """Returns the scales of a pack's own codes for groups of `code`, float32 [f, groups]; None if they cannot be kept.
+
+    They are kept if zeros are whole numbers, and every value relative to its zero fits `code`'s width.
+    """
+    found = plain.scales(matrix)
+    if found is None:
+        return None
+    scale, zero = found
+    stored_group = num_cols // scale.shape[1]
+    if stored_group % code.group or not (zero == zero.round()).all() or not (scale > 0).all():
+        return None
+    scale = scale.repeat_interleave(stored_group // code.group, dim=1)
+    middle, step = 2 ** (code.width - 1), max(_BLOCK_WEIGHTS // num_cols, 1)
+    for start in range(0, len(scale), step):
+        weights, some = plain.matrices[matrix][start : start + step], scale[start : start + step]
+        values = weights.view(len(some), -1, code.group).div(some.unsqueeze(2)).round()
+        if values.min() < -middle or values.max() >= middle:
+            return None
+    return scale
+
+
+@dataclass(slots=True)
+class MatrixCodes:
+    """What became of one of the experts' matrices: how many were carried over, and the error of all.
+
+    `error`, `weight`: sums of |w - w'| and of |w| over the pack's weights.
+    """
+
+    carried: int = 0
+    quantized: int = 0
+    error: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The mean error over the mean magnitude of the pack's weights."""
+        return self.error / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CodesReport:
+    """What became of the experts' matrices in this run; experts that an earlier run has written are not counted."""
+
+    matrices: dict[Matrix, MatrixCodes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CodedUnit:
+    """Experts whose matrices are coded."""
+
+    source: PackSource
+    layer: int
+    code: CodeFormat
+    tensors: tuple[StoredTensor, ...]
+    plain: Mapping[str, str]  # the dtype that each tensor of weights has without codes
+    pieces: Mapping[int, list[Piece]]
+    report: CodesReport
+
+    @property
+    def name(self) -> str:
+        return unit_name(self.layer, self.pieces)
+
+    def write(self, put: Put) -> None:
+        for expert, pieces in self.pieces.items():
+            plain = self.source.expert(self.layer, expert, torch.float32)
+            for piece in pieces:
+                ((owner, source),) = piece.places
+                dtype = TORCH_DTYPES[self.plain[piece.tensor]]
+                if owner.kind == "bias":
+                    for first, values in piece.blocks(plain.rows, dtype):
+                        put_rows(put, piece.tensor, first, values)
+                    continue
+                matrix = next(m for m in MATRICES if m == owner.name)
+                self._put_matrix(put, piece.tensor, matrix, plain, source.neurons == "columns", dtype)
+
+    def _put_matrix(
+        self, put: Put, tensor: str, matrix: Matrix, plain: PlainExpert, is_turned: bool, dtype: torch.dtype
+    ) -> None:
+        weights, code = plain.matrices[matrix], self.code
+        weights = weights.T if is_turned else weights
+        num_rows, num_cols = weights.shape
+        carried = None if is_turned else carried_scales(plain, matrix, code, num_cols)
+        found = self.report.matrices.setdefault(matrix, MatrixCodes())
+        found.carried += carried is not None
+        found.quantized += carried is None
+        step = max(_BLOCK_WEIGHTS // num_cols, 1)
+        for start in range(0, num_rows, step):
+            groups = weights[start : start + step].reshape(-1, code.group)
+            if carried is None:
+                exact = scale = symmetric_scales(groups, code.width, dtype)
+            else:
+                exact = carried[start : start + step].reshape(-1, 1)
+                scale = exact.to(dtype).to(torch.float32)
+            codes = coded(groups, exact, code.width)
+            found.weight += float(groups.abs().sum(dtype=torch.float64))
+            found.error += float((codes * scale).sub_(groups).abs_().sum(dtype=torch.float64))
+            put_rows(put, f"{tensor}_packed", start, packed_words(codes.view(-1, num_cols), code.width))
+            put_rows(put, f"{tensor}_scale", start, scale.view(-1, num_cols // code.group).to(dtype))
+        put_rows(put, f"{tensor}_shape", 0, torch.tensor([[num_rows, num_cols]]))
+
+
+def coded_units(
+    source: PackSource, claims: Claims, tensors: Tensors, formats: Mapping[int, CodeFormat], report: CodesReport
+) -> Iterator[ExportUnit]:
+    """Yields the units of a checkpoint whose experts are coded.
+
+    Args:    claims, tensors: of the same checkpoint without codes, in which each matrix of an expert is a tensor.
+             formats: by decoder layer.   report: is filled while units are written.
+    Raises:  RunError for names of experts that the config's patterns do not match.
+    """
+    yield from dense_units(source, claims, tensors)
+    for group in expert_groups(source.model, claims, tensors):
+        code, coded_ones = formats[group.layer], list[StoredTensor]()
+        weights = {p.tensor for found in group.pieces.values() for p in found if p.places[0][0].kind == "matrix"}
+        for name, dtype, shape in group.tensors:
+            if name in weights and (".experts." not in name or ".layers." not in name):
+                raise RunError(f"tensor {name!r} is not named as vLLM names experts; use --to safetensors")
+            coded_ones += coded_tensors(name, dtype, shape, code) if name in weights else [(name, dtype, shape)]
+        plain = {name: dtype for name, dtype, _ in group.tensors}
+        yield _CodedUnit(source, group.layer, code, tuple(coded_ones), plain, group.pieces, report)

@@ -1,0 +1,161 @@
+"""The folder of an export: shards of a bounded size with an index, and small files. A kill costs at most a shard.
+
+A shard is written under another name, flushed, and renamed when it is complete. `config.json` comes last: without it,
+no program takes the folder for a checkpoint. A file of the export's decisions lies in the folder until then, so that
+the same command continues where it stopped, and another one is refused.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.convert.export.source import CONFIG_FILE
+from moe_pack.convert.export.weights import ExportUnit, tensor_bytes
+from moe_pack.formats import NO_PROGRESS, ConversionError, Progress, RangeReader, size_text
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.safetensors import StoredTensor, TensorFileLayout, lay_out_plain
+from moe_pack.formats.writer import Step, SteppedFolder, pass_step
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+MARK_FILE = "export.json"
+SHARD_BYTES = 5 << 30
+_FORMAT = {"format": "pt"}  # without it, transformers refuses a file
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    name: str
+    units: tuple[ExportUnit, ...]
+    layout: TensorFileLayout
+
+    def tensors(self) -> list[StoredTensor]:
+        return [tensor for unit in self.units for tensor in unit.tensors]
+
+
+def shards_of(units: Sequence[ExportUnit], shard_bytes: int) -> list[_Shard]:
+    """Returns the shards of some units: each as large as `shard_bytes` allows, but for a unit that is larger alone."""
+    groups, size = list[list[ExportUnit]](), 0
+    for unit in units:
+        num_bytes = tensor_bytes(unit.tensors)
+        if not groups or size + num_bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(unit)
+        size += num_bytes
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    shards = []
+    for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True):
+        layout = lay_out_plain((tensor for unit in group for tensor in unit.tensors), _FORMAT)
+        shards.append(_Shard(name, tuple(group), layout))
+    return shards
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The bytes of the tensors of a folder, and how many bytes of its shards an earlier run has written."""
+
+    num_bytes: int
+    resumed_bytes: int
+
+
+def write_folder(
+    folder: Path,
+    units: Sequence[ExportUnit],
+    files: Mapping[str, bytes],
+    decisions: Mapping[str, str],
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = NO_PROGRESS,
+    on_step: Callable[[Step], None] = pass_step,
+) -> Written:
+    """Writes a checkpoint folder; continues where a killed run stopped.
+
+    Args:    files: the small files with their bytes; `config.json` is one of them and comes last.   decisions: what
+             decides the bytes; a run that continues must have the same.   on_step: called before each change of the
+             disk.
+    Raises:  ConversionError if the folder has other files or lacks space, or if a write fails.
+    """
+    shards, disk = shards_of(units, shard_bytes), SteppedFolder(folder, on_step)
+    mark = json.dumps(dict(decisions), indent=1, sort_keys=True).encode() + b"\n"
+    try:
+        disk.make()
+        disk.lock("another process writes this folder; wait for it, or give another --output")
+        missing = _begin(disk, folder, shards, files, mark)
+        total = sum(shard.layout.num_bytes for shard in shards)
+        left = sum(shard.layout.num_bytes for shard in missing)
+        if left > disk.free_bytes():
+            raise ConversionError(
+                f"{folder}: needs {size_text(left)}, but only {size_text(disk.free_bytes())} are free; free some "
+                "space, or give a folder on another disk"
+            )
+        progress.begin(Stage("exporting", total, "B", total - left))
+        for shard in missing:
+            _write_shard(disk, shard, progress)
+        progress.end()
+        if len(shards) > 1:
+            disk.replace(INDEX_FILE, _index(shards))
+        for name in sorted(files.keys() - {CONFIG_FILE}):
+            disk.replace(name, files[name])
+        disk.replace(CONFIG_FILE, files[CONFIG_FILE])
+        disk.unlink(MARK_FILE)
+        disk.sync_folder()
+    finally:
+        disk.close()
+    return Written(sum(tensor_bytes(unit.tensors) for unit in units), total - left)
+
+
+def _begin(
+    disk: SteppedFolder, folder: Path, shards: list[_Shard], files: Mapping[str, bytes], mark: bytes
+) -> list[_Shard]:
+    """Checks what is in the folder, marks it as an unfinished export, and returns the shards that it lacks."""
+    found = {path.name for path in folder.iterdir()} - {f"{MARK_FILE}.tmp"}
+    ours = {INDEX_FILE, MARK_FILE, *files, *(shard.name for shard in shards)}
+    ours |= {f"{name}{ending}" for name in ours for ending in (".part", ".tmp")}
+    if found and MARK_FILE not in found:
+        raise ConversionError(f"{folder}: is not empty; give a new folder")
+    if found and ((folder / MARK_FILE).read_bytes() != mark or found - ours):
+        raise ConversionError(
+            f"{folder}: has an unfinished export of another pack or with other options; remove the folder, or give "
+            "another"
+        )
+    if not found:
+        disk.replace(MARK_FILE, mark)
+    return [shard for shard in shards if shard.name not in found or not _is_complete(folder, shard)]
+
+
+def _is_complete(folder: Path, shard: _Shard) -> bool:
+    """Returns whether a file has the size and the header of a shard; a file under a shard's name was flushed before."""
+    with RangeReader(folder / shard.name, ConversionError) as reader:
+        header = shard.layout.header
+        return reader.num_bytes == shard.layout.num_bytes and reader.read(0, len(header)).tobytes() == header
+
+
+def _write_shard(disk: SteppedFolder, shard: _Shard, progress: Progress) -> None:
+    part, places = f"{shard.name}.part", shard.layout.by_name()
+    disk.open(part)
+    disk.truncate(part, 0)
+    disk.truncate(part, shard.layout.num_bytes)
+    disk.write(part, memoryview(shard.layout.header), 0)
+
+    def put(tensor: str, start: int, raw: NDArray[np.uint8]) -> None:
+        entry = places[tensor]
+        assert start + len(raw) <= entry.num_bytes, f"{tensor}: {len(raw)} bytes at {start} of {entry.num_bytes}"
+        disk.write(part, raw.data, entry.offset + start)
+
+    progress.advance(len(shard.layout.header))
+    for unit in shard.units:
+        unit.write(put)
+        progress.advance(tensor_bytes(unit.tensors), unit.name)
+    disk.sync(part)
+    disk.rename(part, shard.name)
+
+
+def _index(shards: list[_Shard]) -> bytes:
+    """Returns the bytes of the index: the shard of each tensor."""
+    weight_map = {name: shard.name for shard in shards for name, _, _ in shard.tensors()}
+    total = sum(tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)
+    values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(values, indent=2).encode() + b"\n"

@@ -1,0 +1,393 @@
+"""A pack's weights as its checkpoint had them, written piece by piece into the tensors of an export.
+
+`PlainExpert` is an expert in the source's coordinates and its order of neurons, each neuron once. `ExportUnit` is what
+an export writes at once: a dense tensor, an expert, or, where a tensor has all experts of a layer, that layer. A unit
+computes the bytes of its tensors a few rows at a time, and never has more than one expert in memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.quantize import LayerRotation
+from moe_pack.convert.export.source import Owner, SourceModel, owners
+from moe_pack.formats import Matrix, Pack
+from moe_pack.formats.codecs import affine
+from moe_pack.formats.families import SourceMatrix
+from moe_pack.formats.families.family import Claims, Tensors
+from moe_pack.formats.layout import DenseLayout
+from moe_pack.formats.safetensors import DTYPE_BYTES, StoredTensor, split_bytes
+from moe_pack.runtime.model import NeuronBlock, Operations, PackedExpert
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.pack_weights import stored_matrix
+
+_BLOCK_BYTES = 16 << 20  # of an export's tensor, computed at once
+Put = Callable[[str, int, NDArray[np.uint8]], None]  # writes bytes into a tensor, from a byte of it on
+Rows = Callable[[int, int], Tensor]  # returns rows of a matrix as the checkpoint stores it, [rows, columns]
+
+
+class PlainExpert:
+    """An expert of an open pack: `matrices` [f, d] and `biases`, in the source's order and coordinates.
+
+    The second row of a repeated neuron is added to its first.
+    Args:    order: int64 [rows], the source's neuron in each row.   dtype: of the matrices.
+    """
+
+    def __init__(
+        self, pack: Pack, place: tuple[int, int], order: Tensor, dtype: torch.dtype, operations: Operations
+    ) -> None:
+        (layer_idx, expert), spec = place, pack.spec.expert
+        layout, rotation = pack.layout.experts[layer_idx][expert], LayerRotation.of(pack.rotation, layer_idx)
+        is_first = torch.ones(len(order), dtype=torch.bool)
+        is_first[1:] = order[1:] != order[:-1]
+        f, d = spec.source_size, pack.spec.hidden_size
+        self.matrices: dict[Matrix, Tensor] = {matrix: torch.empty((f, d), dtype=dtype) for matrix in spec.matrices}
+        self.biases: dict[Matrix, Tensor] = {m: torch.empty(f) for m in spec.bias if m != "down"}
+        down = torch.zeros((f, d)) if spec.repeats else None
+        self._extent, self._layout = torch.from_numpy(pack.read_extent(layer_idx, expert)), layout
+        self._first, self._order, self._is_rotated = is_first, order, rotation.vectors is not None
+        packed, start = PackedExpert(layout, self._extent, operations), 0
+        for block in packed.blocks():
+            some = slice(start, start + len(block.up))
+            rows, first, start = order[some], is_first[some], some.stop
+            for matrix, stored, bias in _row_parts(block):
+                if stored is not None:
+                    self.matrices[matrix][rows[first]] = rotation.source_rows(matrix, stored[first]).to(dtype)
+                if bias is not None:
+                    self.biases[matrix][rows[first]] = bias[first]
+            if down is None:
+                self.matrices["down"][rows] = rotation.source_rows("down", block.down).to(dtype)
+            else:
+                down.index_add_(0, rows, block.down)
+        if down is not None:
+            for first_row, size in split_bytes(0, f, max(_BLOCK_BYTES // (4 * d), 1)):
+                some = slice(first_row, first_row + size)
+                self.matrices["down"][some] = rotation.source_rows("down", down[some]).to(dtype)
+        if (bias := packed.down_bias()) is not None:
+            self.biases["down"] = rotation.source_rows("down", bias[None])[0]
+
+    def scales(self, matrix: Matrix) -> tuple[Tensor, Tensor] | None:
+        """Returns scales and zeros of the rows of a matrix, float32 [f, groups] each, in the source's order.
+
+        Returns: None if the stored rows are not affine codes in the source's coordinates.
+        """
+        place = self._layout.find(matrix)
+        assert place is not None, f"{matrix} is one of the family's matrices"
+        layout, part, base = place
+        if part.format.codec != "affine" or self._is_rotated:
+            return None
+        rows = self._extent[base : base + self._layout.num_rows * layout.row_bytes].view(-1, layout.row_bytes)
+        codec = affine(part.format, layout.num_cols)
+        stored = rows[:, part.scales_offset : part.scales_offset + 2 * codec.scale_bytes]
+        found = codec.load_scales(stored[:, : codec.scale_bytes], stored[:, codec.scale_bytes :])
+        pair = torch.stack(found)[:, self._first]
+        scale, zero = (torch.empty_like(each).index_copy_(0, self._order[self._first], each) for each in pair)
+        return scale, zero
+
+    def rows(self, owner: Owner, source: SourceMatrix) -> Rows:
+        """Returns what gives the rows of a matrix or a bias as a checkpoint has them."""
+        if owner.kind == "bias":
+            values = self.biases[owner.name][:, None]  # type: ignore[index]  # an owner's name is a matrix
+        else:
+            values = self.matrices[owner.name]  # type: ignore[index]  # likewise
+            values = values.T if source.neurons == "columns" else values
+        return lambda start, stop: values[start:stop]
+
+
+def _row_parts(block: NeuronBlock) -> tuple[tuple[Matrix, Tensor | None, Tensor | None], ...]:
+    """Returns the matrices of a block whose rows have a bias each, with their rows and biases."""
+    return ("gate", block.gate, block.gate_bias), ("up", block.up, block.up_bias)
+
+
+def dense_rows(pack: Pack, dense: DenseLayout, operations: Operations) -> Rows:
+    """Returns what gives rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        raw = torch.from_numpy(pack.read_dense(dense.entry, start, stop))
+        if dense.rows is not None:
+            return stored_matrix(dense, raw, operations).rows(0, stop - start)
+        return raw.view(TORCH_DTYPES[dense.dtype]).view(stop - start, -1)
+
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive rows of a tensor, counted flat, of `row_size` values, with the places of all that they have."""
+
+    tensor: str
+    first_row: int
+    num_rows: int
+    row_size: int
+    places: tuple[tuple[Owner, SourceMatrix], ...]
+
+    def blocks(
+        self, rows_of: Callable[[Owner, SourceMatrix], Rows], dtype: torch.dtype
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields row by row of the tensor: the first row's number, and the values of some, in `dtype`."""
+        given = [(source, rows_of(owner, source)) for owner, source in self.places]
+        step = max(_BLOCK_BYTES // (self.row_size * dtype.itemsize), 1)
+        for start, size in split_bytes(self.first_row, self.num_rows, step):
+            out = torch.zeros((size, self.row_size), dtype=dtype)
+            for source, rows in given:
+                _fill(out, start, source, rows)
+            yield start, out
+
+
+def _fill(out: Tensor, start: int, source: SourceMatrix, rows: Rows) -> None:
+    """Puts the rows of a matrix that lie in rows `start`, ... of its tensor into `out` [rows, row_size]."""
+    stop = start + len(out)
+    if source.transposed:
+        out[:] = rows(0, source.num_rows).T[start:stop].to(out.dtype)
+        return
+    step = source.row_step
+    low = max(-(-(start - source.first_row) // step), 0)
+    high = min(-(-(stop - source.first_row) // step), source.num_rows)
+    if low >= high:
+        return
+    first = source.first_row + low * step - start
+    last_col = source.first_col + source.num_cols * source.col_step
+    values = rows(low, high).to(out.dtype).view(high - low, source.num_cols)
+    out[first::step][: high - low, source.first_col : last_col : source.col_step] = values
+
+
+def pieces_of(claims: Claims) -> dict[str, list[Piece]]:
+    """Returns the pieces of each tensor that has values of the model, rising; matrices that interlock share one."""
+    spans: dict[str, list[tuple[int, int, int, Owner, SourceMatrix]]] = {}
+    for owner, source in owners(claims):
+        first, size = (0, source.num_rows) if source.transposed else (source.first_row, source.row_size)
+        count = source.num_cols if source.transposed else (source.num_rows - 1) * source.row_step + 1
+        spans.setdefault(source.tensor, []).append((first, first + count, size, owner, source))
+    pieces: dict[str, list[Piece]] = {}
+    for tensor, found in spans.items():
+        found.sort(key=lambda span: span[:2])
+        groups, end = list[list[tuple[int, int, int, Owner, SourceMatrix]]](), -1
+        for span in found:
+            if span[0] < end:
+                groups[-1].append(span)
+            else:
+                groups.append([span])
+            end = max(end, span[1])
+        pieces[tensor] = [
+            Piece(
+                tensor, group[0][0], max(span[1] for span in group) - group[0][0], group[0][2],
+                tuple((owner, source) for *_, owner, source in group),
+            )
+            for group in groups
+        ]  # fmt: skip
+    return pieces
+
+
+class ExportUnit(Protocol):
+    """Tensors that are written at once."""
+
+    @property
+    def name(self) -> str:
+        """What they are, for progress."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Name, dtype and shape of each; values of a tensor that nothing is put into are zero."""
+        ...
+
+    def write(self, put: Put) -> None:
+        """Computes the bytes of all tensors and puts them."""
+        ...
+
+
+def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
+    """Puts rows of a tensor, values [rows, row_size] in its dtype."""
+    raw = values.contiguous().view(torch.uint8).numpy().reshape(-1)
+    put(tensor, first_row * values.shape[1] * values.dtype.itemsize, raw)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackSource:
+    """What the units of an export read: an open pack with its order of neurons, and how to compute with it."""
+
+    pack: Pack
+    model: SourceModel
+    order: NDArray[np.uint32]
+    operations: Operations
+
+    @classmethod
+    def of(cls, pack: Pack, operations: Operations) -> "PackSource":
+        """Reads what a pack says of its checkpoint.
+
+        Raises:  as `SourceModel.of`.
+        """
+        return cls(pack, SourceModel.of(pack), pack.read_order(), operations)
+
+    def expert(self, layer: int, expert: int, dtype: torch.dtype) -> PlainExpert:
+        """Reads an expert of a decoder layer."""
+        place = self.model.spec.moe_layers.index(layer), expert
+        order = torch.from_numpy(self.order[place].astype(np.int64))
+        return PlainExpert(self.pack, place, order, dtype, self.operations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DenseUnit:
+    source: PackSource
+    tensors: tuple[StoredTensor, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0][0]
+
+    def write(self, put: Put) -> None:
+        dense = {each.role.name: each for each in self.source.pack.layout.dense}
+        dtype = TORCH_DTYPES[self.tensors[0][1]]
+
+        def rows_of(owner: Owner, place: SourceMatrix) -> Rows:
+            return dense_rows(self.source.pack, dense[owner.name], self.source.operations)
+
+        for piece in self.pieces:
+            for first, values in piece.blocks(rows_of, dtype):
+                put_rows(put, piece.tensor, first, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExpertsUnit:
+    """Experts of a layer whose tensors are plain. `pieces`: by expert."""
+
+    source: PackSource
+    layer: int
+    tensors: tuple[StoredTensor, ...]
+    pieces: Mapping[int, list[Piece]]
+
+    @property
+    def name(self) -> str:
+        return unit_name(self.layer, self.pieces)
+
+    def write(self, put: Put) -> None:
+        dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in self.tensors}
+        for expert, pieces in self.pieces.items():
+            weights = {dtypes[piece.tensor] for piece in pieces if piece.places[0][0].kind == "matrix"}
+            (dtype,) = weights if len(weights) == 1 else (torch.float32,)
+            plain = self.source.expert(self.layer, expert, dtype)
+            for piece in pieces:
+                for first, values in piece.blocks(plain.rows, dtypes[piece.tensor]):
+                    put_rows(put, piece.tensor, first, values)
+
+
+def unit_name(layer: int, experts: Mapping[int, object]) -> str:
+    """Returns the name of a unit of experts."""
+    return f"layer {layer} expert {next(iter(experts))}" if len(experts) == 1 else f"layer {layer}, all experts"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeptUnit:
+    """A tensor whose bytes the pack keeps although it does not run it."""
+
+    pack: Pack
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0][0]
+
+    def write(self, put: Put) -> None:
+        for item in self.pack.layout.items():
+            if item.kind == "unused" and item.role == self.name:
+                put(self.name, item.start, self.pack.read_unused(item.offset, item.num_bytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NumbersUnit:
+    """A tensor of numbers that follow from the config."""
+
+    tensors: tuple[StoredTensor, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0][0]
+
+    def write(self, put: Put) -> None:
+        put(self.name, 0, np.array(self.numbers, "<i8").view(np.uint8))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TableUnit:
+    """A tensor with rows of the n-gram table of a decoder layer, from its row `start` on."""
+
+    pack: Pack
+    layer: int
+    start: int
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.tensors[0][0]
+
+    def write(self, put: Put) -> None:
+        table = next(table for table in self.pack.layout.ngrams if table.layer == self.layer)
+        num_rows, row_bytes = self.tensors[0][2][0], table.rows.crc_offset
+        for first, count in split_bytes(0, num_rows, max(_BLOCK_BYTES // table.rows.row_bytes, 1)):
+            rows = self.pack.read_ngrams(table, self.start + first, self.start + first + count)
+            put(self.name, first * row_bytes, np.ascontiguousarray(rows[:, :row_bytes]).reshape(-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertTensors:
+    """The tensors of a layer's experts that have no tensor in common with others: of one expert, or of all.
+
+    `pieces`: by expert.
+    """
+
+    layer: int
+    pieces: Mapping[int, list[Piece]]
+    tensors: tuple[StoredTensor, ...] = field(default=())
+
+
+def expert_groups(model: SourceModel, claims: Claims, tensors: Tensors) -> Iterator[ExpertTensors]:
+    """Yields the tensors of experts in groups that can be written one after the other."""
+    by_expert: dict[tuple[int, int], list[Piece]] = {}
+    for pieces in pieces_of(claims).values():
+        for piece in pieces:
+            owner = piece.places[0][0]
+            if owner.kind != "dense":
+                by_expert.setdefault((owner.layer, owner.expert), []).append(piece)
+    for layer in model.spec.moe_layers:
+        of_layer = {expert: found for (at, expert), found in by_expert.items() if at == layer}
+        names = [{piece.tensor for piece in found} for found in of_layer.values()]
+        are_apart = sum(map(len, names)) == len(set().union(*names))
+        groups = [{expert: found} for expert, found in of_layer.items()] if are_apart else [of_layer]
+        for group in groups:
+            used = dict.fromkeys(piece.tensor for found in group.values() for piece in found)
+            yield ExpertTensors(layer, group, tuple((name, *tensors[name]) for name in used))
+
+
+def dense_units(source: PackSource, claims: Claims, tensors: Tensors) -> Iterator[ExportUnit]:
+    """Yields the units of all tensors but those of experts."""
+    for name, pieces in pieces_of(claims).items():
+        if pieces[0].places[0][0].kind == "dense":
+            yield _DenseUnit(source, ((name, *tensors[name]),), tuple(pieces))
+    for layer, parts in claims.tables.items():
+        start = 0
+        for part in parts:
+            yield _TableUnit(source.pack, layer, start, ((part.tensor, *tensors[part.tensor]),))
+            start += part.num_rows
+    for name, numbers in source.model.claims.constants.items():
+        yield _NumbersUnit(((name, *tensors[name]),), numbers)
+    for name in claims.unused:
+        yield _KeptUnit(source.pack, ((name, *tensors[name]),))
+
+
+def plain_units(source: PackSource, claims: Claims, tensors: Tensors) -> Iterator[ExportUnit]:
+    """Yields the units of a checkpoint whose weights are all plain."""
+    yield from dense_units(source, claims, tensors)
+    for group in expert_groups(source.model, claims, tensors):
+        yield _ExpertsUnit(source, group.layer, group.tensors, group.pieces)
+
+
+def tensor_bytes(tensors: tuple[StoredTensor, ...]) -> int:
+    """Returns the bytes of some tensors."""
+    return sum(DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=np.int64)) for _, dtype, shape in tensors)
