@@ -269,8 +269,9 @@ class ConvertOptions:
 def convert_command(path: str, options: ConvertOptions) -> None:
     """Make a pack from the checkpoint at PATH.
 
-    PATH is a Hugging Face folder with safetensors, a hub id such as mistralai/Mixtral-8x7B-v0.1, or a short name such
-    as mixtral. A hub id and a short name are looked up in the local hub cache, and downloaded if they are not there.
+    PATH is a Hugging Face folder with safetensors, a GGUF file (or one of its parts), a hub id such as
+    mistralai/Mixtral-8x7B-v0.1, or a short name such as mixtral. A hub id and a short name are looked up in the local
+    hub cache, and downloaded if they are not there.
 
     \b
     moe-pack convert mixtral -o packed/                    all experts alike, 4 bit

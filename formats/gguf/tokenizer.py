@@ -250,7 +250,9 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
     """Returns the tokenizer of SentencePiece's pair encoding. Source: transformers, convert_slow_tokenizer.py."""
     scores = metadata.values("tokenizer.ggml.scores")
     if len(scores) != len(tokens.texts):
-        raise CheckpointError(f"{metadata.place}: tokenizer.ggml.scores has {len(scores)} values for each token one")
+        raise CheckpointError(
+            f"{metadata.place}: tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens.texts)}: one a token"
+        )
     steps: list[Values] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     if has_prefix:
