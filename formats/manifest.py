@@ -545,7 +545,8 @@ class SourceTensor:
     """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
 
     `weights`: the number of the model's weights in it, if that is not the usual one: of words with packed codes, and of
-    a tensor of which the model uses a part.
+    a tensor of which the model uses a part.   `decoded_from`: the type in the source's file, if `dtype` is that of
+    values decoded from it.
     """
 
     name: str
@@ -554,6 +555,7 @@ class SourceTensor:
     fate: Fate
     reason: str
     weights: int | None = added(None)
+    decoded_from: str | None = added(None)
 
     @property
     def num_weights(self) -> int:

@@ -148,7 +148,9 @@ class Checkpoint(SourceReader):
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            usual = SourceTensor(name, entry.dtype, entry.shape, fate, reason)
+            usual = SourceTensor(
+                name, entry.dtype, entry.shape, fate, reason, decoded_from=self.files.decoded_from(name)
+            )
             is_usual = name not in weights or usual.num_weights == weights[name]
             tensors.append(usual if is_usual else replace(usual, weights=weights[name]))
         return self.files.account(), tensors

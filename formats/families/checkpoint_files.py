@@ -104,6 +104,10 @@ class CheckpointFiles(ABC):
     def account(self) -> list[SourceFile]:
         """Returns every file with tensors, sorted by name."""
 
+    def decoded_from(self, tensor: str) -> str | None:
+        """Returns the type from which a tensor's values are decoded when they are read, or None."""
+        return None
+
     def notes(self) -> Sequence[str]:
         """Returns lines for users on how the tensors are read, if that is not as they are."""
         return ()

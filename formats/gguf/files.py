@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, dense_roles
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, PredictionNames, Stored, named, role_key, stored_ways
+from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
@@ -130,6 +130,7 @@ class GgufFiles(CheckpointFiles):
         self._tensors: dict[str, _Tensor] = {}
         self._entries: dict[str, TensorEntry] = {}
         self._used: set[str] = set()
+        self._roles: dict[str, DenseRole] = {}
 
     def has(self, name: str) -> bool:
         """Returns whether the metadata makes a small file of this name.
@@ -199,6 +200,12 @@ class GgufFiles(CheckpointFiles):
         raw = rows.read(first, last).reshape(-1)
         return np.ascontiguousarray(raw[start - first * size : start - first * size + num_bytes])
 
+    def decoded_from(self, tensor: str) -> str | None:
+        """Returns the GGML types of a tensor that is dequantized, joined by `+`, or None."""
+        rows = self._tensors[tensor].rows
+        types = rows.types() if rows.dtype == "F32" else frozenset()
+        return "+".join(sorted(types)) if types - {"F32"} else None
+
     def account(self) -> list[SourceFile]:
         """Returns every GGUF file, sorted by name."""
         files = []
@@ -233,13 +240,13 @@ class GgufFiles(CheckpointFiles):
         self._readers = []
 
     def _all_tensors(self, family: Family, spec: ModelSpec) -> Iterator[tuple[str, _Tensor]]:
-        roles = {role.name: role for role in dense_roles(spec)}
-        for role in roles.values():
+        self._roles = {role.name: role for role in dense_roles(spec)}
+        for role in list(self._roles.values()):
             way = _plain_way(stored_ways(family, spec, role.name))
             if not way.roles:
                 yield way.name, self._dense(spec, role, way)
             elif way.roles[0] == role.name:
-                yield way.name, self._stack([self._dense(spec, roles[other], way) for other in way.roles])
+                yield way.name, self._stack([self._dense(spec, self._roles[other], way) for other in way.roles])
         for layer in spec.moe_layers:
             yield from self._experts(family, spec, layer)
         for number in range(num_layers(self.metadata), self.metadata.whole("block_count")):
@@ -270,7 +277,7 @@ class GgufFiles(CheckpointFiles):
         elif key == "layers.{i}.attention.kv_b" and name not in self._stored:
             rows, tensor = self._latent(role, layer)
         elif name not in self._stored and key.rpartition(".")[2] in ("q", "k", "v"):
-            rows, tensor = self._of_fused(spec, role, layer)
+            rows, tensor = self._of_fused(role, layer)
         else:
             tensor = self._take(name)
             rows = self._rows(tensor)
@@ -297,14 +304,13 @@ class GgufFiles(CheckpointFiles):
         keys, values = (self._take(f"blk.{layer}.attn_{name}_b.weight") for name in ("k", "v"))
         return KeysAndValues(self._rows(keys), self._rows(values), keys.shape[0], role.shape[1]), keys
 
-    def _of_fused(self, spec: ModelSpec, role: DenseRole, layer: int) -> tuple[Rows, GgufTensor]:
+    def _of_fused(self, role: DenseRole, layer: int) -> tuple[Rows, GgufTensor]:
         """Returns queries, keys or values of the tensor with all three."""
         first = 0
         for other in ("q", "k", "v"):
-            sizes = [each.shape[0] for each in dense_roles(spec) if each.name == f"layers.{layer}.attention.{other}"]
             if role.name.endswith(f".{other}"):
                 break
-            first += sizes[0]
+            first += self._roles[f"layers.{layer}.attention.{other}"].shape[0]
         tensor = self._take(f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_{other}.weight")
         return Part(self._rows(tensor), first, role.shape[0]), tensor
 
@@ -370,28 +376,39 @@ class GgufFiles(CheckpointFiles):
             yield named(names.biases[matrix], layer, expert), _Tensor(part, shape[1:], self._paths[tensor.file].name)
 
     def _prediction_layer(self, family: Family, spec: ModelSpec, number: int) -> Iterator[tuple[str, _Tensor]]:
-        """Yields what there is of a layer that predicts a further token, under the names of the family's."""
-        if not family.prediction:
-            return
-        names, last = family.prediction[0], spec.num_hidden_layers - 1
-        for part, theirs in _PREDICTION.items():
-            tensor = self._stored.get(f"blk.{number}.nextn.{theirs}.weight")
-            name = getattr(names, part)
-            if tensor is not None and name is not None:
+        """Yields the layer that predicts a further token, if there is one, under the names of the family's.
+
+        It has the parts of the last decoder layer with attention and experts.
+        """
+        stored = [tensor for name, tensor in self._stored.items() if name.startswith(f"blk.{number}.")]
+        if not family.prediction and any(kept.pattern == "mtp.*" for kept in family.unused):
+            for tensor in stored:  # which nothing runs: any name that the family keeps does
                 self._used.add(tensor.name)
-                yield name.format(n=number), _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
-        for role in dense_roles(spec):
-            key, layer = role_key(spec, role.name)
-            if layer != last or "{i}" not in key or key in self._architecture.makers:
-                continue
-            if self._name(key, number) not in self._stored:
-                continue
-            tensor = self._take(self._name(key, number))
-            way = _plain_way(stored_ways(family, spec, role.name))
-            moved = _moved(way.name, names, last, number)
-            yield moved, _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
-        if f"{EXPERT_TENSORS['up'].format(i=number)}.weight" in self._stored:
-            yield from self._experts(family, spec, number)
+                yield f"mtp.{tensor.name}", _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
+        if not family.prediction or not stored:
+            return
+        names = family.prediction[0]
+        like = max(layer for layer in spec.moe_layers if f"layers.{layer}.attention.o" in self._roles)
+        is_centered = self._architecture.changes.get("norm") == "plus_one"
+        for part, theirs in _PREDICTION.items():
+            name, own_name = getattr(names, part), f"blk.{number}.nextn.{theirs}.weight"
+            if own_name in self._stored and name is not None:
+                tensor = self._take(own_name)
+                rows: Rows = self._rows(tensor)
+                if is_centered and len(tensor.shape) == 1:
+                    rows = _undone(rows, "plus_one", spec)
+                yield name.format(n=number), _Tensor(rows, tensor.shape, self._paths[tensor.file].name)
+        begin, moved = f"layers.{like}.", list[tuple[str, _Tensor]]()
+        own = {
+            role.name.replace(begin, f"layers.{number}."): role for role in self._roles.values() if begin in role.name
+        }
+        self._roles |= {name: replace(role, name=name) for name, role in own.items()}
+        for name, role in own.items():
+            way = _plain_way(stored_ways(family, spec, name))
+            moved.append((way.name, self._dense(spec, self._roles[name], way)))
+            assert not way.roles, f"{role.name} is in a tensor with others, which no family with prediction layers has"
+        for name, made in (*moved, *self._experts(family, spec, number)):
+            yield names.layer.format(n=number) + name.removeprefix(names.stack.format(i=number)), made
 
     def _take(self, name: str, otherwise: str | None = None) -> GgufTensor:
         """Returns the GGUF tensor of this name, which then has a role."""
@@ -432,12 +449,6 @@ _PREDICTION = {
     "embed": "embed_tokens",
     "head": "shared_head_head",
 }
-
-
-def _moved(name: str, names: PredictionNames, last: int, number: int) -> str:
-    """Returns the name in a prediction layer of what is called `name` in the last decoder layer."""
-    stack = names.stack.format(i=last)
-    return names.layer.format(n=number) + name.removeprefix(stack)
 
 
 def _file_bytes(content: Values | str) -> bytes:

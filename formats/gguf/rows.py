@@ -29,6 +29,12 @@ class Rows(ABC):
     num_rows: int
     num_cols: int
 
+    def types(self) -> frozenset[str]:
+        """Returns the types of the GGUF tensors below."""
+        below = (value for value in vars(self).values())
+        each = (value if isinstance(value, list | tuple) else (value,) for value in below)
+        return frozenset().union(*(rows.types() for group in each for rows in group if isinstance(rows, Rows)))
+
     @property
     def row_bytes(self) -> int:
         """The bytes of a row."""
@@ -80,6 +86,10 @@ class TensorRows(Rows):
         self.num_rows = tensor.num_rows
         self.num_cols = tensor.shape[-1]
         self.dtype = tensor.type if tensor.type in AS_THEY_ARE else "F32"
+
+    def types(self) -> frozenset[str]:
+        """Returns the tensor's type."""
+        return frozenset((self._tensor.type,))
 
     def stored(self, start: int, stop: int) -> Bytes:
         """Reads rows `start` to `stop` in the file's bytes: u8 [rows, bytes]."""

@@ -251,7 +251,7 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
     scores = metadata.values("tokenizer.ggml.scores")
     if len(scores) != len(tokens.texts):
         raise CheckpointError(
-            f"{metadata.place}: tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens.texts)}: one a token"
+            f"{metadata.place}: tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens.texts)}"
         )
     steps: list[Values] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from click.testing import CliRunner
 from golden_gguf import GOLDEN
 from models import DEMO_MODEL, TinyMixtral
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, trainers
 
-from moe_pack.formats import CheckpointError, RangeReader
+from moe_pack.convert.cli.main import main
+from moe_pack.formats import CheckpointError, Pack, RangeReader
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.files import ARCHITECTURES
@@ -181,6 +184,52 @@ def test_mxfp4_blocks_keep_their_codes() -> None:
         "gpt_oss.gguf: F32: 25 tensors, as they are; MXFP4: 10 tensors, dequantized; MXFP4: 6 tensors, as they are"
     ]
     checkpoint.close()
+
+
+def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith("blk.1.")]:
+            tensors[name.replace("blk.1.", "blk.2.")] = tensors[name]
+        norm = tensors["output_norm.weight"]
+        tensors |= {f"blk.2.nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
+        tensors["blk.2.nextn.eh_proj.weight"] = (np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32)
+
+    def count(values: dict[str, Any]) -> None:
+        prefix = values["general.architecture"][0]
+        values |= {f"{prefix}.block_count": (3, UINT32), f"{prefix}.nextn_predict_layers": (1, UINT32)}
+
+    cases = {"glm4_moe": "model.layers.2.", "qwen3_next": "mtp.layers.0.", "exaone_moe": "mtp.blk.2."}
+    for family, begin in cases.items():
+        with case(family):
+            path = rewritten(tmp_path / f"{family}.gguf", GOLDEN / f"{family}.gguf", values=count, tensors=add)
+            checkpoint = Checkpoint(GgufFiles(path))
+            unused = set(checkpoint.claims.unused)
+            assert any(name.startswith(begin) for name in unused)
+            if family != "exaone_moe":  # whose layer nothing runs
+                spec, claims = checkpoint.spec, checkpoint.claims
+                (projected,) = [name for name in unused if name.endswith(("eh_proj.weight", "mtp.fc.weight"))]
+                assert checkpoint.entry(projected).shape == (64, 128)
+                up = claims.experts[1, 0, "up"].tensor.replace("model.layers.1.", begin)
+                assert up in unused
+                np.testing.assert_array_equal(
+                    checkpoint.raw(up, 0, 512), checkpoint.raw(claims.experts[1, 0, "up"].tensor, 0, 512)
+                )
+                assert spec.num_hidden_layers == 2
+            checkpoint.close()
+
+
+def test_a_pack_of_a_gguf_file_says_what_was_dequantized(tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    said = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(packed)])
+    assert said.exit_code == 0, said.output
+    assert "mixtral.gguf: Q4_0: 16 tensors, dequantized; F32: 7 tensors, as they are\n" in said.output
+    account = json.loads((packed / "source.json").read_text())
+    assert [file["name"] for file in account["files"]] == ["mixtral.gguf"]
+    decoded = {tensor["name"]: tensor.get("decoded_from") for tensor in account["tensors"]}
+    assert decoded["lm_head.weight"] == "Q4_0" and decoded["model.norm.weight"] is None
+    assert json.loads((packed / "config.json").read_text())["model_type"] == "mixtral"
+    with Pack(packed) as pack, closing(Checkpoint(GgufFiles(MIXTRAL))) as checkpoint:
+        assert pack.spec == checkpoint.spec
 
 
 # --- tokenizers
