@@ -16,14 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_pack.calib.forward import (
-    Array,
-    ProfileStore,
-    joined_input_pieces,
-    kept_sequences,
-    num_kept_sequences,
-    sample_places,
-)
+from moe_pack.calib.forward import Array, ProfileStore, kept_sequences, num_kept_sequences, sample_places
+from moe_pack.calib.forward.experts import joined_input_pieces
 from moe_pack.calib.profile.profile import (
     EFFECTS_FILE,
     EXACT_FILE,

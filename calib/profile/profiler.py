@@ -31,20 +31,15 @@ from torch import Tensor
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
     HOT_SPARSITIES,
-    ONE_PROCESS,
     PROFILE_FILE,
     Array,
-    Arrays,
     ExpertInputs,
     KeptInputs,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    PassedError,
     ProfileStore,
-    Results,
     Sequences,
-    SharedResults,
     Tokens,
     check_length,
     input_bytes,
@@ -59,6 +54,7 @@ from moe_pack.calib.forward import (
     stack_tokens,
     tidy,
 )
+from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, PassedError, Results, SharedResults
 from moe_pack.calib.forward.store import WORK_FOLDER
 from moe_pack.calib.profile.profile import (
     EFFECTS_FILE,

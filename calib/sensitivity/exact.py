@@ -14,17 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    CHUNK_TOKENS,
-    ONE_PROCESS,
-    Array,
-    Arrays,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    Results,
-    Sequences,
-)
+from moe_pack.calib.forward import CHUNK_TOKENS, Array, LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, Results
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.calib.sensitivity.costs import (
     Cost,

@@ -23,19 +23,17 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
-    ONE_PROCESS,
     Array,
-    Arrays,
     KeptInputs,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    Results,
     Sequences,
     num_workers,
     store_states,
     whole_states,
 )
+from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, Results
 from moe_pack.calib.quantize import LayerRotation, needs_inputs
 from moe_pack.calib.sensitivity.costs import (
     Cost,
@@ -410,7 +408,7 @@ class SensitivityPass:
         by_weight = torch.zeros_like(tokens.weights)
         rotation = self._rotation(layer_idx)
 
-        num_tokens = torch.stack([((tokens.experts == e) & (tokens.weights != 0)).sum() for e in range(E)])
+        num_tokens = torch.tensor([len(tokens.of_expert(expert)[0]) for expert in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
 
         def work(expert: int) -> Arrays:
@@ -443,17 +441,13 @@ class SensitivityPass:
             quantized[expert], repeated[expert], sparse[expert] = found[:3]
             if expert == popular:
                 moments = tuple(each.to(self.device) if len(each) else None for each in found[3:])
-            work_done = 2 * expert_multiplications(spec) * len(token_idx)
-            progress.advance(work_done, f"layer {layer} expert {expert}")
-            del found
+            progress.advance(2 * expert_multiplications(spec) * len(token_idx), f"layer {layer} expert {expert}")
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
-
-        def compare(number: int) -> Arrays:
-            if number == 0:
-                return (self._ratios(layer_idx, popular, moments),)
-            return (self._calibrated(layer_idx, popular, tokens, above),)
-
-        (ratios,), (calibrated,) = self._results.in_order("formats", compare, range(2), 1)
+        compared = (
+            lambda: self._ratios(layer_idx, popular, moments),
+            lambda: self._calibrated(layer_idx, popular, tokens, above),
+        )
+        (ratios,), (calibrated,) = self._results.in_order("formats", lambda number: (compared[number](),), range(2), 1)
         solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
         quantized, repeated, sparse = (
             _shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, repeated, sparse)

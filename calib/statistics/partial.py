@@ -13,16 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    ONE_PROCESS,
-    Array,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    Results,
-    num_workers,
-    stack_of,
-)
+from moe_pack.calib.forward import Array, LayerStates, LayerTokens, LayerwiseWeights, num_workers, stack_of
+from moe_pack.calib.forward.shared import ONE_PROCESS, Results
 from moe_pack.calib.statistics.predictors import Shares
 from moe_pack.formats import ModelSpec
 from moe_pack.runtime.model import mlp_input, router_scores

@@ -24,18 +24,17 @@ from moe_pack.calib.forward import (
     HOT_SPARSITIES,
     KINDS,
     NUM_BINS,
-    ONE_PROCESS,
     Array,
     ExpertActivity,
     Histogram,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    Results,
     check_arrays,
     measure_expert,
     num_workers,
 )
+from moe_pack.calib.forward.shared import ONE_PROCESS, Results
 from moe_pack.formats import CheckpointError, ModelSpec, PackError, RouterSpec
 
 Routes = NDArray[np.integer[Any]]

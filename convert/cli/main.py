@@ -29,10 +29,10 @@ from moe_pack.convert.cli.doctor import doctor_command
 from moe_pack.convert.cli.eval import eval_command
 from moe_pack.convert.cli.export import export_command
 from moe_pack.convert.cli.measure import compared_ids, numerics_summary, prices_summary, quality_summary, routing_text
-from moe_pack.convert.cli.merge import merge_command
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
     attach_command,
+    merge_command,
     profile_command,
     report_command,
     thresholds_command,

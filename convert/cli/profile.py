@@ -1,4 +1,7 @@
-"""The commands of `moe-pack` that use calibration text and profiles: `profile`, `report`, `thresholds`, `attach`."""
+"""The commands of `moe-pack` that use calibration text and profiles.
+
+They are `profile`, `merge`, `report`, `thresholds` and `attach`.
+"""
 
 import json
 import time
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens
-from moe_pack.calib.profile import Profile, ProfileOptions, attach, make_profile
+from moe_pack.calib.profile import Profile, ProfileOptions, attach, make_profile, merge_profiles, texts_of
 from moe_pack.calib.report import measured_pack, report_html
 from moe_pack.calib.sensitivity import time_text
 from moe_pack.convert import bits_per_weight, find_checkpoint
@@ -166,6 +169,37 @@ def _recall_lines(profile: Profile) -> list[str]:
     tables = [profile.predictors(l) for l in judged]
     recall = sum(float(table.experts[table.best[0], 0]) for table in tables) / len(tables)
     return [f"experts predicted: {recall_text(recall, [PREDICTORS[int(table.best[0])] for table in tables])}"]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """The options of `merge`."""
+
+    output: Path = field(
+        default=Path("profile"), metadata=option("--output", "-o", help="The folder of the merged profile.")
+    )
+
+
+@click.command("merge", short_help="Put profiles of several texts together.")
+@click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PROFILE...")
+@options_from(MergeOptions)
+@command_errors(interrupted=INTERRUPTED)
+def merge_command(profiles: tuple[Path, ...], options: MergeOptions) -> None:
+    """Merge profiles of one checkpoint on different texts into a profile of all texts.
+
+    The profiles may come from different machines. All must be made with the same options, except --data and --tokens.
+    A text counts as much as it has tokens. Counts and routes are those of one profile of all texts; other figures are
+    averages (docs/profile.md says how close they are).
+    """
+    with TerminalProgress() as progress:
+        merged = merge_profiles([Profile(folder) for folder in profiles], options.output, progress)
+    num_bytes = sum(file.bytes for file in merged.facts.files)
+    click.echo(f"{options.output}: {size_text(num_bytes)}")
+    total = merged.facts.text.num_sequences
+    for text in texts_of(merged.facts):
+        num_tokens = text.num_sequences * text.sequence_length
+        click.echo(f"{text.name}: {num_tokens:,} tokens, {text.num_sequences / total:.0%} of all")
+    click.echo(f"see it: moe-pack report {merged.folder}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from models import TinyMixtral
 from profiles import SMALLEST, StoppedError, folder_bytes, profiled, random_tokens, reseal, tokens_of
 
@@ -14,6 +15,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, losses_of, merge_pro
 from moe_pack.calib.profile.merging import mixed_quantiles
 from moe_pack.calib.report import report_html
 from moe_pack.calib.statistics import QUANTILE_LEVELS
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import ConversionError, PlanError, UsageError
 
 V, S = SMALLEST.vocab_size, 16
@@ -98,6 +100,16 @@ def test_a_merged_profile_says_what_each_text_contributed_and_works_as_any_other
     assert routing_of(merged).routes.shape[0] == 3 * S
     assert "made up + made up" in report_html(merged)
     assert losses_of(merged) is not None
+
+
+def test_the_command_merges_and_says_what_each_text_contributed(folder: Path, tmp_path: Path) -> None:
+    arguments = ["merge", str(folder / "0"), str(folder / "1"), "-o", str(tmp_path / "merged")]
+    result = CliRunner().invoke(main, arguments, prog_name="moe-pack")
+    assert result.exit_code == 0, result.output
+    assert "made up: 176 tokens, 65% of all\nmade up: 96 tokens, 35% of all" in result.output
+    assert folder_bytes(tmp_path / "merged") == folder_bytes(folder / "merged")
+    result = CliRunner().invoke(main, ["merge", str(folder / "0"), "-o", str(tmp_path / "one")], prog_name="moe-pack")
+    assert result.exit_code == 2 and "found one profile, expected two or more" in result.output
 
 
 def test_merging_again_gives_the_same_whatever_the_order_of_steps(source: Path, folder: Path, tmp_path: Path) -> None:

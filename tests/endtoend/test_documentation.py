@@ -62,6 +62,7 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
         "convert",
         "plan",
         "profile",
+        "merge",
         "report",
         "thresholds",
         "attach",
