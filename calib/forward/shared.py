@@ -26,14 +26,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats.commands import Part
 
+Array = NDArray[Any]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Arrays = tuple[Tensor, ...]  # a result
@@ -210,50 +212,49 @@ _ENDED = ".ended"
 
 
 class _Phase:
-    """The files of one phase: `PHASE.ITEM.CRC32` in the folder of its step."""
+    """The files of one phase: `PHASE.ITEM` in the folder of its step. The first file of an item stays.
+
+    A file has the result's arrays as numpy writes them, and after them their checksum as another array.
+    """
 
     def __init__(self, folder: Path, phase: str, own: str) -> None:
         self._folder, self._phase, self._own = folder, phase, own
-        self._paths = dict[int, Path]()
 
     def has(self, item: int) -> bool:
         """Returns whether an item's result is there."""
-        if item not in self._paths:
-            for path in self._folder.glob(f"{self._phase}.*.*"):
-                if path.suffix != ".tmp":
-                    self._paths[int(path.name.split(".")[1])] = path
-        return item in self._paths
+        return self._path(item).exists()
 
     def read(self, item: int) -> Arrays | None:
         """Reads the result of an item; None if it is not there. Removes a damaged file."""
-        if not self.has(item):
-            return None
-        path = self._paths[item]
         try:
-            arrays, crc32 = list[Tensor](), 0
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with self._path(item).open("rb") as file:
+                size, arrays = os.fstat(file.fileno()).st_size, list[Array]()
                 while file.tell() < size:
-                    array = np.lib.format.read_array(file, allow_pickle=False)
-                    crc32 = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc32)
-                    arrays.append(torch.from_numpy(array))
+                    arrays.append(np.lib.format.read_array(file, allow_pickle=False))
         except FileNotFoundError:
-            del self._paths[item]
             return None
         except (EOFError, ValueError):
-            crc32 = -1
-        if f"{crc32:08x}" != path.suffix[1:]:
-            path.unlink(missing_ok=True)
-            del self._paths[item]
+            arrays = []
+        if not arrays or arrays[-1].tolist() != [_crc32_of(arrays[:-1])]:
+            self._path(item).unlink(missing_ok=True)
             return None
-        return tuple(arrays)
+        return tuple(torch.from_numpy(array) for array in arrays[:-1])
 
-    def write(self, item: int, arrays: Arrays) -> None:
+    def write(self, item: int, result: Arrays) -> None:
         """Writes the result of an item."""
-        crc32, unfinished = 0, self._folder / f"{self._phase}.{item}{self._own}.tmp"
+        arrays = [np.ascontiguousarray(tensor.cpu().numpy()) for tensor in result]
+        unfinished = self._folder / f"{self._phase}.{item}{self._own}.tmp"
         with unfinished.open("wb") as file:
-            for tensor in arrays:
-                array = np.ascontiguousarray(tensor.cpu().numpy())
+            for array in (*arrays, np.asarray([_crc32_of(arrays)], np.uint32)):
                 np.lib.format.write_array(file, array, allow_pickle=False)
-                crc32 = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc32)
-        publish_once(unfinished, self._folder / f"{self._phase}.{item}.{crc32:08x}")
+        publish_once(unfinished, self._path(item))
+
+    def _path(self, item: int) -> Path:
+        return self._folder / f"{self._phase}.{item}"
+
+
+def _crc32_of(arrays: Sequence[Array]) -> int:
+    crc32 = 0
+    for array in arrays:
+        crc32 = zlib.crc32(array.reshape(-1).view(np.uint8).data, crc32)
+    return crc32
