@@ -70,20 +70,28 @@ class Recipe:
     is_sequential: bool = False
 
 
-def check_calibration(checkpoint: Checkpoint, plan: Plan, profile: Profile | None) -> None:
-    """Checks that a calibrated plan has a profile of the checkpoint, with inputs.
+def check_calibration(
+    checkpoint: Checkpoint, plan: Plan, profile: Profile | None, rotation: RotationVectors | None = None
+) -> None:
+    """Checks that a calibrated plan has a profile of the checkpoint, with inputs or made from an importance file.
 
-    Raises:  PlanError without a profile, or for a profile without inputs or of another checkpoint.
+    Raises:  PlanError without a profile, for a profile without inputs or of another checkpoint, or if layers are
+             rotated with the moments of an importance file, which belong to the source's coordinates.
     """
     if plan.quantizer != "calibrated":
         return
     if profile is None:
         raise PlanError("--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile")
-    if not profile.has_inputs:
+    if not profile.calibrates:
         raise PlanError(
             f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
             f"the model "
             "again, without --no-inputs"
+        )
+    if rotation is not None and not profile.has_inputs:
+        raise PlanError(
+            f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
+            "experts; give --rotate off, or profile the model on text"
         )
     check_same_source(profile, checkpoint)
 

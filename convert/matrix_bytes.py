@@ -304,12 +304,14 @@ def guarded_quantizer(
     rotation: LayerRotation = UNROTATED,
     stored: Tensor | None = None,
 ) -> GuardedQuantizer:
-    """Returns the quantizer of an expert, with its tokens in a profile.
+    """Returns the quantizer of an expert, with its tokens in a profile, or its moments from an importance file.
 
     Args:    place: MoE layer and expert.   function: of its neurons.   rotation: of the layer, for the inputs.
              stored: the layer's inputs behind the stored layers, float32 [T, d]; None for the source's.
     Raises:  PackError if the profile is damaged.
     """
+    if not profile.has_inputs:
+        return GuardedQuantizer(formats, profile.moments(place[0]).of_expert(place[1]), function)
     with profile.inputs(place[0]) as inputs:
         tokens = inputs.of_expert(place[1], stored=stored)
     return GuardedQuantizer(formats, tokens.mapped(rotation.inputs), function)

@@ -498,20 +498,22 @@ def convert(
              inputs a calibrated plan is quantized; other plans need none.   memory_bytes: an approximate limit for all
              items that are worked on at once; one item is always allowed, however large.   rotation: the coordinates
              in which layers store their experts; None: the source's.   sequential: whether a layer of a calibrated plan
-             is quantized for the inputs that it has behind the stored layers before it.   part: of several processes
-             that call this function for the same folder. It makes its own items, then those that others have not made.
+             is quantized for the inputs that it has behind the stored layers before it; never with a profile of an
+             importance file, which has no inputs.   part: of several processes that call this function for the same
+             folder. It makes its own items, then those that others have not made.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
     if order is not None:
         check_order(order, checkpoint.spec)
     check_kept(checkpoint, plan)
-    check_calibration(checkpoint, plan, calibration)
+    check_calibration(checkpoint, plan, calibration, rotation)
     if rotation is not None:
         check_rotation(rotation, plan, checkpoint.spec)
     layout = layout_for(checkpoint, plan, rotation)
     inputs = calibration if plan.quantizer == "calibrated" else None
-    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation, sequential and inputs is not None)
+    is_sequential = sequential and inputs is not None and inputs.has_inputs
+    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation, is_sequential)
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step, part)
     with ExitStack() as stack:

@@ -140,7 +140,7 @@ def measure_expert(
     counts = _Counts(inputs.shape[1], num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
-        counts.input_squares += _sums_of_squares(x)
+        counts.input_squares += sums_of_squares(x)
         y = resting_output(x, expert)
         # Thresholds come from all neurons' activations on the sample; then these are counted. The sample is one
         # allocation: many small ones between the blocks of weights would fragment memory.
@@ -150,7 +150,7 @@ def measure_expert(
             values = activations(x, block, function)
             y.addmm_(values.h, block.down)
             stop = start + len(block.up)
-            counts.hidden_squares[start:stop] += _sums_of_squares(values.h)
+            counts.hidden_squares[start:stop] += sums_of_squares(values.h)
             if sample is None:
                 counts.add(start, values)
             else:
@@ -162,7 +162,7 @@ def measure_expert(
     return ExpertActivity(counts.histograms, counts.thresholds, counts.hot, counts.input_squares, counts.hidden_squares)
 
 
-def _sums_of_squares(values: Tensor) -> Tensor:
+def sums_of_squares(values: Tensor) -> Tensor:
     """Returns the sums of squares of the columns of some thousand rows, float32 [n, m]: float64 [m], on the CPU."""
     # As a product: sums in float64 down a column take nine times as long, and are as good for some thousand squares.
     return (values.new_ones((1, len(values))) @ values.square())[0].to("cpu", torch.float64)

@@ -1,5 +1,6 @@
 """The profile: a folder with what calibration measured of a model, and the losses that follow from it."""
 
+from moe_pack.calib.profile.imatrix import dense_entries, profile_of_imatrix, read_imatrix, write_imatrix
 from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
 from moe_pack.calib.profile.merging import merge_profiles, texts_of
 from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first
@@ -12,11 +13,15 @@ __all__ = [
     "assumed_losses",
     "attach",
     "check_same_source",
+    "dense_entries",
     "hottest_first",
     "losses_of",
     "make_profile",
     "merge_profiles",
     "most_routing_bytes",
+    "profile_of_imatrix",
+    "read_imatrix",
     "routing_of",
     "texts_of",
+    "write_imatrix",
 ]

@@ -9,7 +9,7 @@ which `python tests/bench/plans.py assumed-losses` writes from a profile of the 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 import numpy as np
@@ -125,8 +125,11 @@ def losses_of(profile: Profile) -> Losses:
              count as the width with which they were compared (`base_width`). An expert that no token reached when
              losses were measured gets a share of its layer's loss, as if one token had chosen it: with a loss of 0, a
              plan would give it the fewest bits. Dense matrices were rounded plainly; with hqq they lose somewhat less.
+             Of a profile that was made from an importance file, only the popularity is measured; losses are assumed.
     Raises:  PackError if the profile has no sensitivity, or is damaged.
     """
+    if profile.facts.imatrix is not None:
+        return _with_popularity(profile)
     spec, effects = profile.spec, profile.effects()
     layers = [profile.layer_losses(layer) for layer in range(spec.num_hidden_layers)]
     with_experts = [layers[layer] for layer in spec.moe_layers]
@@ -155,6 +158,16 @@ def losses_of(profile: Profile) -> Losses:
         quantiles=np.stack([layer.quantiles for layer in statistics]),
         origin=f"profile of {text}, {profile.num_tokens:,} tokens",
     )
+
+
+def _with_popularity(profile: Profile) -> Losses:
+    """Returns the losses that are assumed for a model's shape, and the popularity in an importance file."""
+    losses = assumed_losses(profile.spec)
+    tokens = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
+    counts = np.stack(tokens).astype(np.float64)
+    popularity = counts * (profile.spec.router.num_experts_per_tok / np.maximum(counts.sum(axis=1, keepdims=True), 1))
+    origin = f"{losses.origin}; popularity from an importance file of {profile.facts.text.name}"
+    return replace(losses, popularity=popularity, origin=origin)
 
 
 def _quantized(layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from moe_pack.calib.forward import (
@@ -27,7 +28,8 @@ from moe_pack.calib.forward import (
     source_digest,
     stack_tokens,
 )
-from moe_pack.calib.quantize import RotateChoice
+from moe_pack.calib.forward.experts import OTHERS_COUNT
+from moe_pack.calib.quantize import ExpertMoments, RotateChoice
 from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
     MOST_COPIES,
@@ -68,7 +70,7 @@ _MAX_JSON_BYTES = 16_000_000
 Sensitivity = Literal["none", "fast", "full", "exact"]
 
 
-def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors"], layer: int) -> str:
+def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
     """Returns the name of the file with a stage's result for decoder layer `layer`."""
     return f"{stage}-{layer:03d}.safetensors"
 
@@ -90,11 +92,23 @@ class TextFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ImatrixFacts:
+    """The importance file that a profile was made from.
+
+    `has_counts`: whether it counts the tokens of each expert; otherwise all experts of a layer have the same number.
+    """
+
+    sha256: str
+    has_counts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileFacts:
     """The content of `profile.json`.
 
     `source`: the digest of the checkpoint's files and tensors.   `texts`: the texts of the profiles that were merged;
-    none in a profile that was not. A text's `num_kept` is that of its own profile.
+    none in a profile that was not. A text's `num_kept` is that of its own profile.   `imatrix`: None if the profile was
+    measured on text.
     """
 
     format: Literal["moe-pack profile"]
@@ -108,6 +122,34 @@ class ProfileFacts:
     made_with: tuple[PackageVersion, ...]
     files: tuple[ContentFile, ...]
     sha256: str
+    imatrix: ImatrixFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMoments:
+    """Sums of squares over the tokens of each expert of a layer.
+
+    `tokens` u32 [E].   `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: as in `LayerStatistics`.
+    """
+
+    tokens: Array
+    input_squares: Array
+    hidden_squares: Array
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns all arrays by name, as stored."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def of_expert(self, expert: int) -> ExpertMoments:
+        """Returns the mean squares of an expert, drawn to those of its layer as by `OTHERS_COUNT` more tokens."""
+        own, total = float(self.tokens[expert]), max(float(self.tokens.sum(dtype=np.float64)), 1.0)
+
+        def mean(squares: Array) -> torch.Tensor:
+            of_layer = squares.sum(axis=0, dtype=np.float64) / total
+            drawn = (squares[expert] + OTHERS_COUNT * of_layer) / (own + OTHERS_COUNT)
+            return torch.from_numpy(drawn.astype(np.float32))
+
+        return ExpertMoments(mean(self.input_squares), mean(self.hidden_squares), own + OTHERS_COUNT)
 
 
 def facts_bytes(facts: ProfileFacts) -> bytes:
@@ -210,11 +252,32 @@ class Profile:
         sequences: NDArray[np.int32] = self.tokens().sequences[kept.numpy()]
         return sequences
 
+    @property
+    def calibrates(self) -> bool:
+        """Returns whether codes can be calibrated with the profile: it has inputs, or an importance file's moments."""
+        return self.has_inputs or self.facts.imatrix is not None
+
+    def moments(self, layer_idx: int) -> LayerMoments:
+        """Reads the sums of squares of the `layer_idx`-th MoE layer."""
+        if self.facts.imatrix is None:
+            counted = self.statistics(layer_idx)
+            return LayerMoments(counted.tokens, counted.input_squares, counted.hidden_squares)
+        spec, name = self.spec, layer_file("moments", self.spec.moe_layers[layer_idx])
+        E = spec.router.num_experts
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "tokens": ("U32", (E,)),
+            "input_squares": ("F32", (E, spec.hidden_size)),
+            "hidden_squares": ("F32", (E, spec.expert.intermediate_size)),
+        }
+        arrays = self._read(name)
+        check_arrays(arrays, wanted, name)
+        return LayerMoments(**arrays)
+
     def inputs_digest(self) -> str:
         """Returns the SHA-256 of the digests of all files of inputs, on which calibrated quantization depends."""
         digest = hashlib.sha256()
         for layer in self.spec.moe_layers:
-            listed = self._files.get(layer_file("inputs", layer))
+            listed = self._files.get(layer_file("inputs" if self.facts.imatrix is None else "moments", layer))
             digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
         return digest.hexdigest()
 
@@ -300,6 +363,11 @@ class Profile:
         """Refuses a file that is not listed or whose bytes changed."""
         listed = self._files.get(name)
         if listed is None:
+            if self.facts.imatrix is not None:
+                raise PackError(
+                    f"{self.folder}: the profile was made from an importance file, which lacks what {name} has; "
+                    "profile the model on text: moe-pack profile without --imatrix"
+                )
             raise PackError(
                 f"{self.folder}: the profile has no {name}; profile the model with the options that measure it"
             )

@@ -26,6 +26,7 @@ from moe_pack.calib.quantize.gptq import (
     GptqFactor,
     column_order,
     damping,
+    damping_of,
     gptq_columns,
     gptq_factor,
     gptq_rows,
@@ -131,6 +132,13 @@ def calibration_bytes(hidden_size: int, intermediate_size: int, other_bytes: int
     return both_inputs + judging + max(computing_runs + fitting, kept + quantizing + factor + other_bytes)
 
 
+def column_runs(num_columns: int) -> Iterator[slice]:
+    """Yields the columns that share a Hessian, in `column_order`."""
+    step = num_columns // -(-num_columns // _MAX_COLUMNS)
+    for first in range(0, num_columns, step):
+        yield slice(first, min(first + step, num_columns))
+
+
 class Calibration:
     """The tokens of an expert and the factors computed from them, once for any number of quantizers.
 
@@ -199,14 +207,52 @@ class Calibration:
 
     def _compute_runs(self) -> Iterator[ColumnRun]:
         d = self._tokens.given.shape[1]
-        num_runs, order = -(-d // _MAX_COLUMNS), column_order(d)
-        for first in range(0, d, d // num_runs):
-            run = self._gptq_factor(self._tokens.given[:, order[first : first + d // num_runs]])
-            yield ColumnRun(first, run.importance, run.factor)
+        order = column_order(d)
+        for columns in column_runs(d):
+            run = self._gptq_factor(self._tokens.given[:, order[columns]])
+            yield ColumnRun(columns.start, run.importance, run.factor)
 
     def _gptq_factor(self, values: Tensor) -> GptqFactor:
         weights = self._tokens.weights
         return gptq_factor(weighted_hessian(values, weights), damping(weights, values.shape[1]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMoments:
+    """The mean squares of an expert's inputs float32 [d] and of its activations h float32 [f], over `num_tokens`."""
+
+    inputs: Tensor
+    hidden: Tensor
+    num_tokens: float
+
+
+class MomentCalibration(Calibration):
+    """What is known of an expert without its tokens: the diagonals of its Hessians.
+
+    Columns of gate and up, and rows of down, weigh by their mean squares. Errors are not made up for: neither by other
+    columns or rows, nor those of gate and up by down. Blocks of down come in their order, each once.
+    """
+
+    def __init__(self, moments: ExpertMoments, function: NeuronFunction) -> None:
+        num_columns = len(moments.inputs)
+        super().__init__(ExpertTokens(torch.zeros((0, num_columns)), torch.zeros(0)), function)
+        self._moments = moments
+        self._block: NeuronBlock | None = None
+        self._end = 0  # of the last block of down
+
+    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> "DownRows":
+        """Returns the rows of the next block of down, or of the last one again, as they are."""
+        if block is not self._block:
+            self._block, self._end = block, self._end + len(block.down)
+        squares = self._moments.hidden[self._end - len(block.down) : self._end]
+        return DownRows(block.down, squares.diag(), damping_of(self._moments.num_tokens, len(squares)))
+
+    def _compute_runs(self) -> Iterator[ColumnRun]:
+        squares = self._moments.inputs[column_order(len(self._moments.inputs))]
+        for columns in column_runs(len(squares)):
+            own = squares[columns]
+            mean, share = float(own.mean()), damping_of(self._moments.num_tokens, len(own))
+            yield ColumnRun(columns.start, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -77,7 +77,11 @@ def damping(weights: Tensor, num_columns: int) -> float:
     squares = float(exact.square().sum())
     if not squares > 0:
         return MOST_DAMPING
-    num_tokens = float(exact.sum()) ** 2 / squares
+    return damping_of(float(exact.sum()) ** 2 / squares, num_columns)
+
+
+def damping_of(num_tokens: float, num_columns: int) -> float:
+    """Returns the same for a number of tokens above 0 that all weigh the same."""
     return min(max(_DAMPING_OF_A_COLUMN * num_columns / num_tokens, USUAL_DAMPING), MOST_DAMPING)
 
 

@@ -26,7 +26,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.experts import INPUT_STEP, Calibration, ExpertQuantizer, ExpertTokens, needs_inputs
+from moe_pack.calib.quantize.experts import (
+    INPUT_STEP,
+    Calibration,
+    ExpertMoments,
+    ExpertQuantizer,
+    ExpertTokens,
+    MomentCalibration,
+    needs_inputs,
+)
 from moe_pack.calib.quantize.gptq import square_quantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction
@@ -67,24 +75,28 @@ class GuardedQuantizer:
     """An `ExpertQuantizer` whose matrices lose no more than plainly rounded ones on tokens that it was not made from.
 
     `calibration`: of the tokens that calibrate.
-    Args:    formats: of the expert.   tokens: of the expert, which are divided here (`ExpertTokens.divided`); without
-             any that judge, nothing is compared.   function: of its neurons.
+    Args:    formats: of the expert.   tokens: of the expert, which are divided here (`ExpertTokens.divided`), or their
+             moments. Without any that judge, as with moments, nothing is compared.   function: of its neurons.
     Raises:  PlanError if a package is missing.
     """
 
-    def __init__(self, formats: ExpertFormat, tokens: ExpertTokens, function: NeuronFunction) -> None:
-        calibrating, self._judging = tokens.divided()
+    def __init__(self, formats: ExpertFormat, tokens: ExpertTokens | ExpertMoments, function: NeuronFunction) -> None:
+        if isinstance(tokens, ExpertMoments):
+            self._judging = ExpertTokens(torch.zeros((0, len(tokens.inputs))), torch.zeros(0))
+            self.calibration: Calibration = MomentCalibration(tokens, function)
+        else:
+            calibrating, self._judging = tokens.divided()
+            self.calibration = Calibration(calibrating, function)
         self._formats = formats
         self._function = function
-        self._d = tokens.inputs.shape[1]
-        self.calibration = Calibration(calibrating, function)
+        self._d = self._judging.inputs.shape[1]
         self._quantizer = ExpertQuantizer(formats, self.calibration, self._d)
         self._is_judged = bool(self._judging.weights.sum(dtype=torch.float64) > 0)
         self._plain = dict.fromkeys(MATRICES, 0)
         self._stored = dict[Matrix, Tensor]()  # gate and up of the block, as a reader finds them
         self._outputs = torch.zeros_like(self._judging.inputs)
         self._stored_outputs = torch.zeros_like(self._judging.inputs)
-        self._inherited_outputs = None if tokens.stored is None else torch.zeros_like(self._judging.inputs)
+        self._inherited_outputs = None if self._judging.stored is None else torch.zeros_like(self._judging.inputs)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -71,6 +71,7 @@ from moe_pack.formats import (
     MATRICES,
     Pack,
     Plan,
+    PlanError,
     Progress,
     Quantizer,
     UsageError,
@@ -310,12 +311,14 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     profile = None if options.profile is None else Profile(options.profile)
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
-    check_calibration(checkpoint, plan, profile)
     chosen = PlanRotation.chosen(options.rotate, checkpoint, profile)
     rotation = chosen.of(plan)
+    check_calibration(checkpoint, plan, profile, rotation)
     if rotation is not None:
         check_rotation(rotation, plan, checkpoint.spec)
-    order = None if profile is None else hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
+    order = None
+    if profile is not None and profile.facts.imatrix is None:
+        order = hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
     rule = threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
     # The text is read first: if it cannot be read, that would otherwise be found after hours.
     tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
@@ -342,7 +345,7 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     _say_converted(result, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
         _measure_thresholds(output, tokens, rule)
-    if profile is not None:
+    if profile is not None and profile.facts.imatrix is None:
         with Pack(output) as pack:
             click.echo(attached_line(output, attach(pack, profile)))
     _say_rounding(output)
@@ -358,7 +361,7 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
         return read_plan(options.plan_file, spec)
     quantizer = options.quantizer
     if quantizer == "auto":
-        quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
+        quantizer = "hqq" if profile is None or not profile.calibrates else "calibrated"
     shape = (len(spec.moe_layers), spec.router.num_experts)
     return Decision(
         options.plan.plan_for(checkpoint, quantizer, options.repeats), np.full(shape, options.sparsity or 0.0)
@@ -366,8 +369,8 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
-    """Returns the text on which thresholds are measured: the profile's, or else our sample."""
-    if profile is not None:
+    """Returns the text on which thresholds are measured: the profile's if it has one, or else our sample."""
+    if profile is not None and profile.facts.imatrix is None:
         return profile.tokens()
     return _sample(checkpoint, Text(checkpoint.files))
 
@@ -488,7 +491,13 @@ def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) ->
 def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress) -> Profile:
     """Returns the profile of the options, or makes one of our sample next to the output."""
     if options.profile is not None:
-        return Profile(options.profile)
+        profile = Profile(options.profile)
+        if profile.facts.imatrix is not None:
+            raise PlanError(
+                f"--profile {options.profile}: was made from an importance file, which does not say what bits cost; "
+                "for --target-vram remove --profile, or profile the model on text"
+            )
+        return profile
     folder = options.output.with_name(f"{options.output.name}.profile")
     tokens = _sample(checkpoint, text)
     _tell(f"{folder}: the profile; it is kept, and --profile {folder} uses it again")

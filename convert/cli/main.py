@@ -32,6 +32,7 @@ from moe_pack.convert.cli.measure import compared_ids, numerics_summary, prices_
 from moe_pack.convert.cli.plan import plan_command
 from moe_pack.convert.cli.profile import (
     attach_command,
+    imatrix_command,
     merge_command,
     profile_command,
     report_command,
@@ -285,6 +286,7 @@ for _command in (
     plan_command,
     thresholds_command,
     attach_command,
+    imatrix_command,
     eval_command,
     check_command,
     export_command,

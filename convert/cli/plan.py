@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from moe_pack.calib.profile import Profile, assumed_losses, losses_of
 from moe_pack.calib.quantize import usual_repeats
@@ -66,7 +67,8 @@ _BOTH_STACKS = "tokens/s count encoder and decoder for every token; the tokens o
 class PlanRequest:
     """A model as the user named it, the target, and what is known of the model.
 
-    `defaults`: the choices that the target leaves open, as texts.
+    `profile`: None if routes and losses were not measured.   `defaults`: the choices that the target leaves open, as
+    texts.
     """
 
     name: str
@@ -80,7 +82,8 @@ class PlanRequest:
         """Where losses and routes come from, in words."""
         if self.profile is not None:
             return f"losses and routes: {self.model.losses.origin}"
-        return f"losses {self.model.losses.origin}; routes drawn evenly; moe-pack profile measures both"
+        drawn = "evenly" if not np.ptp(self.model.losses.popularity) else "by that popularity"
+        return f"losses {self.model.losses.origin}; routes drawn {drawn}; moe-pack profile measures both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,8 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     repeats = usual_repeats(spec.expert.source_size) if is_repeated else 0
     model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, PlanRotation(rotated))
     target = with_kv_dtype(target, spec, dtypes)
+    if profile is not None and profile.facts.imatrix is not None:
+        profile = None  # it has no routes, and its popularity is among the losses
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
 
 

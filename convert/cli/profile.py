@@ -5,9 +5,10 @@ They are `profile`, `merge`, `report`, `thresholds` and `attach`.
 
 import json
 import time
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import click
@@ -16,7 +17,18 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens
-from moe_pack.calib.profile import Profile, ProfileOptions, attach, make_profile, merge_profiles, texts_of
+from moe_pack.calib.profile import (
+    Profile,
+    ProfileOptions,
+    attach,
+    dense_entries,
+    make_profile,
+    merge_profiles,
+    profile_of_imatrix,
+    read_imatrix,
+    texts_of,
+    write_imatrix,
+)
 from moe_pack.calib.report import measured_pack, report_html
 from moe_pack.calib.sensitivity import time_text
 from moe_pack.convert import bits_per_weight, find_checkpoint
@@ -38,7 +50,7 @@ from moe_pack.convert.cli.options import (
 )
 from moe_pack.formats import Pack, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Part
+from moe_pack.formats.commands import Part, given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import DEVICE_OPTION, Text
 from moe_pack.runtime.offload import PREDICTORS
@@ -101,6 +113,25 @@ class ProfileCommandOptions:
         ),
     )
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    imatrix: Path | None = field(
+        default=None,
+        metadata=option(
+            "--imatrix",
+            path="file",
+            metavar="FILE",
+            help="Make the profile from an importance file of llama.cpp (llama-imatrix), in place of text. It says "
+            "how often each expert was chosen and how large its inputs were; convert calibrates with it. It does not "
+            "say what bits cost, nor which neurons run.",
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuses options for text with an importance file.
+
+        Raises:  UsageError.
+        """
+        if self.imatrix is not None and (names := given(replace(self, output=Path("profile"), imatrix=None))):
+            raise UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
 
 @click.command("profile", short_help="Measure the model at PATH on text, for plans and moe-run.")
@@ -119,6 +150,12 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()
+    if options.imatrix is not None:
+        with closing(checkpoint):
+            profile = profile_of_imatrix(read_imatrix(options.imatrix), checkpoint, options.output)
+        for line in _imatrix_lines(profile):
+            click.echo(line)
+        return
     with closing(checkpoint), TerminalProgress() as progress:
         tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
@@ -128,6 +165,19 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - start)}")
     for line in _profile_lines(profile):
         click.echo(line)
+
+
+def _imatrix_lines(profile: Profile) -> list[str]:
+    """Returns what a profile has that was made from an importance file, as lines for people."""
+    imatrix, text = profile.facts.imatrix, profile.facts.text
+    assert imatrix is not None, "the profile was made from an importance file"
+    counts = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
+    lines = [f"{profile.folder}: from an importance file of {text.name}; it has no routes and no losses"]
+    if not imatrix.has_counts:
+        lines.append("the file is in the older format, which does not count the experts' tokens: all count as equal")
+        return lines
+    least, most = min(int(layer.min()) for layer in counts), max(int(layer.max()) for layer in counts)
+    return [*lines, f"experts: {least:,} to {most:,} tokens each"]
 
 
 def _profile_lines(profile: Profile) -> list[str]:
@@ -239,6 +289,24 @@ def report_command(profile: Path, options: ReportOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class ImatrixOptions:
+    """The options of `imatrix`."""
+
+    output: Path = field(
+        default=Path("imatrix.gguf"), metadata=option("--output", "-o", path="file", help="The file to write.")
+    )
+    against: str | None = field(
+        default=None,
+        metadata=option(
+            "--against",
+            metavar="PATH",
+            help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
+            "matrices of attention, of routers, of shared experts and of layers without experts.",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ThresholdsOptions:
     """The options of `thresholds`."""
 
@@ -292,6 +360,35 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
         return
     for line in threshold_lines(pack, layers, measured):
         click.echo(line)
+
+
+@click.command("imatrix", short_help="Write a profile's importance file, for llama.cpp.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@options_from(ImatrixOptions)
+@command_errors(interrupted="interrupted; no file was written")
+def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
+    """Write what PROFILE knows of experts' inputs as an importance file (imatrix) in GGUF format.
+
+    llama-quantize --imatrix FILE uses it for a GGUF file of the same model; llama-imatrix --in-file adds it to others.
+    It has gate, up and down of all experts, and with --against most other matrices of layers. llama-quantize needs
+    these for its types of about 2 bits.
+    """
+    opened, dense = Profile(profile), None
+    if options.against is not None:
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(closing(Checkpoint(find_checkpoint(options.against))))
+            progress = stack.enter_context(TerminalProgress())
+            folder = stack.enter_context(TemporaryDirectory(prefix=".imatrix-", dir=options.output.parent))
+            dense = dense_entries(opened, checkpoint, Path(folder), progress)
+    unreached = write_imatrix(opened, options.output, dense)
+    num_experts = len(opened.spec.moe_layers) * len(opened.spec.expert.matrices)
+    others = "" if dense is None else f" and {len(dense)} others"
+    num_bytes = size_text(options.output.stat().st_size)
+    click.echo(
+        f"{options.output}: {num_bytes}, {num_experts} matrices of experts{others}, on {opened.num_tokens:,} tokens"
+    )
+    if unreached:
+        click.echo(f"no token reached {len(unreached)} experts ({expert_names(unreached)}); their sums are 0")
 
 
 @click.command("attach", short_help="Add a profile's routing data to PACK, for moe-run.")

@@ -66,6 +66,7 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
         "report",
         "thresholds",
         "attach",
+        "imatrix",
         "replay",
         "inspect",
         "verify",

@@ -1,0 +1,425 @@
+"""llama.cpp's importance files (`imatrix`), written from profiles and read into profiles.
+
+An importance file has an entry for each matrix of a GGUF model. For each expert of the matrix, or for a matrix that is
+no expert's, it has the sum over tokens of the squares of the matrix's inputs, by column, and the number of these
+tokens. A profile has the same of gate, up and down of each expert (`LayerMoments`).
+
+Files in GGUF format are read and written: for the matrix `blk.0.ffn_up_exps.weight` the tensors
+`blk.0.ffn_up_exps.weight.in_sum2` float32 [E, columns] and `blk.0.ffn_up_exps.weight.counts` float32 [E, 1]. The older
+format, usually called `.dat`, is read only. It has one count for all experts, and sums that are scaled to it.
+
+Source: llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import (
+    Array,
+    LayerStates,
+    LayerwiseWeights,
+    ProfileStore,
+    made_with,
+    run_counted,
+    source_digest,
+)
+from moe_pack.calib.forward.experts import sums_of_squares
+from moe_pack.calib.profile.profile import (
+    FORMAT,
+    VERSION,
+    ImatrixFacts,
+    LayerMoments,
+    Profile,
+    ProfileFacts,
+    TextFacts,
+    check_same_source,
+    facts_bytes,
+    layer_file,
+)
+from moe_pack.calib.profile.profiler import listed
+from moe_pack.formats import (
+    MATRICES,
+    NO_PROGRESS,
+    ConversionError,
+    Matrix,
+    ModelSpec,
+    PackError,
+    PlanError,
+    Progress,
+    RangeReader,
+)
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, embed, linear
+from moe_pack.runtime.model import Matrix as RunMatrix
+from moe_pack.runtime.model.matrix import InMemoryMatrix, gather_rows
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_MAGIC = b"GGUF"
+_LEGACY_CHUNK = 512  # tokens of a chunk by default; the older format does not say how many
+_FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeDecodeError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A matrix of an importance file: `sums` float32 [n, columns], `counts` float32 [n]; n is 1 or counts experts."""
+
+    sums: Array
+    counts: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imatrix:
+    """An importance file. Its arrays are mapped from the file.
+
+    `datasets`: the names of its texts.   `num_chunks`, `chunk_tokens`: of the text; 0 if the file does not say.
+    `has_counts`: whether it counts the tokens of each expert; the older format does not.   `sha256`: of the file.
+    """
+
+    path: Path
+    entries: Mapping[str, Entry]
+    datasets: tuple[str, ...]
+    num_chunks: int
+    chunk_tokens: int
+    has_counts: bool
+    sha256: str
+
+
+def expert_tensor(layer: int, matrix: str) -> str:
+    """Returns what llama.cpp calls a matrix of all experts of a decoder layer; `gate_up` is gate and up in one."""
+    return f"blk.{layer}.ffn_{matrix}_exps.weight"
+
+
+# What llama.cpp calls the dense matrices that it multiplies with, by role. Its own files have no entry for the head,
+# unless it is asked to, and its latent attention multiplies with other matrices than `kv_b`.
+_DENSE_NAMES = {
+    **{f"attention.{role}": f"attn_{name}" for role, name in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))},
+    **{f"attention.{role}": f"attn_{name}" for role, name in (("q_a", "q_a"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"))},
+    **{f"mlp.{matrix}": f"ffn_{matrix}" for matrix in MATRICES},
+    **{f"shared.{matrix}": f"ffn_{matrix}_shexp" for matrix in MATRICES},
+    "router": "ffn_gate_inp",
+    "shared_router": "ffn_gate_inp_shexp",
+}
+
+
+def dense_tensor(role: str) -> str | None:
+    """Returns what llama.cpp calls a dense matrix of a decoder layer; None for one that it has no entry for."""
+    stack, _, rest = role.partition(".")
+    layer, _, matrix = rest.partition(".")
+    return f"blk.{layer}.{_DENSE_NAMES[matrix]}.weight" if stack == "layers" and matrix in _DENSE_NAMES else None
+
+
+class _ObservedMatrix(InMemoryMatrix):
+    """A matrix that shows the inputs of its products to `observe`."""
+
+    def __init__(self, matrix: RunMatrix, observe: Callable[[Tensor], None]) -> None:
+        self._matrix, self._observe = matrix, observe
+        self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._matrix.rows(start, stop)
+
+    def take(self, ids: Tensor) -> Tensor:
+        return gather_rows(self._matrix, ids)
+
+    def product(self, x: Tensor) -> Tensor:
+        self._observe(x)
+        return linear(x, self._matrix)
+
+
+class _ObservedWeights(LayerwiseWeights):
+    """A checkpoint's weights that sum the squares of the inputs of dense matrices. Thread-safe.
+
+    Args:    num_sequences: of the pass, whose sums are added in one order, whatever the threads.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, num_sequences: int) -> None:
+        super().__init__(CheckpointWeights(checkpoint))
+        self._num_sequences = num_sequences
+        self._waiting = dict[str, list[Array]]()
+        self._sums = dict[str, Array]()
+        self._counts = dict[str, int]()
+        self._sums_lock = Lock()
+
+    def matrix(self, role: str) -> RunMatrix:
+        matrix, name = super().matrix(role), dense_tensor(role)
+        return matrix if name is None else _ObservedMatrix(matrix, partial(self._observe, name))
+
+    def entries(self) -> dict[str, Entry]:
+        """Returns the entries of all matrices that were used, sorted by name."""
+        for name in self._waiting:
+            self._add(name)
+        return {
+            name: Entry(self._sums[name].astype(np.float32)[None], np.array([self._counts[name]], np.float32))
+            for name in sorted(self._sums)
+        }
+
+    def _observe(self, name: str, x: Tensor) -> None:
+        squares = sums_of_squares(x).numpy()
+        with self._sums_lock:
+            waiting = self._waiting.setdefault(name, [])
+            waiting.append(squares)
+            self._counts[name] = self._counts.get(name, 0) + len(x)
+            if len(waiting) == self._num_sequences:
+                self._add(name)
+
+    def _add(self, name: str) -> None:
+        if waiting := self._waiting[name]:
+            sums = np.sort(np.stack(waiting), axis=0).sum(axis=0)
+            self._sums[name] = self._sums.get(name, 0.0) + sums
+            waiting.clear()
+
+
+@torch.inference_mode()
+def dense_entries(
+    profile: Profile, checkpoint: Checkpoint, work: Path, progress: Progress = NO_PROGRESS
+) -> dict[str, Entry]:
+    """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
+
+    Args:    work: a folder for hidden states; the caller removes it.
+    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder; PackError if the profile
+             has no text.
+    """
+    check_same_source(profile, checkpoint)
+    spec = _decoder_alone(profile)
+    ids = torch.from_numpy(profile.tokens().sequences.astype(np.int64))
+    weights, device = _ObservedWeights(checkpoint, len(ids)), torch.device("cpu")
+    states = LayerStates(
+        weights, lambda number: embed(ids[number], weights), len(ids), ids.shape[1], work, device, ids=lambda i: ids[i]
+    )
+    progress.begin(Stage("inputs of dense matrices", spec.num_hidden_layers, "layers"))
+    for layer in range(spec.num_hidden_layers):
+        tokens = states.enter(layer)
+        for expert in range(spec.router.num_experts if layer in spec.moe_layers else 0):
+            number = spec.moe_layers.index(layer), expert
+            run_counted(states, tokens, weights, number, weights.threshold(*number), lambda num_tokens: None)
+        states.leave(layer, tokens)
+        del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
+        progress.advance(1, f"layer {layer}")
+    states.close()
+    progress.end()
+    return weights.entries()
+
+
+def _decoder_alone(profile: Profile) -> ModelSpec:
+    """Returns the model of a profile; raises PlanError if it has an encoder."""
+    if profile.spec.encoder is not None:
+        raise PlanError(f"{profile.folder}: the model has an encoder; llama.cpp has no experts of such models")
+    return profile.spec
+
+
+def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | None = None) -> list[tuple[int, int]]:
+    """Writes an importance file from a profile: gate, up and down of all experts, and the entries of dense matrices.
+
+    Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
+             llama-quantize takes as equal importance of all columns.
+    Raises:  PlanError for a model with an encoder, which llama.cpp has no experts of, or for a profile whose counts are
+             not known; ConversionError if the file cannot be written; PackError if sums are not finite.
+    """
+    spec, text = _decoder_alone(profile), profile.facts.text
+    if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
+        raise PlanError(
+            f"{profile.folder}: was made from an importance file in the older format, without the experts' tokens; "
+            "use that file itself"
+        )
+    package = _gguf(PlanError)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    writer = package.GGUFWriter(unfinished, "")  # of no architecture, like the files of llama.cpp
+    writer.add_type(package.GGUFType.IMATRIX)
+    writer.add_array(package.Keys.IMatrix.DATASETS, [text.name])
+    writer.add_uint32(package.Keys.IMatrix.CHUNK_COUNT, text.num_sequences)
+    writer.add_uint32(package.Keys.IMatrix.CHUNK_SIZE, profile.layer_tokens)
+    for name, shape in _shapes(spec):
+        writer.add_tensor_info(name + _SUMS, shape, np.dtype(np.float32), 4 * shape[0] * shape[1])
+        writer.add_tensor_info(name + _COUNTS, (shape[0], 1), np.dtype(np.float32), 4 * shape[0])
+    for name, entry in (dense or {}).items():
+        writer.add_tensor_info(name + _SUMS, entry.sums.shape, entry.sums.dtype, entry.sums.nbytes)
+        writer.add_tensor_info(name + _COUNTS, entry.counts.shape, entry.counts.dtype, entry.counts.nbytes)
+    unreached = list[tuple[int, int]]()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for layer_idx, layer in enumerate(spec.moe_layers):
+            moments = profile.moments(layer_idx)
+            unreached += [(layer, int(e)) for e in np.flatnonzero(moments.tokens == 0)]
+            counts = moments.tokens.astype(np.float32)[:, None]
+            for matrix in spec.expert.matrices:
+                sums = moments.hidden_squares if matrix == "down" else moments.input_squares
+                if not np.isfinite(sums).all():
+                    raise PackError(f"{profile.folder}: the sums of squares of layer {layer} are not finite")
+                writer.write_tensor_data(np.ascontiguousarray(sums, np.float32))
+                writer.write_tensor_data(counts)
+        for entry in (dense or {}).values():
+            writer.write_tensor_data(entry.sums)
+            writer.write_tensor_data(entry.counts)
+        writer.close()
+        unfinished.replace(path)
+    except OSError as fault:
+        raise ConversionError(f"--output {path}: cannot be written ({fault.strerror}); give another file") from fault
+    finally:
+        writer.close()
+        unfinished.unlink(missing_ok=True)
+    return unreached
+
+
+def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields name and [experts, columns] of the entries of a model's experts, in the order of the file."""
+    for layer in spec.moe_layers:
+        for matrix in spec.expert.matrices:
+            yield expert_tensor(layer, matrix), (spec.router.num_experts, _num_inputs(spec, matrix))
+
+
+def _num_inputs(spec: ModelSpec, matrix: Matrix) -> int:
+    return spec.expert.intermediate_size if matrix == "down" else spec.hidden_size
+
+
+def read_imatrix(path: Path) -> Imatrix:
+    """Reads an importance file in GGUF format or in the older one.
+
+    Raises:  PackError if there is no such file, or it is damaged or of another kind.
+    """
+    with RangeReader(path, PackError) as reader:
+        if not reader.num_bytes:
+            raise PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")
+        is_gguf = reader.read(0, min(4, reader.num_bytes)).tobytes() == _MAGIC
+        sha256 = reader.sha256()
+    try:
+        return _read_gguf(path, sha256) if is_gguf else _read_legacy(path, sha256)
+    except _FAULTS as fault:
+        raise PackError(f"{path}: is damaged, or no importance file of llama-imatrix ({fault})") from fault
+
+
+def _read_gguf(path: Path, sha256: str) -> Imatrix:
+    package = _gguf(PackError)
+    reader = package.GGUFReader(path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    if values.get(package.Keys.General.TYPE) != package.GGUFType.IMATRIX:
+        raise PackError(
+            f"{path}: its general.type is {values.get(package.Keys.General.TYPE)!r}, expected 'imatrix'; give a file "
+            "that llama-imatrix wrote"
+        )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for name, tensor in tensors.items():
+        ending = next((each for each in (_SUMS, _COUNTS) if name.endswith(each)), None)
+        if ending is None:
+            raise PackError(f"{path}: tensor {name!r} is neither a sum ({_SUMS}) nor a count ({_COUNTS})")
+        other = name.removesuffix(ending) + (_COUNTS if ending == _SUMS else _SUMS)
+        if other not in tensors:
+            raise PackError(f"{path}: has tensor {name!r}, but not {other!r}")
+        if tensor.tensor_type.name != "F32":
+            raise PackError(f"{path}: tensor {name!r} is {tensor.tensor_type.name}, expected F32")
+    entries = {}
+    for name in (name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)):
+        counts = tensors[name + _COUNTS].data.reshape(-1)
+        entries[name] = Entry(tensors[name + _SUMS].data.reshape(len(counts), -1), counts)
+    datasets = tuple(str(each) for each in values.get(package.Keys.IMatrix.DATASETS) or ())
+    chunks = (values.get(key) for key in (package.Keys.IMatrix.CHUNK_COUNT, package.Keys.IMatrix.CHUNK_SIZE))
+    num_chunks, chunk_tokens = (each if isinstance(each, int) else 0 for each in chunks)
+    return Imatrix(path, entries, datasets, num_chunks, chunk_tokens, True, sha256)
+
+
+def _read_legacy(path: Path, sha256: str) -> Imatrix:
+    """Reads the older format: int32 number of entries; of each int32 length, name, int32 calls, int32 length, float32
+    sums; then, in later files, int32 chunks, int32 length, name of the text. All are little-endian.
+    """
+    raw, place = np.memmap(path, np.uint8, "r"), 0
+
+    def take(num_bytes: int) -> Array:
+        nonlocal place
+        if num_bytes < 0 or place + num_bytes > len(raw):
+            raise ValueError(f"it ends at byte {len(raw)}, within what begins at byte {place}")
+        place += num_bytes
+        return raw[place - num_bytes : place]
+
+    def number() -> int:
+        return int(struct.unpack("<i", take(4).tobytes())[0])
+
+    entries = {}
+    num_entries = number()
+    if num_entries < 1:
+        raise ValueError(f"it has {num_entries} entries")
+    for _ in range(num_entries):
+        name = take(number()).tobytes().decode()
+        calls = number()
+        entries[name] = Entry(take(4 * number()).view("<f4")[None], np.array([calls], np.float32))
+    num_chunks, datasets = 0, tuple[str, ...]()
+    if place < len(raw):
+        num_chunks, datasets = number(), (take(number()).tobytes().decode(),)
+    return Imatrix(path, entries, datasets, num_chunks, 0, False, sha256)
+
+
+def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> Profile:
+    """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
+
+    Raises:  PlanError if the file has no entry of an expert matrix, or one of another shape, or values that are no
+             sums; ConversionError if the folder holds something else.
+    """
+    spec = checkpoint.spec
+    name = ", ".join(imatrix.datasets) or imatrix.path.name
+    text = TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)
+    origin = ImatrixFacts(imatrix.sha256, imatrix.has_counts)
+    facts = ProfileFacts(
+        FORMAT, VERSION, spec, source_digest(checkpoint), text, (), "off", "none", made_with(), (), "", origin
+    )
+    store = ProfileStore(folder, hashlib.sha256(facts_bytes(facts)).hexdigest())
+    try:
+        for layer in spec.moe_layers:
+            store.write(layer_file("moments", layer), _moments(imatrix, spec, layer).arrays())
+        store.seal(facts_bytes(replace(facts, files=tuple(map(listed, sorted(folder.glob("*.safetensors")))))))
+    finally:
+        store.close()
+    return Profile(folder)
+
+
+def _moments(imatrix: Imatrix, spec: ModelSpec, layer: int) -> LayerMoments:
+    """Returns what the file has of a layer."""
+    names = {"up": ("up", "gate_up", "gate"), "down": ("down",)}  # gate and up have the same inputs
+    counts, sums = dict[str, Array](), dict[Matrix, Array]()
+    for matrix in ("up", "down"):
+        known = [expert_tensor(layer, each) for each in names[matrix]]
+        name = next((each for each in known if each in imatrix.entries), None)
+        if name is None:
+            raise PlanError(
+                f"--imatrix {imatrix.path}: has no entry {known[0]!r}; give a file that was made for this model"
+            )
+        entry, E = imatrix.entries[name], spec.router.num_experts
+        if entry.sums.size != E * _num_inputs(spec, matrix) or len(entry.counts) not in (1, E):
+            raise PlanError(
+                f"--imatrix {imatrix.path}: entry {name!r} has {entry.sums.size:,} sums and {len(entry.counts):,} "
+                f"counts, expected {E} times {_num_inputs(spec, matrix):,} sums and {E} counts; give a file that was "
+                "made for this model"
+            )
+        for values in (entry.sums, entry.counts):
+            if not np.isfinite(values).all() or (values < 0).any() or (values >= 2.0**127).any():
+                raise PlanError(f"--imatrix {imatrix.path}: entry {name!r} has values that are no sums of squares")
+        sums[matrix] = np.ascontiguousarray(entry.sums, np.float32).reshape(E, -1)
+        counts[matrix] = np.broadcast_to(np.rint(entry.counts), (E,))
+    if (counts["up"] >= 2.0**32).any() or not np.array_equal(counts["up"], counts["down"]):
+        raise PlanError(
+            f"--imatrix {imatrix.path}: gate and down of layer {layer} have different counts, or counts of 2^32 or "
+            "more; make the file again"
+        )
+    return LayerMoments(counts["up"].astype(np.uint32), sums["up"], sums["down"])
+
+
+def _gguf(error: type[PackError] | type[PlanError]) -> Any:
+    """Returns the `gguf` package, which is imported only where it is needed.
+
+    Raises:  `error` if it is not installed.
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError as fault:
+        raise error("importance files need the package gguf; run pip install 'moe-pack[convert]'") from fault
+    return gguf
