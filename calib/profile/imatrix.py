@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +59,8 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.gguf.architectures import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
+from moe_pack.formats.gguf.header import gguf_package
 from moe_pack.runtime.model import CheckpointWeights, embed, linear
 from moe_pack.runtime.model import Matrix as RunMatrix
 from moe_pack.runtime.model.matrix import InMemoryMatrix, gather_rows
@@ -95,28 +96,26 @@ class Imatrix:
     sha256: str
 
 
-def expert_tensor(layer: int, matrix: str) -> str:
-    """Returns what llama.cpp calls a matrix of all experts of a decoder layer; `gate_up` is gate and up in one."""
-    return f"blk.{layer}.ffn_{matrix}_exps.weight"
+def expert_tensor(layer: int, name: str) -> str:
+    """Returns the entry of a matrix of all experts of a decoder layer, by its name in GGUF files with `{i}`."""
+    return f"{name.format(i=layer)}.weight"
 
 
-# What llama.cpp calls the dense matrices that it multiplies with, by role. Its own files have no entry for the head,
-# unless it is asked to, and its latent attention multiplies with other matrices than `kv_b`.
-_DENSE_NAMES = {
-    **{f"attention.{role}": f"attn_{name}" for role, name in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))},
-    **{f"attention.{role}": f"attn_{name}" for role, name in (("q_a", "q_a"), ("q_b", "q_b"), ("kv_a", "kv_a_mqa"))},
-    **{f"mlp.{matrix}": f"ffn_{matrix}" for matrix in MATRICES},
-    **{f"shared.{matrix}": f"ffn_{matrix}_shexp" for matrix in MATRICES},
-    "router": "ffn_gate_inp",
-    "shared_router": "ffn_gate_inp_shexp",
-}
+# Latent attention multiplies with other matrices in llama.cpp, which it makes of this one.
+_NO_ENTRY = "layers.{i}.attention.kv_b"
 
 
 def dense_tensor(role: str) -> str | None:
-    """Returns what llama.cpp calls a dense matrix of a decoder layer; None for one that it has no entry for."""
+    """Returns what llama.cpp calls a dense matrix of a decoder layer; None for one that it has no entry for.
+
+    Its own files have no entry for the head either, unless it is asked to.
+    """
     stack, _, rest = role.partition(".")
     layer, _, matrix = rest.partition(".")
-    return f"blk.{layer}.{_DENSE_NAMES[matrix]}.weight" if stack == "layers" and matrix in _DENSE_NAMES else None
+    usual = f"layers.{{i}}.{matrix}"
+    if stack != "layers" or usual == _NO_ENTRY or usual not in TENSOR_NAMES:
+        return None
+    return TENSOR_NAMES[usual].format(i=layer)
 
 
 class _ObservedMatrix(InMemoryMatrix):
@@ -232,7 +231,7 @@ def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | Non
             f"{profile.folder}: was made from an importance file in the older format, without the experts' tokens; "
             "use that file itself"
         )
-    package = _gguf(PlanError)
+    package = gguf_package()
     unfinished = path.with_name(f"{path.name}.tmp")
     writer = package.GGUFWriter(unfinished, "")  # of no architecture, like the files of llama.cpp
     writer.add_type(package.GGUFType.IMATRIX)
@@ -277,7 +276,7 @@ def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yields name and [experts, columns] of the entries of a model's experts, in the order of the file."""
     for layer in spec.moe_layers:
         for matrix in spec.expert.matrices:
-            yield expert_tensor(layer, matrix), (spec.router.num_experts, _num_inputs(spec, matrix))
+            yield expert_tensor(layer, EXPERT_TENSORS[matrix]), (spec.router.num_experts, _num_inputs(spec, matrix))
 
 
 def _num_inputs(spec: ModelSpec, matrix: Matrix) -> int:
@@ -301,7 +300,7 @@ def read_imatrix(path: Path) -> Imatrix:
 
 
 def _read_gguf(path: Path, sha256: str) -> Imatrix:
-    package = _gguf(PackError)
+    package = gguf_package()
     reader = package.GGUFReader(path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     if values.get(package.Keys.General.TYPE) != package.GGUFType.IMATRIX:
@@ -384,7 +383,8 @@ def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -
 
 def _moments(imatrix: Imatrix, spec: ModelSpec, layer: int) -> LayerMoments:
     """Returns what the file has of a layer."""
-    names = {"up": ("up", "gate_up", "gate"), "down": ("down",)}  # gate and up have the same inputs
+    gate, up, down = (EXPERT_TENSORS[matrix] for matrix in MATRICES)
+    names = {"up": (up, GATE_UP_EXPERTS, gate), "down": (down,)}  # gate and up have the same inputs
     counts, sums = dict[str, Array](), dict[Matrix, Array]()
     for matrix in ("up", "down"):
         known = [expert_tensor(layer, each) for each in names[matrix]]
@@ -411,15 +411,3 @@ def _moments(imatrix: Imatrix, spec: ModelSpec, layer: int) -> LayerMoments:
             "more; make the file again"
         )
     return LayerMoments(counts["up"].astype(np.uint32), sums["up"], sums["down"])
-
-
-def _gguf(error: type[PackError] | type[PlanError]) -> Any:
-    """Returns the `gguf` package, which is imported only where it is needed.
-
-    Raises:  `error` if it is not installed.
-    """
-    try:
-        import gguf
-    except ModuleNotFoundError as fault:
-        raise error("importance files need the package gguf; run pip install 'moe-pack[convert]'") from fault
-    return gguf

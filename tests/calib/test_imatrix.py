@@ -29,6 +29,7 @@ from moe_pack.calib.quantize import Calibration, ExpertMoments, ExpertQuantizer,
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import ExpertFormat, Pack, PackError, PlanError, part_format, trellis_format
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.gguf.architectures import EXPERT_TENSORS
 from moe_pack.runtime.model import NeuronBlock
 
 Array = NDArray[Any]
@@ -135,7 +136,7 @@ def test_dense_matrices_have_the_names_of_the_gguf_package() -> None:
     for matrix in ("gate", "up", "down"):
         pairs += [(f"mlp.{matrix}", f"FFN_{matrix.upper()}"), (f"shared.{matrix}", f"FFN_{matrix.upper()}_SHEXP")]
         expert = named[gguf.MODEL_TENSOR[f"FFN_{matrix.upper()}_EXP"]].format(bid=7)
-        assert expert_tensor(7, matrix) == f"{expert}.weight"
+        assert expert_tensor(7, EXPERT_TENSORS[matrix]) == f"{expert}.weight"
     pairs += [("router", "FFN_GATE_INP"), ("shared_router", "FFN_GATE_INP_SHEXP")]
     for role, kind in pairs:
         with case(role):
