@@ -5,6 +5,7 @@
     ├── PackError               the pack: damaged, unfinished, or of another version
     ├── PlanError               the plan: widths, groups or selector kinds that the format or the model does not allow
     ├── ConversionError         the output folder: not empty, in use, or full
+    │   └── PartBusyError       another process makes the same part there
     ├── RunError                the run: prompt, context, device, template
     └── UsageError              options that contradict each other or miss one; the command line exits with 2
 
@@ -30,6 +31,10 @@ class PlanError(MoePackError):
 
 class ConversionError(MoePackError):
     """The output folder cannot take the conversion."""
+
+
+class PartBusyError(ConversionError):
+    """Another process makes the same part in the folder, or a machine that died has not lost its lock yet."""
 
 
 class RunError(MoePackError):

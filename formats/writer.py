@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import json_files
 from moe_pack.formats.commands import Part
-from moe_pack.formats.errors import ConversionError, PackError, PlanError
+from moe_pack.formats.errors import ConversionError, PackError, PartBusyError, PlanError
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
 from moe_pack.formats.manifest import (
     MANIFEST_FILE,
@@ -134,12 +134,12 @@ class SteppedFolder:
     def lock_file(self, name: str, busy: str) -> None:
         """Locks an open file for this process alone.
 
-        Raises:  ConversionError with the message `busy` if another process has locked it.
+        Raises:  PartBusyError with the message `busy` if another process has locked it.
         """
         try:
             lock_file(self._fds[name])
         except BlockingIOError as fault:
-            raise ConversionError(f"{self.folder}: {busy}") from fault
+            raise PartBusyError(f"{self.folder}: {busy}") from fault
 
     def close(self) -> None:
         """Closes all files and unlocks the folder."""
@@ -359,6 +359,15 @@ class _OtherJournals:
                 continue
             self._ends[path.name] = self._ends.get(path.name, 0) + whole
             yield from ((number, digests, note) for number, (digests, note) in lines.items())
+
+
+def journaled_bytes(folder: Path, layout: PackLayout) -> int:
+    """Returns the bytes of a pack's items that are on the disk; all if the folder is a pack."""
+    items = list(layout.items())
+    numbers = {number for number, _, _ in _OtherJournals(folder, own="").new_lines() if number < len(items)}
+    if (folder / MANIFEST_FILE).exists():
+        return sum(item.num_bytes for item in items)
+    return sum(items[number].num_bytes for number in numbers)
 
 
 class PackWriter:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward.shared import publish_once
 from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
 from moe_pack.formats.commands import Part
+from moe_pack.formats.errors import PartBusyError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
 from moe_pack.formats.safetensors import assemble, read_header
@@ -186,7 +187,7 @@ class ProfileStore:
         try:
             lock_file(self._part_fd)
         except BlockingIOError as fault:
-            raise ConversionError(
+            raise PartBusyError(
                 f"{self.folder}: another process is making part {part}; give each process another number"
             ) from fault
 

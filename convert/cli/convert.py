@@ -47,9 +47,12 @@ from moe_pack.convert.cli.options import (
     NUM_CORES,
     SEQUENCE_LENGTH,
     WORKERS_OPTION,
+    PartOptions,
     PlanOptions,
+    absolute_source,
     known_facts,
     large_bytes,
+    run_on_ray,
 )
 from moe_pack.convert.matrix_bytes import checkpoint_repeats
 from moe_pack.convert.plan import (
@@ -65,11 +68,13 @@ from moe_pack.convert.plan import (
     with_kv_dtype,
 )
 from moe_pack.convert.plan.rotation import ROTATE_CHOICE_OPTION, PlanRotation, check_rotation
+from moe_pack.convert.ray_launcher import PROCESS_BYTES, PackJob, Resources
 from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
 from moe_pack.formats import (
     BF16,
     MATRICES,
     Pack,
+    PackLayout,
     Plan,
     PlanError,
     Progress,
@@ -79,11 +84,12 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Part, given, read_size
+from moe_pack.formats.commands import Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.writer import journaled_bytes
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 
@@ -190,18 +196,7 @@ class ConvertOptions:
             "pack, on the profile's text or else on our sample.  [default: all run]",
         ),
     )
-    part: Part | None = field(
-        default=None,
-        metadata=option(
-            "--part",
-            parse=Part.of,
-            metavar="I/N",
-            mark="many",
-            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
-            "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
-            "pack has the bytes of one process. The same command without --part continues too.",
-        ),
-    )
+    many: PartOptions = field(default_factory=PartOptions)
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
     memory_bytes: int = field(
         default=MEMORY_BYTES,
@@ -288,7 +283,7 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     """
     with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
         if options.target is None:
-            _convert(checkpoint, options)
+            _convert(path, checkpoint, options)
         else:
             _make_for_target(checkpoint, _narrowed(options.target, options), options)
 
@@ -306,7 +301,7 @@ def _sample(checkpoint: Checkpoint, text: Text) -> Tokens:
     return read_tokens(None, None, text, CALIBRATION_TOKENS, _sequence_length(checkpoint))
 
 
-def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Makes the pack that the options or a plan describe."""
     profile = None if options.profile is None else Profile(options.profile)
     decision = _decision(options, checkpoint, profile)
@@ -326,20 +321,34 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     _say_plan(checkpoint, plan, options, rotation, source_bytes)
     start = time.perf_counter()
     with TerminalProgress() as progress:
-        result = convert(
-            checkpoint,
-            plan,
-            output,
-            options.workers,
-            progress=progress,
-            order=order,
-            calibration=profile,
-            memory_bytes=options.memory_bytes,
-            rotation=rotation,
-            sequential=options.sequential,
-            part=options.part,
-        )
-    if options.part is not None and not result.written:
+        if options.many.ray is not None:
+            job = PackJob(
+                absolute_source(path, checkpoint),
+                output.absolute(),
+                plan,
+                options.workers,
+                order,
+                None if options.profile is None else options.profile.absolute(),
+                options.memory_bytes,
+                rotation,
+                options.sequential,
+            )
+            result = _made_by_ray(job, layout_for(checkpoint, plan, rotation), options.many, progress)
+        else:
+            result = convert(
+                checkpoint,
+                plan,
+                output,
+                options.workers,
+                progress=progress,
+                order=order,
+                calibration=profile,
+                memory_bytes=options.memory_bytes,
+                rotation=rotation,
+                sequential=options.sequential,
+                part=options.many.part,
+            )
+    if options.many.part is not None and not result.written:
         click.echo(f"{output}: the pack is complete; another part has written the end of it")
         return
     _say_converted(result, output, time.perf_counter() - start, source_bytes)
@@ -349,6 +358,21 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
         with Pack(output) as pack:
             click.echo(attached_line(output, attach(pack, profile)))
     _say_rounding(output)
+
+
+def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: Progress) -> ConversionResult:
+    """Makes a pack on a Ray cluster."""
+    total = sum(item.num_bytes for item in layout.items())
+    done = journaled_bytes(job.output, layout)
+    run_on_ray(
+        job,
+        many,
+        Resources(job.workers, job.memory_bytes + PROCESS_BYTES),
+        progress,
+        Stage("packing", total, "B", done),
+        lambda: (journaled_bytes(job.output, layout), ""),
+    )
+    return ConversionResult(layout, done, written=done < total)
 
 
 def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile | None) -> Decision:

@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from moe_pack.calib.evaluate import REFERENCE_FILE
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert import SOURCE, keep_source
 from moe_pack.convert.matrix_bytes import Bits, checkpoint_repeats
+from moe_pack.convert.ray_launcher import Job, Resources, connected
 from moe_pack.formats import (
     ROW_GROUP,
     ConversionError,
@@ -22,16 +24,18 @@ from moe_pack.formats import (
     PartFormat,
     Plan,
     PlanError,
+    Progress,
     Quantizer,
     Selector,
     UsageError,
     option,
     part_format,
+    size_text,
     trellis_format,
     uniform_plan,
 )
 from moe_pack.formats.cli import cache_folder
-from moe_pack.formats.commands import given
+from moe_pack.formats.commands import Part, Stage, given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.formats.spec import with_repeats
@@ -52,6 +56,59 @@ FIELD_OPTION = option(
     help="The field of JSONL, Parquet or a data set that contains the text or the messages of a conversation.  "
     "[default: text, messages or conversations]",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """How several machines share the work. At most one of `part` and `ray` is given."""
+
+    part: Part | None = field(
+        default=None,
+        metadata=option(
+            "--part",
+            parse=Part.of,
+            metavar="I/N",
+            mark="many",
+            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
+            "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
+            "result has the bytes of one process. The same command without --part continues too.",
+        ),
+    )
+    ray: str | None = field(
+        default=None,
+        metadata=option(
+            "--ray",
+            metavar="ADDRESS",
+            mark="many",
+            help="Let a Ray cluster make the parts, over an output folder that all its machines see: auto is the "
+            "cluster that runs on this machine, HOST:PORT that of a head node, local a new one of this machine.",
+        ),
+    )
+    num_parts: int | None = field(
+        default=None,
+        metadata=option(
+            "--parts",
+            least=1,
+            metavar="N",
+            mark="many",
+            help="With --ray: number of parts.  [default: as many as the cluster has room for, by CPUs and memory]",
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuses options that do not go together.
+
+        Raises:  UsageError.
+        """
+        if self.ray is not None and self.part is not None:
+            raise UsageError("--ray makes all parts; remove --part, or remove --ray and start each part yourself")
+        if self.num_parts is not None and self.ray is None:
+            raise UsageError("--parts needs --ray; add it, or start each part yourself with --part I/N")
+        if self.ray is not None and "://" in self.ray:
+            raise UsageError(
+                f"--ray {self.ray}: the command must run on a machine of the cluster; give auto or HOST:PORT there"
+            )
+
 
 PlanCodec = Literal["auto", "affine", "trellis"]
 _EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
@@ -302,6 +359,36 @@ def chosen_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     return torch.device(name)
+
+
+def absolute_source(source: str, checkpoint: Checkpoint) -> str:
+    """Returns the name of a checkpoint under which other machines find it; `source` is what the user gave."""
+    return str(Path(source).absolute() if Path(source).exists() else checkpoint.folder.absolute())
+
+
+def run_on_ray(
+    job: Job,
+    many: PartOptions,
+    each: Resources,
+    progress: Progress,
+    stage: Stage,
+    done: Callable[[], tuple[int, str]],
+) -> None:
+    """Connects to the cluster that the options name, and makes all parts of a job there.
+
+    Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
+    Raises:  RunError, and what the parts raise.
+    """
+    assert many.ray is not None, "the options name a cluster"
+    with connected(many.ray) as cluster:
+        room = cluster.num_parts(each)
+        num_parts = many.num_parts or room
+        cluster.check(job)
+        progress.say(
+            f"{num_parts} parts by Ray, {min(num_parts, room)} at once, each with {each.num_cpus} CPUs and "
+            f"{size_text(each.memory_bytes)} of memory"
+        )
+        cluster.run(job, num_parts, each, progress, stage, done)
 
 
 def large_bytes(layout: PackLayout) -> int:

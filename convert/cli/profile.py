@@ -13,6 +13,7 @@ from typing import Literal
 
 import click
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
@@ -29,9 +30,10 @@ from moe_pack.calib.profile import (
     texts_of,
     write_imatrix,
 )
+from moe_pack.calib.profile.profile import layer_file
 from moe_pack.calib.report import measured_pack, report_html
 from moe_pack.calib.sensitivity import time_text
-from moe_pack.convert import bits_per_weight, find_checkpoint
+from moe_pack.convert import MEMORY_BYTES, bits_per_weight, find_checkpoint
 from moe_pack.convert.cli.measure import (
     attached_line,
     expert_names,
@@ -45,12 +47,16 @@ from moe_pack.convert.cli.options import (
     FIELD_OPTION,
     INTERRUPTED,
     SEQUENCE_LENGTH,
+    PartOptions,
+    absolute_source,
     chosen_device,
+    run_on_ray,
     write_output,
 )
-from moe_pack.formats import Pack, UsageError, option, size_text
+from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
+from moe_pack.formats import Pack, Progress, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Part, given
+from moe_pack.formats.commands import Stage, given
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import DEVICE_OPTION, Text
 from moe_pack.runtime.offload import PREDICTORS
@@ -101,17 +107,7 @@ class ProfileCommandOptions:
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
-    part: Part | None = field(
-        default=None,
-        metadata=option(
-            "--part",
-            parse=Part.of,
-            metavar="I/N",
-            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
-            "all of them see. Parts share their results and make what others have left, so any part may be killed, "
-            "and the profile has the bytes of one process. The same command without --part continues too.",
-        ),
-    )
+    many: PartOptions = field(default_factory=PartOptions)
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
     imatrix: Path | None = field(
         default=None,
@@ -126,10 +122,12 @@ class ProfileCommandOptions:
     )
 
     def check(self) -> None:
-        """Refuses options for text with an importance file.
+        """Refuses options for text with an importance file, and --ray on a GPU.
 
         Raises:  UsageError.
         """
+        if self.many.ray is not None and self.device == "cuda":
+            raise UsageError("--ray makes profiles on CPUs; remove --device cuda, or start each part with --part I/N")
         if self.imatrix is not None and (names := given(replace(self, output=Path("profile"), imatrix=None))):
             raise UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
@@ -146,7 +144,7 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     it.
 
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
-    Several machines can share the work (--part).
+    Several machines can share the work (--part, --ray).
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     start = time.perf_counter()
@@ -159,8 +157,11 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     with closing(checkpoint), TerminalProgress() as progress:
         tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
-        device = chosen_device(options.device)
-        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, options.part)
+        if options.many.ray is not None:
+            profile = _made_by_ray(path, checkpoint, tokens, options, progress)
+        else:
+            device, part = chosen_device(options.device), options.many.part
+            profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, part)
     num_bytes = sum(file.bytes for file in profile.facts.files)
     click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - start)}")
     for line in _profile_lines(profile):
@@ -178,6 +179,23 @@ def _imatrix_lines(profile: Profile) -> list[str]:
         return lines
     least, most = min(int(layer.min()) for layer in counts), max(int(layer.max()) for layer in counts)
     return [*lines, f"experts: {least:,} to {most:,} tokens each"]
+
+
+def _made_by_ray(
+    path: str, checkpoint: Checkpoint, tokens: Tokens, options: ProfileCommandOptions, progress: Progress
+) -> Profile:
+    """Makes a profile on a Ray cluster."""
+    output, threads = options.output.absolute(), torch.get_num_threads()
+    job = ProfileJob(absolute_source(path, checkpoint), output, tokens, options.profile, threads)
+    layers = checkpoint.spec.moe_layers
+
+    def done() -> tuple[int, str]:
+        finished = [layer for layer in layers if (output / layer_file("statistics", layer)).exists()]
+        return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
+
+    stage = Stage("statistics", len(layers), "layers", done()[0])
+    run_on_ray(job, options.many, Resources(threads, MEMORY_BYTES + PROCESS_BYTES), progress, stage, done)
+    return Profile(output)
 
 
 def _profile_lines(profile: Profile) -> list[str]:

@@ -1,0 +1,331 @@
+"""Ray as the launcher of parts: the machines of a Ray cluster make one profile or one pack together.
+
+Each part is a Ray task. It calls what `--part I/N` calls in its process, over a folder that all machines see. Ray
+starts a task again if its process or its machine dies; the new process continues from the folder. Parts make what
+others have left, so the result is complete as soon as one part returns.
+
+The driver is the process of the command. It reads the checkpoint and the text, so that all parts get the same plan and
+the same tokens. It makes no part itself, and learns the progress from the folder.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.calib.forward import Tokens
+from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
+from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.pipeline import convert
+from moe_pack.formats import Plan, Progress, RunError, size_text
+from moe_pack.formats.commands import Part, Stage
+from moe_pack.formats.errors import MoePackError, PartBusyError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.version import VERSION
+
+PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
+MAX_RETRIES = 8  # of a part whose process or machine dies
+_LOCAL_STORE_BYTES = 128 << 20  # of Ray's own objects, in a cluster that we start
+_PROBE_S = 120.0  # within which every machine must answer
+_LOCK_PATIENCE_S = 180.0  # a network file system keeps the lock of a machine that died, NFS for some 90 s
+_LAST_PARTS_S = 60.0  # within which the other parts should end once one has returned
+_POLL_S = 0.5
+_MARKER = "conversion.json-of-driver-"  # begins the name of the file by which machines recognize the folder
+
+
+class Job(Protocol):
+    """Work that can be made in parts over one folder. It is sent to the machines, so it has no open files."""
+
+    @property
+    def output(self) -> Path:
+        """The absolute path of the folder."""
+        ...
+
+    def run(self, part: Part) -> None:
+        """Makes a part, and returns when the result is complete."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackJob:
+    """A pack. Most fields are arguments of `convert`.
+
+    `source`: as for `find_checkpoint`; a path is absolute.   `profile`: the folder of the calibration.
+    """
+
+    source: str
+    output: Path
+    plan: Plan
+    workers: int
+    order: NDArray[np.uint32] | None
+    profile: Path | None
+    memory_bytes: int
+    rotation: RotationVectors | None
+    sequential: bool
+
+    def run(self, part: Part) -> None:
+        """Makes a part of the pack."""
+        with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
+            convert(
+                checkpoint,
+                self.plan,
+                self.output,
+                self.workers,
+                order=self.order,
+                calibration=None if self.profile is None else Profile(self.profile),
+                memory_bytes=self.memory_bytes,
+                rotation=self.rotation,
+                sequential=self.sequential,
+                part=part,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileJob:
+    """A profile. `source`: as in `PackJob`.   `threads`: of torch, on which the rounding of sums depends."""
+
+    source: str
+    output: Path
+    tokens: Tokens
+    options: ProfileOptions
+    threads: int
+
+    def run(self, part: Part) -> None:
+        """Makes a part of the profile."""
+        torch.set_num_threads(self.threads)
+        with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
+            make_profile(checkpoint, self.tokens, self.output, self.options, part=part)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a part uses, by which Ray places it."""
+
+    num_cpus: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A machine of the cluster; `name` is its host."""
+
+    node_id: str
+    name: str
+    num_cpus: int
+    memory_bytes: int
+
+    def num_parts(self, each: Resources) -> int:
+        """Returns how many parts the machine has room for."""
+        return min(self.num_cpus // each.num_cpus, self.memory_bytes // each.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What a part would find on a machine."""
+
+    sees_folder: bool
+    made_with: str
+    instructions: str
+
+
+class Cluster:
+    """A Ray cluster to which this process is connected. `close` disconnects, and ends a cluster that it started.
+
+    Args:    address: `local` starts a cluster of this machine; `auto` is the cluster that runs on it; HOST:PORT is that
+             of a head node.
+    Raises:  RunError if Ray is not installed or nothing answers.
+    """
+
+    def __init__(self, address: str) -> None:
+        # Neither usage statistics of a command line nor hidden GPUs are what a user asks for with --ray.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError as fault:
+            raise RunError("--ray: the package ray is not installed; run pip install 'moe-pack[ray]'") from fault
+        self._ray: Any = ray
+        started = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES} if address == "local" else {}
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
+        except (ConnectionError, ValueError, RuntimeError) as fault:
+            raise RunError(
+                f"--ray {address}: no Ray cluster answers ({_first_line(fault)}); start one with ray start --head, or "
+                "use --ray local"
+            ) from fault
+
+    def close(self) -> None:
+        """Disconnects from the cluster."""
+        self._ray.shutdown()
+
+    def num_parts(self, each: Resources) -> int:
+        """Returns the number of parts for which the cluster has room.
+
+        Raises:  RunError if no machine has room for one.
+        """
+        nodes = self._nodes()
+        total = sum(node.num_parts(each) for node in nodes)
+        if not total:
+            found = ", ".join(f"{node.name} {node.num_cpus} and {size_text(node.memory_bytes)}" for node in nodes)
+            raise RunError(
+                f"--ray: a part needs {each.num_cpus} CPUs and {size_text(each.memory_bytes)} of memory, and no "
+                f"machine of the cluster has both ({found}); use fewer CPUs (--workers, for a profile "
+                "OMP_NUM_THREADS) or less --memory"
+            )
+        return total
+
+    def check(self, job: Job) -> None:
+        """Checks that every machine sees the folder of a job, and would make the same bytes.
+
+        Raises:  RunError if one does not.
+        """
+        try:
+            job.output.mkdir(parents=True, exist_ok=True)
+            for old in job.output.glob(f"{_MARKER}*.tmp"):  # of a driver that was killed
+                old.unlink(missing_ok=True)
+            marker = job.output / f"{_MARKER}{uuid4().hex}.tmp"
+            marker.touch()
+        except OSError as fault:
+            raise RunError(f"{job.output}: cannot be used as output folder ({fault.strerror})") from fault
+        try:
+            probes = {node.name: self._probe(node, marker) for node in self._nodes()}
+        finally:
+            marker.unlink(missing_ok=True)
+        if blind := [name for name, probe in probes.items() if not probe.sees_folder]:
+            raise RunError(
+                f"{job.output}: {', '.join(blind)} does not see this folder; mount the same folder on every machine, "
+                "under the same path"
+            )
+        for what, found in (
+            ("packages", {name: probe.made_with for name, probe in probes.items()}),
+            ("instructions", {name: probe.instructions for name, probe in probes.items()}),
+        ):
+            if len(set(found.values())) > 1:
+                listed = "; ".join(f"{name}: {value}" for name, value in found.items())
+                raise RunError(f"--ray: machines with other {what} would make other bytes ({listed}); use equal ones")
+
+    def run(
+        self,
+        job: Job,
+        num_parts: int,
+        each: Resources,
+        progress: Progress,
+        stage: Stage,
+        done: Callable[[], tuple[int, str]],
+    ) -> None:
+        """Runs all parts of a job until the result is complete. If it is interrupted, it ends all parts.
+
+        Args:    stage, done: what the progress shows, how much of it is there now, and what was made last.
+        Raises:  what a part raises; RunError if all parts have died too often.
+        """
+        errors = self._ray.exceptions
+        task = self._ray.remote(_run_part).options(
+            num_cpus=each.num_cpus, memory=each.memory_bytes, max_retries=MAX_RETRIES, name=f"moe-pack {stage.name}"
+        )
+        running = {task.remote(job, Part(index, num_parts)): index for index in range(1, num_parts + 1)}
+        before = stage.done
+        progress.begin(stage)
+        try:
+            end: float | None = None
+            while running and (end is None or time.monotonic() < end):
+                ended, _ = self._ray.wait(list(running), timeout=_POLL_S)
+                now, what = done()
+                if now > before:
+                    progress.advance(now - before, what)
+                    before = now
+                for ref in ended:
+                    index = running.pop(ref)
+                    try:
+                        self._ray.get(ref)
+                    except errors.RayTaskError as fault:
+                        if isinstance(fault.cause, MoePackError):
+                            raise fault.cause from None
+                        raise
+                    except errors.RayError as fault:
+                        if not running and end is None:
+                            raise RunError(
+                                f"--ray: all parts died, each {MAX_RETRIES + 1} times, the last by {_first_line(fault)}"
+                                "; run the same command again to continue"
+                            ) from fault
+                        progress.say(f"part {index} died {MAX_RETRIES + 1} times; the other parts make what it left")
+                    else:
+                        end = end or time.monotonic() + _LAST_PARTS_S
+            progress.end()
+        finally:
+            self._cancel(list(running))
+
+    def _cancel(self, refs: list[Any]) -> None:
+        """Kills the processes of parts, and waits until they are gone. Their folder can be continued."""
+        for ref in refs:
+            self._ray.cancel(ref, force=True)
+        if refs:
+            self._ray.wait(refs, num_returns=len(refs), timeout=10)
+
+    def _nodes(self) -> list[_Node]:
+        nodes = list[_Node]()
+        for node in self._ray.nodes():
+            if node["Alive"]:
+                has = node["Resources"]
+                name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                nodes.append(_Node(node["NodeID"], name, int(has.get("CPU", 0)), int(has.get("memory", 0))))
+        return nodes
+
+    def _probe(self, node: _Node, marker: Path) -> _Probe:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        ref = self._ray.remote(_probed).options(num_cpus=0, scheduling_strategy=place, max_retries=0).remote(marker)
+        try:
+            return self._ray.get(ref, timeout=_PROBE_S)  # type: ignore[no-any-return]  # ray.get has no types here
+        except self._ray.exceptions.RayError as fault:
+            raise RunError(
+                f"--ray: {node.name} cannot run moe-pack ({_first_line(fault)}); install the same moe-pack, with the "
+                "same packages, on all machines"
+            ) from fault
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Cluster]:
+    """Opens a cluster for a `with`."""
+    with closing(Cluster(address)) as cluster:
+        yield cluster
+
+
+def _run_part(job: Job, part: Part) -> None:
+    """Makes a part in a process of the cluster."""
+    if not job.output.is_dir():
+        raise RunError(
+            f"{job.output}: {platform.node()} does not see this folder; mount the same folder on every machine, under "
+            "the same path"
+        )
+    end = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            return job.run(part)
+        except PartBusyError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(1.0)
+
+
+def _probed(marker: Path) -> _Probe:
+    """Returns what a part would find here; `marker` is a file that the driver has made."""
+    instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return _Probe(
+        marker.exists(), f"moe-pack {VERSION}, torch {torch.__version__}, numpy {np.__version__}", instructions
+    )
+
+
+def _first_line(fault: BaseException) -> str:
+    lines = [line for line in str(fault).splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".") if lines else type(fault).__name__
