@@ -59,7 +59,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.gguf.architectures import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
+from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
 from moe_pack.formats.gguf.header import gguf_package
 from moe_pack.runtime.model import CheckpointWeights, embed, linear
 from moe_pack.runtime.model import Matrix as RunMatrix

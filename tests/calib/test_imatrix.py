@@ -29,7 +29,7 @@ from moe_pack.calib.quantize import Calibration, ExpertMoments, ExpertQuantizer,
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import ExpertFormat, Pack, PackError, PlanError, part_format, trellis_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.gguf.architectures import EXPERT_TENSORS
+from moe_pack.formats.gguf.architecture import EXPERT_TENSORS
 from moe_pack.runtime.model import NeuronBlock
 
 Array = NDArray[Any]
