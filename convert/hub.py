@@ -1,23 +1,26 @@
-"""Finds a checkpoint: a folder, a GGUF file; or a hub id or short name, downloaded if it is not in the cache."""
+"""Finds a checkpoint: a folder, a GGUF file; or on the hub by name, downloaded if it is not cached, or streamed."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from moe_pack.formats import CheckpointError
+from moe_pack.formats import CheckpointError, UsageError
 from moe_pack.formats.families import SHORT_NAMES
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.gguf import GgufFiles, find_gguf
+from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot, parse_name
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
-_UNWANTED = ["consolidated*", "original/*", "*/*"]  # other files with the same weights
+_WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
+_UNWANTED = ("consolidated*", "original/*", "*/*")  # other files with the same weights
 
 
 def find_checkpoint(source: str) -> Path | CheckpointFiles:
     """Returns the folder of the checkpoint that `source` names; of GGUF, the open files, which `Checkpoint` closes.
 
-    A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`) or a short name
-    (`mixtral`) is looked up in the hub's local cache, and downloaded to it if it is missing or incomplete there.
+    A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`, with a folder and a
+    revision of it as `owner/name:folder@v1`, or with a quantization of GGUF files as `owner/name:Q4_K_M`) or a short
+    name (`mixtral`) is looked up in the hub's local cache, and downloaded to it if it is missing or incomplete there.
     Raises:  CheckpointError with what was searched, and where.
     """
     path = Path(source)
@@ -25,53 +28,72 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
         return GgufFiles(gguf)
     if path.is_dir():
         return path
-    if path.exists():
+    name = _name_of(source)
+    searched = f"{source}: no such folder, and the hub id {name.text()} is not in the cache"
+    snapshot = cached_snapshot(name, CheckpointError)
+    if snapshot is not None:
+        folder = snapshot / name.variant
+        if is_complete(folder):
+            return folder
+        cached = (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))
+        if (paths := _gguf_paths(name, cached)) and (gguf := find_gguf(snapshot / paths[0])) is not None:
+            return GgufFiles(gguf)
+        searched = f"{source}: the hub id {name.text()} is only partly in the cache"
+    searched = f"{searched} {_cache()}"
+    try:
+        repository = HubRepository(name, CheckpointError)
+        if paths := _gguf_paths(name, repository.files):
+            snapshot = repository.download(paths)
+            gguf = find_gguf(snapshot / paths[0])
+            assert gguf is not None, f"{paths[0]} is a GGUF file"
+            return GgufFiles(gguf)
+        unwanted = (f"{name.variant}/*/*",) if name.variant else _UNWANTED
+        folder = repository.download([name.path(pattern) for pattern in _WANTED], unwanted) / name.variant
+    except CheckpointError as fault:
+        raise CheckpointError(f"{searched}; the download failed: {fault}") from fault
+    if not is_complete(folder):
+        raise CheckpointError(f"{searched}, and the hub does not have its weights as safetensors")
+    return folder
+
+
+def _gguf_paths(name: HubName, paths: Iterable[str]) -> list[str]:
+    """Returns which of a repository's files are the GGUF model of a variant, which its name has as a word: Q4_K_M."""
+    word = re.compile(rf"(^|[-.]){re.escape(name.variant)}([-.]|$)", re.IGNORECASE)
+    return sorted(path for path in paths if name.variant and path.endswith(".gguf") and word.search(Path(path).name))
+
+
+def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) -> Path | StreamedFiles:
+    """Returns the files of a checkpoint on the hub that is not downloaded whole; its folder if the cache has it.
+
+    Args:    folder: on whose disk pieces of it are, at most `quota_bytes` at a time.
+    Raises:  UsageError if the source is on this disk; CheckpointError if the hub does not have it.
+    """
+    if Path(source).exists():
+        raise UsageError(f"--stream reads from the hub, and {source} is on this disk; remove --stream")
+    name = _name_of(source)
+    snapshot = cached_snapshot(name, CheckpointError)
+    if snapshot is not None and is_complete(snapshot / name.variant):
+        return snapshot / name.variant
+    return StreamedFiles(HubRepository(name, CheckpointError), folder, quota_bytes)
+
+
+def _name_of(source: str) -> HubName:
+    """Returns the name on the hub that a source is, or that its short name stands for."""
+    if Path(source).exists():
         raise CheckpointError(
             f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
         )
-    hub_id = SHORT_NAMES.get(source.lower(), source)
-    if not _HUB_ID.fullmatch(hub_id):
+    name = parse_name(SHORT_NAMES.get(source.lower(), source))
+    if name is None:
         known = ", ".join(sorted(SHORT_NAMES))
         raise CheckpointError(f"{source}: is not a folder, a hub id (owner/name) or a short name ({known})")
-    return _from_hub(source, hub_id)
+    return name
 
 
-def _from_hub(source: str, hub_id: str) -> Path:
-    try:
-        from huggingface_hub import constants, snapshot_download
-    except ModuleNotFoundError as fault:
-        raise CheckpointError(
-            f"{source}: no such folder; to look up the hub id {hub_id}, pip install 'moe-pack[convert]'"
-        ) from fault
-    cache = constants.HF_HUB_CACHE
+def _cache() -> Any:
+    from huggingface_hub import constants
 
-    def snapshot(local_files_only: bool) -> Path:
-        return Path(
-            snapshot_download(
-                hub_id,
-                cache_dir=cache,
-                allow_patterns=_WANTED,
-                ignore_patterns=_UNWANTED,
-                local_files_only=local_files_only,
-            )
-        )
-
-    searched = f"{source}: no such folder, and the hub id {hub_id} is not in the cache {cache}"
-    try:
-        folder = snapshot(local_files_only=True)
-        if is_complete(folder):
-            return folder
-        searched = f"{source}: the hub id {hub_id} is only partly in the cache {cache}"
-    except OSError:
-        pass  # it is not in the cache, or only partly: ask the hub
-    try:
-        folder = snapshot(local_files_only=False)
-        if is_complete(folder):
-            return folder
-        raise OSError("the hub cannot be reached, or does not have the weights as safetensors")
-    except (OSError, ValueError) as fault:  # no network, id or permission; an id that the hub does not allow
-        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-        raise CheckpointError(f"{searched}; the download failed: {reason}") from fault
+    return constants.HF_HUB_CACHE
 
 
 def is_complete(folder: Path) -> bool:

@@ -151,12 +151,29 @@ def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...
     place = path.name
     with RangeReader(path, error) as reader:
         file_bytes = reader.num_bytes
-        length = int.from_bytes(reader.read(0, 8).tobytes(), "little") if file_bytes >= 8 else 0
-        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
-        raw = reader.read(8, length).tobytes()
+        length = header_length(reader.read(0, min(8, file_bytes)).tobytes(), place, file_bytes, error)
+        return header_entries(reader.read(8, length).tobytes(), place, file_bytes, error)
+
+
+def header_length(raw: bytes, place: str, file_bytes: int, error: type[MoePackError]) -> int:
+    """Returns the length of a file's JSON header, by the file's first 8 bytes.
+
+    Raises:  `error` if the file cannot have a header of this length.
+    """
+    length = int.from_bytes(raw, "little") if file_bytes >= 8 else 0
+    if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
+    return length
+
+
+def header_entries(raw: bytes, place: str, file_bytes: int, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
+    """Returns the tensors of a file, in the order of their offsets, by its JSON header alone.
+
+    Args:    raw: the header, without its length in front.   place: the file, for messages.   file_bytes: its size.
+    Raises:  `error` as `read_header`.
+    """
     header = json_files.parse(raw, f"{place}: header", error)
-    return _check_entries(header, place, 8 + length, file_bytes, error)
+    return _check_entries(header, place, 8 + len(raw), file_bytes, error)
 
 
 def _check_entries(

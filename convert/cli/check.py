@@ -25,6 +25,7 @@ from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
 from moe_pack.formats import Pack, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.sidecar import read_sidecar
 
 
@@ -90,7 +91,7 @@ def check_command(pack: Path, options: CheckOptions) -> None:
     quality.json. A loss is within its limit if the upper end of its 95% confidence interval is.
     """
     with ExitStack() as stack:
-        checks, quality, root = _checked(pack, options, stack)
+        checks, quality, root = _checked(pack_folder(pack), options, stack)
     has_failed = any(check.status == "failed" for check in checks)
     if options.junit is not None:
         write_output(options.junit, junit_xml(checks, f"moe-pack check {pack}"), "--junit")

@@ -9,6 +9,7 @@ from typing import Literal
 import click
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
@@ -24,7 +25,6 @@ from moe_pack.convert import (
     check_calibration,
     convert,
     dense_dtypes,
-    find_checkpoint,
     kept_text,
     layout_for,
     loss_text,
@@ -49,9 +49,12 @@ from moe_pack.convert.cli.options import (
     WORKERS_OPTION,
     PartOptions,
     PlanOptions,
+    StreamOptions,
     absolute_source,
+    check_stream_space,
     known_facts,
     large_bytes,
+    open_source,
     run_on_ray,
 )
 from moe_pack.convert.matrix_bytes import checkpoint_repeats
@@ -86,6 +89,7 @@ from moe_pack.formats import (
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
@@ -197,6 +201,7 @@ class ConvertOptions:
         ),
     )
     many: PartOptions = field(default_factory=PartOptions)
+    stream: StreamOptions = field(default_factory=StreamOptions)
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
     memory_bytes: int = field(
         default=MEMORY_BYTES,
@@ -219,6 +224,13 @@ class ConvertOptions:
             raise UsageError(
                 "--rotate on rounds the experts' weights, which source would keep; give a width such as 16, or remove "
                 "--rotate"
+            )
+        if self.many.ray is not None and self.stream.is_given:
+            raise UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
+        if self.target is not None and self.stream.is_given:
+            raise UsageError(
+                "--stream: --target-vram reads the source many times; make the plan first (moe-pack profile --stream, "
+                "moe-pack plan), then convert with --plan and --stream"
             )
         if self.target is not None:
             if many := given(self, "many"):
@@ -267,7 +279,7 @@ def convert_command(path: str, options: ConvertOptions) -> None:
 
     PATH is a Hugging Face folder with safetensors, a GGUF file (or one of its parts), a hub id such as
     mistralai/Mixtral-8x7B-v0.1, or a short name such as mixtral. A hub id and a short name are looked up in the local
-    hub cache, and downloaded if they are not there.
+    hub cache, and downloaded if they are not there; with --stream the checkpoint is never on the disk whole.
 
     \b
     moe-pack convert mixtral -o packed/                    all experts alike, 4 bit
@@ -281,7 +293,7 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     A checkpoint can be larger than the memory: each worker has one expert in memory, all together at most --memory. If
     the command is stopped or killed, run it again to continue.
     """
-    with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
+    with closing(open_source(path, options.stream, options.output)) as checkpoint:
         if options.target is None:
             _convert(path, checkpoint, options)
         else:
@@ -319,12 +331,40 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
     _say_plan(checkpoint, plan, options, rotation, source_bytes)
+    files = checkpoint.files
+    if isinstance(files, StreamedFiles):
+        _tell(check_stream_space(files, output, large_bytes(layout_for(checkpoint, plan))))
     start = time.perf_counter()
+    result = _made(path, checkpoint, plan, options, order, profile, rotation)
+    if options.many.part is not None and not result.written:
+        click.echo(f"{output}: the pack is complete; another part has written the end of it")
+        return
+    _say_converted(result, output, time.perf_counter() - start, source_bytes)
+    if isinstance(files, StreamedFiles):
+        _tell(f"fetched {size_text(files.fetched_bytes)} of weights; the source has {size_text(source_bytes)}")
+    if tokens is not None and rule is not None:
+        _measure_thresholds(output, tokens, rule)
+    if profile is not None and profile.facts.imatrix is None:
+        with Pack(output) as pack:
+            click.echo(attached_line(output, attach(pack, profile)))
+    _say_rounding(output)
+
+
+def _made(
+    path: str,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    options: ConvertOptions,
+    order: NDArray[np.uint32] | None,
+    profile: Profile | None,
+    rotation: RotationVectors | None,
+) -> ConversionResult:
+    """Makes a pack in this process, or on a Ray cluster."""
     with TerminalProgress() as progress:
         if options.many.ray is not None:
             job = PackJob(
-                absolute_source(path, checkpoint),
-                output.absolute(),
+                absolute_source(path),
+                options.output.absolute(),
                 plan,
                 options.workers,
                 order,
@@ -333,31 +373,20 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
                 rotation,
                 options.sequential,
             )
-            result = _made_by_ray(job, layout_for(checkpoint, plan, rotation), options.many, progress)
-        else:
-            result = convert(
-                checkpoint,
-                plan,
-                output,
-                options.workers,
-                progress=progress,
-                order=order,
-                calibration=profile,
-                memory_bytes=options.memory_bytes,
-                rotation=rotation,
-                sequential=options.sequential,
-                part=options.many.part,
-            )
-    if options.many.part is not None and not result.written:
-        click.echo(f"{output}: the pack is complete; another part has written the end of it")
-        return
-    _say_converted(result, output, time.perf_counter() - start, source_bytes)
-    if tokens is not None and rule is not None:
-        _measure_thresholds(output, tokens, rule)
-    if profile is not None and profile.facts.imatrix is None:
-        with Pack(output) as pack:
-            click.echo(attached_line(output, attach(pack, profile)))
-    _say_rounding(output)
+            return _made_by_ray(job, layout_for(checkpoint, plan, rotation), options.many, progress)
+        return convert(
+            checkpoint,
+            plan,
+            options.output,
+            options.workers,
+            progress=progress,
+            order=order,
+            calibration=profile,
+            memory_bytes=options.memory_bytes,
+            rotation=rotation,
+            sequential=options.sequential,
+            part=options.many.part,
+        )
 
 
 def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: Progress) -> ConversionResult:

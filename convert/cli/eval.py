@@ -23,6 +23,7 @@ from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, chosen_device
 from moe_pack.formats import Pack, dump, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import read_numerics
@@ -42,7 +43,7 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
 
     The models run layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     """
-    with Pack(pack) as opened:
+    with Pack(pack_folder(pack)) as opened:
         # Tasks are read first: a wrong line would otherwise be found after hours.
         tasks = None if options.tasks is None else _tasks(opened, options.tasks)
         quality = measure_loss(opened, options)

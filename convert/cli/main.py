@@ -40,11 +40,13 @@ from moe_pack.convert.cli.profile import (
 )
 from moe_pack.convert.cli.replay import replay_command
 from moe_pack.convert.cli.synth import synth_command
+from moe_pack.convert.cli.upload import upload_command
 from moe_pack.convert.rounding import read_rounding, rounding_lines
 from moe_pack.convert.verify import LogitsError, MatrixError, left_out
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.sidecar import read_sidecar
@@ -78,6 +80,7 @@ def main(debug: bool) -> None:
       moe-pack verify packed/ --against mixtral     check every byte, compare every weight
       moe-pack eval packed/ --against mixtral       measure its loss on text
       moe-pack check packed/ --max-kl 0.05          exit code 1 if a limit is exceeded
+      moe-pack upload packed/ someone/model:4bit    put it on the hub, with a model card
     \b
     Take a pack elsewhere:
       moe-pack export packed/ --to compressed-tensors -o exported/
@@ -103,6 +106,7 @@ def inspect_command(pack: Path, as_json: bool) -> None:
     This reads and checks the manifest, the index, the source's account and the sidecars only; moe-pack verify checks
     every byte.
     """
+    pack = pack_folder(pack)
     with Pack(pack) as opened:
         if as_json:
             click.echo(json.dumps(describe(opened), indent=2))
@@ -227,7 +231,7 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     With --against, also compare every weight with the checkpoint's, and the predictions of both on up to 512 tokens of
     text; one expert at a time is in memory. The exit code is 1 if the pack is damaged or comes from another checkpoint.
     """
-    with Pack(pack) as opened:
+    with Pack(pack_folder(pack)) as opened:
         with TerminalProgress() as progress:
             audit(opened, progress)
         if not options.as_json:
@@ -292,6 +296,7 @@ for _command in (
     export_command,
     replay_command,
     synth_command,
+    upload_command,
     doctor_command,
 ):
     main.add_command(_command)

@@ -4,6 +4,7 @@
 """
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from moe_pack.calib.evaluate import REFERENCE_FILE
 from moe_pack.calib.quantize import needs_inputs
-from moe_pack.convert import SOURCE, keep_source
+from moe_pack.convert import SOURCE, find_checkpoint, keep_source
+from moe_pack.convert.hub import open_streamed
 from moe_pack.convert.matrix_bytes import Bits, checkpoint_repeats
 from moe_pack.convert.ray_launcher import Job, Resources, connected
 from moe_pack.formats import (
@@ -35,8 +37,9 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.cli import cache_folder
-from moe_pack.formats.commands import Part, Stage, given
+from moe_pack.formats.commands import Part, Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
 from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
@@ -361,9 +364,9 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def absolute_source(source: str, checkpoint: Checkpoint) -> str:
-    """Returns the name of a checkpoint under which other machines find it; `source` is what the user gave."""
-    return str(Path(source).absolute() if Path(source).exists() else checkpoint.folder.absolute())
+def absolute_source(source: str) -> str:
+    """Returns the name of a checkpoint under which other machines find it; one on the hub is in the cache of each."""
+    return str(Path(source).absolute()) if Path(source).exists() else source
 
 
 def run_on_ray(
@@ -389,6 +392,70 @@ def run_on_ray(
             f"{size_text(each.memory_bytes)} of memory"
         )
         cluster.run(job, num_parts, each, progress, stage, done)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Whether a source on the hub is read without downloading it whole, and how much of it the disk may have."""
+
+    is_given: bool = field(
+        default=False,
+        metadata=option(
+            "--stream",
+            help="Read a source on the hub without downloading it whole: pieces are fetched when they are needed, and "
+            "removed for others.",
+        ),
+    )
+    space_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--stream-space",
+            parse=read_size,
+            metavar="SIZE",
+            help="With --stream: disk space for pieces of the source, where the output is. With less, more pieces are "
+            f"fetched twice.  [default: {STREAM_BYTES >> 30}G]",
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuses a space without `--stream`, and one too small.
+
+        Raises:  UsageError.
+        """
+        if self.space_bytes is not None and not self.is_given:
+            raise UsageError("--stream-space needs --stream; add it or remove --stream-space")
+        if self.space_bytes is not None and self.space_bytes < LEAST_STREAM_BYTES:
+            raise UsageError(f"--stream-space: give at least {size_text(LEAST_STREAM_BYTES)}")
+
+
+def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
+    """Opens a command's source: a folder, or a name of the hub, downloaded or streamed.
+
+    Args:    output: where the command writes; pieces of a streamed source are on the same disk.
+    Raises:  CheckpointError; UsageError if a source on this disk shall be streamed.
+    """
+    if not stream.is_given:
+        return Checkpoint(find_checkpoint(source))
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    space = STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
+    return Checkpoint(open_streamed(source, output.absolute().parent, space))
+
+
+def check_stream_space(files: StreamedFiles, output: Path, output_bytes: int) -> str:
+    """Returns a line that says how much of the disk a streamed source and the output need.
+
+    Args:    output: a folder, in which an earlier run may have left files.   output_bytes: its size in the end.
+    Raises:  ConversionError if the disk lacks it.
+    """
+    present = sum(path.stat().st_blocks * 512 for path in output.rglob("*") if path.is_file())
+    needed, free = files.disk_bytes + output_bytes, shutil.disk_usage(output.absolute().parent).free + present
+    parts = f"{size_text(files.disk_bytes)} for pieces of the source, {size_text(output_bytes)} for the pack"
+    if needed > free:
+        raise ConversionError(
+            f"{output}: needs {size_text(needed)} on its disk ({parts}), where {size_text(free)} can be used; free "
+            "some, or give less with --stream-space"
+        )
+    return f"the disk needs {size_text(needed)}: {parts}"
 
 
 def large_bytes(layout: PackLayout) -> int:

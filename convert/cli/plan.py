@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ from moe_pack.calib.profile import Profile, assumed_losses, losses_of
 from moe_pack.calib.quantize import usual_repeats
 from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
 from moe_pack.convert.cli.options import known_facts, write_output
+from moe_pack.convert.hub import open_streamed
 from moe_pack.convert.plan import (
     EstimatedPlan,
     Planner,
@@ -195,7 +197,9 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
     folder = Path(path)
     is_hub_id = "/" in path and not folder.exists()
     if is_hub_id or (folder.is_dir() and any(folder.glob("*.safetensors"))):
-        with closing(Checkpoint(find_checkpoint(path))) as checkpoint:
+        # On the hub, a plan needs the headers of the weights' files only.
+        source = find_checkpoint(path) if folder.is_dir() else open_streamed(path, Path(gettempdir()))
+        with closing(Checkpoint(source)) as checkpoint:
             return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
     spec = model_spec(path)
     return spec, usual_dtypes(spec), {}

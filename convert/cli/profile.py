@@ -48,8 +48,10 @@ from moe_pack.convert.cli.options import (
     INTERRUPTED,
     SEQUENCE_LENGTH,
     PartOptions,
+    StreamOptions,
     absolute_source,
     chosen_device,
+    open_source,
     run_on_ray,
     write_output,
 )
@@ -58,6 +60,7 @@ from moe_pack.formats import Pack, Progress, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import Stage, given
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.runtime import DEVICE_OPTION, Text
 from moe_pack.runtime.offload import PREDICTORS
 
@@ -106,6 +109,7 @@ class ProfileCommandOptions:
 
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
+    stream: StreamOptions = field(default_factory=StreamOptions)
     output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
     many: PartOptions = field(default_factory=PartOptions)
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
@@ -128,6 +132,8 @@ class ProfileCommandOptions:
         """
         if self.many.ray is not None and self.device == "cuda":
             raise UsageError("--ray makes profiles on CPUs; remove --device cuda, or start each part with --part I/N")
+        if self.many.ray is not None and self.stream.is_given:
+            raise UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
         if self.imatrix is not None and (names := given(replace(self, output=Path("profile"), imatrix=None))):
             raise UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
@@ -146,7 +152,7 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     Several machines can share the work (--part, --ray).
     """
-    checkpoint = Checkpoint(find_checkpoint(path))
+    checkpoint = open_source(path, options.stream, options.output)
     start = time.perf_counter()
     if options.imatrix is not None:
         with closing(checkpoint):
@@ -186,7 +192,7 @@ def _made_by_ray(
 ) -> Profile:
     """Makes a profile on a Ray cluster."""
     output, threads = options.output.absolute(), torch.get_num_threads()
-    job = ProfileJob(absolute_source(path, checkpoint), output, tokens, options.profile, threads)
+    job = ProfileJob(absolute_source(path), output, tokens, options.profile, threads)
     layers = checkpoint.spec.moe_layers
 
     def done() -> tuple[int, str]:
@@ -299,7 +305,7 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     """
     opened, measured = Profile(profile), None
     if options.pack is not None:
-        with Pack(options.pack) as pack:
+        with Pack(pack_folder(options.pack)) as pack:
             measured = measured_pack(pack, opened, bits_per_weight(pack))
     page = report_html(opened, measured).encode()
     write_output(options.output, page, "--output")

@@ -16,6 +16,7 @@ from moe_pack.convert.plan import held_out_passes
 from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.commands import read_size
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
 from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
@@ -131,7 +132,7 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
     For each policy it prints how many experts would have been in memory when their router chose them (hits), and how
     many bytes would have been read for a token. The optimum evicts with knowledge of the future (Belady).
     """
-    with Pack(options.pack) as pack:
+    with Pack(pack_folder(options.pack)) as pack:
         traffic = _replay_input(record, pack)
         outcomes = [_replayed(traffic, pack, budget, options.policies) for budget in options.budgets]
         total = int(pack.index.size.sum())

@@ -8,7 +8,7 @@ offer the same under the names that our families know.
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _CONFIG = "config.json"
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
-_MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
+MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
 
 
 class FolderFiles:
@@ -40,7 +40,7 @@ class FolderFiles:
         """Returns whether the folder has this file."""
         return (self.folder / name).exists()
 
-    def read_file(self, name: str, most_bytes: int = _MAX_FILE_BYTES) -> NDArray[np.uint8]:
+    def read_file(self, name: str, most_bytes: int = MAX_FILE_BYTES) -> NDArray[np.uint8]:
         """Reads a whole file: u8 [bytes].
 
         Raises:  CheckpointError if it is larger than `most_bytes`, or cannot be read.
@@ -64,7 +64,7 @@ class CheckpointFiles(ABC):
         """Returns whether there is a small file of this name, such as `tokenizer.json`."""
 
     @abstractmethod
-    def read_file(self, name: str, most_bytes: int = _MAX_FILE_BYTES) -> NDArray[np.uint8]:
+    def read_file(self, name: str, most_bytes: int = MAX_FILE_BYTES) -> NDArray[np.uint8]:
         """Reads a whole small file: u8 [bytes].
 
         Raises:  CheckpointError if it is larger than `most_bytes`, or cannot be read.
@@ -185,33 +185,59 @@ class SafetensorsFiles(FolderFiles, CheckpointFiles):
 
     def _open(self) -> None:
         weight_map = self._weight_map()
-        for shard in sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]:
-            path = self.folder / shard
-            for entry in read_header(path, CheckpointError):
-                if entry.name in self._entries:
-                    raise CheckpointError(
-                        f"{shard}: tensor {entry.name!r} is also in {self._shards[entry.name]}; each tensor "
-                        "must be in one shard"
-                    )
-                self._entries[entry.name] = entry
-                self._shards[entry.name] = shard
-            self._readers[shard] = RangeReader(path, CheckpointError)
-        for name, shard in (weight_map or {}).items():
-            if self._shards.get(name) != shard:
-                raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
+        shards = shards_of(weight_map)
+        self._entries, self._shards = join_shards(
+            weight_map, {shard: read_header(self.folder / shard, CheckpointError) for shard in shards}
+        )
+        self._readers = {shard: RangeReader(self.folder / shard, CheckpointError) for shard in shards}
 
     def _weight_map(self) -> dict[str, str] | None:
-        """Returns each tensor's shard, or None for a checkpoint of one file."""
-        if self.has(_INDEX):
-            return weight_map_of(read_json(self, _INDEX))
-        if self.has(_SINGLE):
-            return None
-        if any(path for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern)):
-            raise CheckpointError(
-                f"{self.folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
-                "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
-            )
-        raise CheckpointError(f"{self.folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
+        return read_weight_map(self, [path.name for path in self.folder.iterdir()])
+
+
+def read_weight_map(files: CheckpointFiles, names: Iterable[str]) -> dict[str, str] | None:
+    """Returns each tensor's shard, or None for a checkpoint of one file.
+
+    Args:    names: of all files in the folder.
+    Raises:  CheckpointError if there are no safetensors, or the index is not one.
+    """
+    if files.has(_INDEX):
+        return weight_map_of(read_json(files, _INDEX))
+    if files.has(_SINGLE):
+        return None
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise CheckpointError(
+            f"{files.folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
+        )
+    raise CheckpointError(f"{files.folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
+
+
+def shards_of(weight_map: Mapping[str, str] | None) -> list[str]:
+    """Returns the names of all shards, sorted."""
+    return [_SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+
+
+def join_shards(
+    weight_map: Mapping[str, str] | None, headers: Mapping[str, Iterable[TensorEntry]]
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Returns all tensors' entries, and their shards, by name.
+
+    Args:    headers: the entries of each shard.
+    Raises:  CheckpointError if a tensor is in two shards, or not in the one that the index names.
+    """
+    entries, shards = dict[str, TensorEntry](), dict[str, str]()
+    for shard, header in headers.items():
+        for entry in header:
+            if entry.name in entries:
+                raise CheckpointError(
+                    f"{shard}: tensor {entry.name!r} is also in {shards[entry.name]}; each tensor must be in one shard"
+                )
+            entries[entry.name], shards[entry.name] = entry, shard
+    for name, shard in (weight_map or {}).items():
+        if shards.get(name) != shard:
+            raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
+    return entries, shards
 
 
 def weight_map_of(index: object) -> dict[str, str]:

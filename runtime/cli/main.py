@@ -15,6 +15,7 @@ import click
 from moe_pack.formats import Pack, RunError, UsageError, dump, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import given
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.system import peak_resident_bytes
 from moe_pack.runtime import (
     BenchTimes,
@@ -205,11 +206,15 @@ Examples:
 @common_options
 @command_errors(interrupted="interrupted")
 def main(pack: Path, options: RunOptions, debug: bool) -> None:
-    """Continue a text with the model in PACK, a folder that moe-pack convert wrote, or hold a conversation with it.
+    """Continue a text with the model in PACK, or hold a conversation with it.
+
+    PACK is a folder that moe-pack convert wrote, or a pack on the hub, such as owner/repository:4bit, which is
+    downloaded first.
 
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
     """
+    pack = pack_folder(pack)
     check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
     sampler = Sampler(options.sampling)
     if options.bench.is_given:

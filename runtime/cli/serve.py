@@ -19,6 +19,7 @@ import click
 from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import read_size
+from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.generate import USUAL_CONTEXT
 from moe_pack.runtime.machine import use_one_heap
@@ -161,7 +162,10 @@ Then:
 @common_options
 @command_errors(interrupted="stopped")
 def main(pack: Path, options: ServeCommand, debug: bool) -> None:
-    """Serve the model in PACK, a folder that moe-pack convert wrote, over HTTP.
+    """Serve the model in PACK over HTTP.
+
+    PACK is a folder that moe-pack convert wrote, or a pack on the hub, such as owner/repository:4bit, which is
+    downloaded first.
 
     Clients of OpenAI's interface use http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT. A browser finds a page
     to chat at http://HOST:PORT/. Requests run together, each with the answer that it would have alone.
@@ -169,6 +173,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
+    pack = pack_folder(pack)
     if not pack.is_dir():
         raise RunError(f"{pack}: no such folder")
     use_one_heap()

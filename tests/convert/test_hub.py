@@ -1,6 +1,7 @@
 """Where a checkpoint is looked for: folders, the hub's local cache, short names; no network."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from models import TinyMixtral
 
 from moe_pack.convert import find_checkpoint
 from moe_pack.formats import CheckpointError
+from moe_pack.formats.gguf import GgufFiles
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture
@@ -36,6 +40,19 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_hub_id_is_found_in_the_local_cache(cache: Path) -> None:
     snapshot = cached(cache, "someone/some-model")
     assert find_checkpoint("someone/some-model") == snapshot
+
+
+def test_a_variant_names_the_quantization_of_gguf_files(cache: Path) -> None:
+    snapshot = cached(cache, "someone/some-model")
+    (snapshot / "model.safetensors.index.json").unlink()
+    shutil.copy(DATA / "gguf" / "mixtral.gguf", snapshot / "some-model-Q8_0.gguf")
+    for name in ("someone/some-model:Q8_0", "someone/some-model:q8_0"):
+        files = find_checkpoint(name)
+        assert isinstance(files, GgufFiles) and files.folder.name == "some-model-Q8_0.gguf", name
+        files.close()
+    for name in ("someone/some-model:Q8", "someone/some-model:Q4_K_M"):
+        with pytest.raises(CheckpointError, match="is only partly in the cache"):
+            find_checkpoint(name)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "Mixtral", "mixtral-8x7b"])

@@ -73,11 +73,12 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
         "eval",
         "check",
         "synth",
+        "upload",
         "doctor",
     ]
     for command in cases:
         with case(command):
-            page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")
+            page = (ROOT / "docs" / ("hub.md" if command == "upload" else "moe-pack.md")).read_text("utf-8")
             for parameter in moe_pack.commands[command].params:  # type: ignore[attr-defined]  # a click group
                 if parameter.param_type_name == "option" and parameter.name != "output":
                     assert max(parameter.opts, key=len) in page

@@ -1,0 +1,128 @@
+"""The command `moe-pack upload`: a pack with its model card goes to a repository of the hub."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_pack.convert.card import CARD_FILE, CardFacts, card_text
+from moe_pack.formats import ConversionError, Pack, UsageError, option, size_text
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.hub import HubName, HubRepository, has_repository, import_client, parse_name, patiently
+from moe_pack.formats.manifest import MANIFEST_FILE
+from moe_pack.formats.pack import audit
+
+_SIDECARS = ("*.json", "*.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadOptions:
+    """The options of `upload`."""
+
+    private: bool = field(
+        default=False, metadata=option("--private", help="Create the repository as a private one, if it is new.")
+    )
+    dry_run: bool = field(
+        default=False, metadata=option("--dry-run", help="Upload nothing: print the files, their bytes and the card.")
+    )
+    base_model: str | None = field(
+        default=None,
+        metadata=option(
+            "--base-model",
+            metavar="NAME",
+            help="The hub id of the checkpoint, for the card. Its license is taken from its own card.",
+        ),
+    )
+    command: str | None = field(
+        default=None, metadata=option("--command", metavar="TEXT", help="The command that made the pack, for the card.")
+    )
+    budget: str | None = field(
+        default=None,
+        metadata=option("--budget", metavar="SIZE", help="A memory in which the pack runs, for the card, such as 11G."),
+    )
+
+
+@click.command("upload", short_help="Upload PACK to the hub, with a model card.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("name")
+@options_from(UploadOptions)
+@command_errors(interrupted="interrupted; uploaded files are kept; run the same command again to continue")
+def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
+    """Upload PACK to the hub as NAME: owner/repository, or owner/repository:variant for one of several packs.
+
+    \b
+    moe-pack upload packed/ someone/Mixtral-8x7B-moe-pack:4bit --base-model mistralai/Mixtral-8x7B-v0.1
+
+    The pack is checked first. The repository is created if it is new. Its card (README.md) gets a section with the
+    pack's bits and what moe-pack eval measured; what else the card says is kept. Log in with hf auth login, or set
+    HF_TOKEN. Files that an interrupted upload has finished are not uploaded again.
+    """
+    target = parse_name(name)
+    if target is None or target.revision is not None:
+        raise UsageError(f"NAME: found {name!r}, expected owner/repository or owner/repository:variant")
+    client = import_client(target, ConversionError)
+    with Pack(pack) as opened:
+        with TerminalProgress() as progress:
+            audit(opened, progress)
+        files = _files(opened)
+        facts = CardFacts(options.base_model, _license(options.base_model), options.command, options.budget)
+        card = card_text(_old_card(target), opened, target, facts)
+    if options.dry_run:
+        for path in files:
+            click.echo(f"{path.stat().st_size:>15,} {target.path(path.name)}", err=True)
+        click.echo(f"{size_text(sum(path.stat().st_size for path in files))} in {len(files)} files", err=True)
+        click.echo(card)
+        return
+    _upload(client, target, files, card, options.private)
+    click.echo(f"{pack}: is now {client.constants.ENDPOINT}/{target.repository}; run it: moe-run {target.text()}")
+
+
+def _upload(client: Any, target: HubName, files: list[Path], card: str, private: bool) -> None:
+    """Creates the repository if it is new, and commits the files and the card together.
+
+    Raises:  ConversionError if the hub refuses or fails.
+    """
+    api = client.HfApi(library_name="moe-pack")
+    repository = target.repository
+    patiently(target, ConversionError, lambda: api.create_repo(repository, private=private or None, exist_ok=True))
+
+    def commit() -> None:
+        added = [client.CommitOperationAdd(target.path(path.name), str(path)) for path in files]
+        added.append(client.CommitOperationAdd(CARD_FILE, card.encode()))
+        what = f"Add the pack {target.variant}".rstrip()
+        try:
+            api.create_commit(repository, added, commit_message=f"{what} with moe-pack")
+        except RuntimeError as fault:  # in which the client wraps what stopped a file
+            if isinstance(fault.__cause__, Exception):
+                raise fault.__cause__ from fault
+            raise
+
+    patiently(target, ConversionError, commit)
+
+
+def _files(pack: Pack) -> list[Path]:
+    """Returns the pack's files and sidecars, sorted."""
+    listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
+    sidecars = {path.name for pattern in _SIDECARS for path in pack.folder.glob(pattern) if path.is_file()}
+    return [pack.folder / name for name in sorted(listed | sidecars)]
+
+
+def _license(base_model: str | None) -> str | None:
+    """Returns the license that a checkpoint's card names."""
+    if base_model is None:
+        return None
+    name = parse_name(base_model)
+    if name is None:
+        raise UsageError(f"--base-model: found {base_model!r}, expected a hub id such as owner/repository")
+    return HubRepository(name, ConversionError).license
+
+
+def _old_card(target: HubName) -> str | None:
+    """Returns the card that the repository has; None if there is none."""
+    if not has_repository(target, ConversionError):
+        return None
+    repository = HubRepository(target, ConversionError)
+    if CARD_FILE not in repository.files:
+        return None
+    return repository.read(CARD_FILE, 0, repository.files[CARD_FILE].num_bytes).tobytes().decode()

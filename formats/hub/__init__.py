@@ -1,0 +1,18 @@
+"""Packs and checkpoints on the hub: their names, downloads, and checkpoints that are read without being downloaded."""
+
+from moe_pack.formats.hub.names import HubName, parse_name
+from moe_pack.formats.hub.repository import HubRepository, cached_snapshot, has_repository, import_client, patiently
+from moe_pack.formats.hub.streamed import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
+
+__all__ = [
+    "LEAST_STREAM_BYTES",
+    "STREAM_BYTES",
+    "HubName",
+    "HubRepository",
+    "StreamedFiles",
+    "cached_snapshot",
+    "has_repository",
+    "import_client",
+    "parse_name",
+    "patiently",
+]

@@ -1,0 +1,36 @@
+"""Names of packs and checkpoints on the hub: `owner/repository`, with a variant and a revision.
+
+`owner/repository:variant@revision`: the variant is a folder of the repository (of a repository with several packs, one
+of them); the revision is a branch, a tag or a commit. Both can be left out.
+"""
+
+import re
+from dataclasses import dataclass
+
+_REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
+_NAME = re.compile(rf"({_REPOSITORY})(?::([A-Za-z0-9][\w.-]{{0,95}}))?(?:@([A-Za-z0-9][\w./-]{{0,127}}))?", re.ASCII)
+NAME_FORM = "owner/repository[:variant][@revision]"
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of the hub, and what of it. `variant`: empty for its top folder.   `revision`: None: its `main`."""
+
+    repository: str
+    variant: str = ""
+    revision: str | None = None
+
+    def text(self) -> str:
+        """Returns the name as a user types it."""
+        variant = f":{self.variant}" if self.variant else ""
+        return f"{self.repository}{variant}" + ("" if self.revision is None else f"@{self.revision}")
+
+    def path(self, file: str) -> str:
+        """Returns the path within the repository of a file of the variant."""
+        return f"{self.variant}/{file}" if self.variant else file
+
+
+def parse_name(text: str) -> HubName | None:
+    """Returns the name that a text is; None if it is none, such as an absolute path."""
+    match = _NAME.fullmatch(text)
+    return None if match is None else HubName(match[1], match[2] or "", match[3])
