@@ -114,6 +114,9 @@ class Resources:
     num_cpus: int
     memory_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.num_cpus} CPU{'' if self.num_cpus == 1 else 's'} and {size_text(self.memory_bytes)} of memory"
+
 
 @dataclass(frozen=True, slots=True)
 class _Node:
@@ -147,7 +150,7 @@ class Cluster:
     """
 
     def __init__(self, address: str) -> None:
-        # Neither usage statistics of a command line nor hidden GPUs are what a user asks for with --ray.
+        # By default Ray sends usage statistics, and hides GPUs from parts.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
@@ -160,8 +163,8 @@ class Cluster:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
         except (ConnectionError, ValueError, RuntimeError) as fault:
             raise RunError(
-                f"--ray {address}: no Ray cluster answers ({_first_line(fault)}); start one with ray start --head, or "
-                "use --ray local"
+                f"--ray {address}: no Ray cluster answers ({_first_line(fault)}); start one with ray start --head or "
+                "use --ray local; if it has token authentication, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for ray start"
             ) from fault
 
     def close(self) -> None:
@@ -176,11 +179,10 @@ class Cluster:
         nodes = self._nodes()
         total = sum(node.num_parts(each) for node in nodes)
         if not total:
-            found = ", ".join(f"{node.name} {node.num_cpus} and {size_text(node.memory_bytes)}" for node in nodes)
+            found = "; ".join(f"{node.name}: {Resources(node.num_cpus, node.memory_bytes)}" for node in nodes)
             raise RunError(
-                f"--ray: a part needs {each.num_cpus} CPUs and {size_text(each.memory_bytes)} of memory, and no "
-                f"machine of the cluster has both ({found}); use fewer CPUs (--workers, for a profile "
-                "OMP_NUM_THREADS) or less --memory"
+                f"--ray: a part needs {each}, and no machine of the cluster has both ({found}); use fewer CPUs "
+                "(--workers, for a profile OMP_NUM_THREADS) or less --memory"
             )
         return total
 

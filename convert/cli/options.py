@@ -32,7 +32,6 @@ from moe_pack.formats import (
     UsageError,
     option,
     part_format,
-    size_text,
     trellis_format,
     uniform_plan,
 )
@@ -388,8 +387,7 @@ def run_on_ray(
         num_parts = many.num_parts or room
         cluster.check(job)
         progress.say(
-            f"{num_parts} parts by Ray, {min(num_parts, room)} at once, each with {each.num_cpus} CPUs and "
-            f"{size_text(each.memory_bytes)} of memory"
+            f"{num_parts} part{'' if num_parts == 1 else 's'} by Ray, {min(num_parts, room)} at once, each with {each}"
         )
         cluster.run(job, num_parts, each, progress, stage, done)
 

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -84,6 +85,8 @@ def whole(source: Path) -> Path:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two machines of one CPU each, as processes of this one."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # without it, what Ray does depends on files in the home folder
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
         from ray.cluster_utils import Cluster
