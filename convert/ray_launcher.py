@@ -8,7 +8,6 @@ The driver is the process of the command. It reads the checkpoint and the text, 
 the same tokens. It makes no part itself, and learns the progress from the folder.
 """
 
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -150,9 +149,6 @@ class Cluster:
     """
 
     def __init__(self, address: str) -> None:
-        # By default Ray sends usage statistics, and hides GPUs from parts.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             import ray
         except ImportError as fault:

@@ -80,11 +80,15 @@ def main(debug: bool) -> None:
       moe-pack verify packed/ --against mixtral     check every byte, compare every weight
       moe-pack eval packed/ --against mixtral       measure its loss on text
       moe-pack check packed/ --max-kl 0.05          exit code 1 if a limit is exceeded
-      moe-pack upload packed/ someone/model:4bit    put it on the hub, with a model card
     \b
-    Take a pack elsewhere:
+    Share the work, and take results elsewhere:
+      moe-pack convert mixtral -o packed/ --part 1/2
+                                                    the first of two machines, over one folder
+      moe-pack merge prose/ code/ -o profile/       one profile of several texts
+      moe-pack imatrix profile/ -o imatrix.gguf     an importance file for llama.cpp
       moe-pack export packed/ --to compressed-tensors -o exported/
                                                     a checkpoint for vLLM and transformers
+      moe-pack upload packed/ someone/model:4bit    put it on the hub, with a model card
     \b
     Learn about a machine:
       moe-pack doctor                               measure its disk, CPU and link

@@ -32,6 +32,7 @@ from moe_pack.formats import (
     UsageError,
     option,
     part_format,
+    size_text,
     trellis_format,
     uniform_plan,
 )
@@ -382,6 +383,9 @@ def run_on_ray(
     Raises:  RunError, and what the parts raise.
     """
     assert many.ray is not None, "the options name a cluster"
+    # Neither usage statistics of a command line nor hidden GPUs are what a user asks for with --ray.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with connected(many.ray) as cluster:
         room = cluster.num_parts(each)
         num_parts = many.num_parts or room
