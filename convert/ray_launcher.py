@@ -37,7 +37,7 @@ MAX_RETRIES = 8  # of a part whose process or machine dies
 _LOCAL_STORE_BYTES = 128 << 20  # of Ray's own objects, in a cluster that we start
 _PROBE_S = 120.0  # within which every machine must answer
 _LOCK_PATIENCE_S = 180.0  # a network file system keeps the lock of a machine that died, NFS for some 90 s
-_LAST_PARTS_S = 60.0  # within which the other parts should end once one has returned
+_LAST_PARTS_S = 20.0  # within which the other parts should end once one has returned
 _POLL_S = 0.5
 _MARKER = "conversion.json-of-driver-"  # begins the name of the file by which machines recognize the folder
 

@@ -42,6 +42,7 @@ from moe_pack.formats import ModelSpec, Quantizer, part_format, trellis_format, 
 from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import ROW_GROUP
+from moe_pack.formats.spec import num_parameters
 
 _MODEL = "deepseek-v3"
 _TWO_BITS = trellis_format(4, ROW_GROUP)
@@ -85,12 +86,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one thread does. `expert_s`: by quantizer.   `sensitivity`: its seconds over those of the statistics."""
+    """What one thread does. `expert_s`: by quantizer.   `multiplications_s`: of a profile's statistics."""
 
     expert_s: dict[str, float]
     dense_bytes_s: float
     multiplications_s: float
-    sensitivity: float
     tokens_per_expert: int
 
 
@@ -104,7 +104,7 @@ def measured_rates(num_experts: int, num_tokens: int) -> Rates:
         spec = checkpoint.spec
         tokens: Tokens = random_tokens(max(num_tokens // 128, 2), 128, 4096)
         watch = Watch()
-        profile = make_profile(checkpoint, tokens, Path(work) / "profile", ProfileOptions("fast"), watch)
+        profile = make_profile(checkpoint, tokens, Path(work) / "profile", ProfileOptions("none"), watch)
         statistics, statistics_s = watch.stages["statistics"]
         seconds, dense = {}, list[tuple[int, float]]()
         for name, (quantizer, part) in _CODECS.items():
@@ -119,7 +119,6 @@ def measured_rates(num_experts: int, num_tokens: int) -> Rates:
             seconds,
             sum(num_bytes for num_bytes, _ in dense) / sum(each for _, each in dense),
             statistics.total / statistics_s,
-            watch.stages["sensitivity"][1] / statistics_s,
             tokens.sequences.size * k // num_experts,
         )
 
@@ -212,11 +211,11 @@ def static(
     return now
 
 
-def _profile_seconds(spec: ModelSpec, rates: Rates, num_tokens: int, length: int, sensitivity: float) -> float:
-    """Returns the seconds of a profile on one thread."""
+def _profile_seconds(spec: ModelSpec, rates: Rates, num_tokens: int, length: int) -> float:
+    """Returns the seconds of a profile's statistics on one thread; sensitivity and predictors come on top."""
     halves = sum(half_multiplications(spec, layer, length) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
-    return num_tokens * (halves + experts) / rates.multiplications_s * (1 + sensitivity)
+    return num_tokens * (halves + experts) / rates.multiplications_s
 
 
 @click.group(help=__doc__)
@@ -244,8 +243,18 @@ def hours(cores: int, experts: int, tokens: int, seed: int, rates: str | None, k
         group = E if name.startswith("calibrated") else L * E
         spans = [simulated(L * E, group, seconds, [1.0] * count, cores) for count in _MACHINES]
         rows.append((f"convert: {name}", f"{seconds:.1f}", *(f"{span / 3600:.2f}" for span in spans)))
-    profile_s = _profile_seconds(spec, known, 16384, 512, known.sensitivity)
-    rows.append(("profile, 16,384 tokens", "", *(f"{profile_s / cores / count / 3600:.2f}" for count in _MACHINES)))
+    profile_s = _profile_seconds(spec, known, 16384, 512)
+    dense_s = (
+        num_parameters(spec) - L * E * expert_multiplications(spec)
+    ) / known.dense_bytes_s  # FP8: a byte a weight
+    rows.append(("convert: dense part", "", *(f"{dense_s / cores / count / 3600:.2f}" for count in _MACHINES)))
+    rows.append(
+        (
+            "profile: statistics of 16,384 tokens",
+            "",
+            *(f"{profile_s / cores / count / 3600:.2f}" for count in _MACHINES),
+        )
+    )
     text = table(("hours", "s an expert", *(f"{count} machines" for count in _MACHINES)), rows)
 
     name = next(iter(known.expert_s))
