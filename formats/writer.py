@@ -29,6 +29,7 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -368,6 +369,19 @@ def journaled_bytes(folder: Path, layout: PackLayout) -> int:
     if (folder / MANIFEST_FILE).exists():
         return sum(item.num_bytes for item in items)
     return sum(items[number].num_bytes for number in numbers)
+
+
+def await_parts(folder: Path, patience_s: float) -> bool:
+    """Waits until no part has the folder open any more; returns whether that is so before the patience ends."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            FolderLock(folder, False).close()
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
 
 
 class PackWriter:

@@ -93,12 +93,13 @@ from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
-from moe_pack.formats.writer import journaled_bytes
+from moe_pack.formats.writer import await_parts, journaled_bytes
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 
 AnyQuantizer = Quantizer | Literal["auto"]
 _QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
+_OTHER_PARTS_S = 900.0  # an expert of a large model takes minutes
 _TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
 
 
@@ -339,7 +340,10 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     if options.many.part is not None and not result.written:
         click.echo(f"{output}: the pack is complete; another part has written the end of it")
         return
-    _say_converted(result, output, time.perf_counter() - start, source_bytes)
+    seconds = time.perf_counter() - start
+    if options.many.part is not None:  # the others end what they work on, and what follows needs the folder alone
+        await_parts(output, _OTHER_PARTS_S)
+    _say_converted(result, output, seconds, source_bytes)
     if isinstance(files, StreamedFiles):
         _tell(f"fetched {size_text(files.fetched_bytes)} of weights; the source has {size_text(source_bytes)}")
     if tokens is not None and rule is not None:

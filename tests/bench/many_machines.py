@@ -244,9 +244,7 @@ def hours(cores: int, experts: int, tokens: int, seed: int, rates: str | None, k
         spans = [simulated(L * E, group, seconds, [1.0] * count, cores) for count in _MACHINES]
         rows.append((f"convert: {name}", f"{seconds:.1f}", *(f"{span / 3600:.2f}" for span in spans)))
     profile_s = _profile_seconds(spec, known, 16384, 512)
-    dense_s = (
-        num_parameters(spec) - L * E * expert_multiplications(spec)
-    ) / known.dense_bytes_s  # FP8: a byte a weight
+    dense_s = (num_parameters(spec) - L * E * expert_multiplications(spec)) / known.dense_bytes_s
     rows.append(("convert: dense part", "", *(f"{dense_s / cores / count / 3600:.2f}" for count in _MACHINES)))
     rows.append(
         (

@@ -18,7 +18,7 @@ from moe_pack.formats.commands import Part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import Digests
 from moe_pack.formats.pack import audit
-from moe_pack.formats.writer import SEALING_FILE, Step, encode_line
+from moe_pack.formats.writer import SEALING_FILE, Step, await_parts, encode_line
 
 MODEL = TinyMixtral(64, 128, num_layers=3, num_experts=5, vocab_size=96)
 OnStep = Callable[[Step], None]
@@ -132,6 +132,26 @@ def test_a_part_is_written_by_one_process_and_not_beside_a_whole_conversion(sour
         finally:
             goes_on.set()
         assert first.result().written
+
+
+def test_what_follows_a_sealed_pack_waits_for_the_other_parts(source: Path, tmp_path: Path) -> None:
+    out, reached, goes_on = tmp_path / "out", threading.Event(), threading.Event()
+
+    def held(step: Step) -> None:
+        if step.path.endswith(".journal") and step.action == "write" and not reached.is_set():
+            reached.set()
+            assert goes_on.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(made, source, out, Part(1, 2), held)
+        assert reached.wait(60)
+        try:
+            assert made(source, out, Part(2, 2)).written
+            assert not await_parts(out, 0.0)
+            waiting = pool.submit(await_parts, out, 60.0)
+        finally:
+            goes_on.set()
+        assert waiting.result() and not slow.result().written
 
 
 def test_parts_of_another_conversion_are_refused(source: Path, tmp_path: Path) -> None:
