@@ -307,7 +307,7 @@ def scaling(
             "convert": ("--profile", str(made), "--record-bits", "2", "--selector-bits", "2", "--workers", "1"),
         }
         for number, (command, options) in itertools.product(range(rounds), commands.items()):
-            ways = {
+            ways: dict[str, list[tuple[str, ...]]] = {
                 "one process": [()],
                 "two parts": [("--part", "1/2"), ("--part", "2/2")],
                 "two parts by Ray": [("--ray", "local", "--parts", "2")] if ray else [],
@@ -341,7 +341,7 @@ def _timed(lines: Sequence[Sequence[str]], is_pinned: bool = True) -> float:
         running.append(process)
     for process in running:
         if process.wait():
-            raise RuntimeError(f"{process.args} ended with {process.returncode}")
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
     return time.perf_counter() - start
 
 

@@ -281,6 +281,7 @@ HOSTILE = """
 import json, sys, torch
 from pathlib import Path
 from moe_pack.formats import RunError
+from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
 from moe_pack.runtime.serve.grammars import GrammarCompiler
 
