@@ -84,6 +84,8 @@ def _name_of(source: str) -> HubName:
             f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
         )
     name = parse_name(SHORT_NAMES.get(source.lower(), source))
+    if name is None and ("/" in source or source.endswith(".gguf")):
+        raise CheckpointError(f"{source}: there is no such file or folder, and it is not a hub id (owner/name)")
     if name is None:
         known = ", ".join(sorted(SHORT_NAMES))
         raise CheckpointError(f"{source}: is not a folder, a hub id (owner/name) or a short name ({known})")

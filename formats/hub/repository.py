@@ -24,6 +24,7 @@ from moe_pack.formats.hub.names import HubName
 T = TypeVar("T")
 
 _AGAIN = frozenset((408, 429, 500, 502, 503, 504))
+_FIRST_TRIES = 3  # before anything has answered, a machine without a network is likelier than a fault that passes
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 
 
@@ -68,8 +69,13 @@ class HubRepository:
         self._patience = Patience() if patience is None else patience
         self._stop = Event()
         client = import_client(name, error)
-        found = self._patiently(
-            lambda: client.HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+        found = patiently(
+            name,
+            error,
+            lambda: client.HfApi().model_info(name.repository, revision=name.revision, files_metadata=True),
+            self._patience,
+            stop=self._stop,
+            unanswered_tries=_FIRST_TRIES,
         )
         self.commit: str = found.sha
         card = found.card_data
@@ -170,11 +176,13 @@ def patiently(
     patience: Patience | None = None,
     progress: Callable[[], int] = lambda: 0,
     stop: Event | None = None,
+    unanswered_tries: int | None = None,
 ) -> T:
     """Returns what `work` returns; calls it again after faults of the network and the hub that may pass.
 
     Args:    progress: a number that rises with what was done; the count of attempts then begins again.
-             stop: ends a pause, and the attempts.
+             stop: ends a pause, and the attempts.   unanswered_tries: the most attempts in a row that nothing answers;
+             None: as many as of others.
     Raises:  `error` after faults that stay, with what to do.
     """
     patience, stop = patience or Patience(), stop or Event()
@@ -187,7 +195,9 @@ def patiently(
                 attempt, before = 0, progress()
             passes, asked = _passes(fault)
             attempt += 1
-            if passes and attempt < patience.tries and not stop.wait(patience.pause(attempt - 1, asked)):
+            is_answered = getattr(fault, "response", None) is not None
+            tries = patience.tries if is_answered or unanswered_tries is None else min(unanswered_tries, patience.tries)
+            if passes and attempt < tries and not stop.wait(patience.pause(attempt - 1, asked)):
                 continue
             raise error(f"{name.text()}: {fault_text(name, fault, attempt if passes else 0)}") from fault
 
