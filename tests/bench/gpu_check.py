@@ -63,10 +63,12 @@ def _extension() -> SimpleNamespace:
         described.append(SimpleNamespace(name=name, sources=sources, **options))
         return described[0]
 
-    names = ("setuptools", "setuptools.command", "setuptools.command.build_ext")
+    names = ("setuptools", "setuptools.command", "setuptools.command.build_ext", "setuptools.errors")
     stands_in = {name: ModuleType(name) for name in names}
     stands_in["setuptools"].__dict__.update(Extension=describe, setup=lambda **options: None)
     stands_in["setuptools.command.build_ext"].__dict__.update(build_ext=object)
+    faults = ("BaseError", "CCompilerError", "CompileError")
+    stands_in["setuptools.errors"].__dict__.update(dict.fromkeys(faults, Exception))
     with patch.dict(sys.modules, stands_in):
         runpy.run_path(str(_ROOT / "setup.py"))
     return described[0]

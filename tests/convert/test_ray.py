@@ -23,6 +23,7 @@ from moe_pack.convert.cli.main import main
 MODEL = TinyMixtral(128, 256, num_layers=3, num_experts=6, vocab_size=4096)
 PROFILE = ("--tokens", "1024", "--sequence-length", "128", "--sensitivity", "none")
 PACK = ("--workers", "1", "--memory", "256M", "--record-bits", "2", "--selector-bits", "2")
+TOKEN = secrets.token_hex(32)  # one for all clusters: a process reads it once
 NODE = {"num_cpus": 1, "memory": 4 << 30, "object_store_memory": 80 << 20}
 
 
@@ -86,7 +87,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Two machines of one CPU each, as processes of this one."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")  # without it, what Ray does depends on files in the home folder
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
         from ray.cluster_utils import Cluster
