@@ -1,6 +1,7 @@
 // What the kernels compute, computed plainly from docs/format.md, with how far float32 may be from it.
 #pragma once
-
+#include <cfloat>
+#include <cmath>
 #include <vector>
 
 #include "experts.h"
@@ -12,7 +13,11 @@ namespace moe_pack {
 struct Near {
     double value = 0, slack = 0;
 
-    bool holds(float found) const { return std::fabs(found - value) <= slack; }
+    bool holds(float found) const {
+        // Only what no float holds may be infinite, with its sign.
+        if (std::isinf(found)) return std::fabs(value) + slack > FLT_MAX && (found > 0) == (value > 0);
+        return std::fabs(found - value) <= slack;
+    }
 };
 
 // A row in float32, as the codec says, and each weight's magnitude before zeros are taken off. `steps`: how far apart

@@ -51,7 +51,9 @@ def smallest(folder: Path, context_tokens: int, num_experts: int = 2) -> int:
 def options(folder: Path, max_tokens: int) -> list[str]:
     """Memory for so few experts that nearly each is read again."""
     budget = smallest(folder, max_tokens + 16)
-    return [str(folder), "--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--budget", str(budget)]
+    # How many drafts run depends on times, and on it how large a recording is.
+    text = ["--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--draft", "off"]
+    return [str(folder), *text, "--budget", str(budget)]
 
 
 def run(*arguments: object) -> Result:
