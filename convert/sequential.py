@@ -36,7 +36,7 @@ class StoredInputs:
     """The inputs of one layer after another behind a pack's stored layers. One thread at a time may enter a layer.
 
     Args:    recipe: sequential.   folder: of the pack.   workers: threads.   part: of several processes; each takes all
-             sequences through the layers, for a layer's pass is cheap beside the quantization of its experts.
+             sequences through the layers, because a layer's pass takes little compared with its experts' quantization.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, workers: int, part: Part | None = None) -> None:

@@ -338,7 +338,7 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     start = time.perf_counter()
     result = _made(path, checkpoint, plan, options, order, profile, rotation)
     if options.many.part is not None and not result.written:
-        click.echo(f"{output}: the pack is complete; another part has written the end of it")
+        click.echo(f"{output}: the pack is complete; another part has finished it")
         return
     seconds = time.perf_counter() - start
     if options.many.part is not None:  # the others end what they work on, and what follows needs the folder alone

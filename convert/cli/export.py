@@ -129,7 +129,7 @@ def export_command(pack: Path, options: ExportOptions) -> None:
             result = _EXPORTS[options.to](opened, options, work)
         logits = None
         if options.compare_tokens:
-            ids = compared_ids(opened, num_tokens=options.compare_tokens)
+            ids = compared_ids(opened, None, options.compare_tokens, "leave out the comparison: --compare-tokens 0")
             logits = compare_export(opened, options.output, ids, operations)
         if options.as_json:
             click.echo(json.dumps(_as_json(result, logits), indent=2))

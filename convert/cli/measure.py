@@ -226,9 +226,15 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
     return f"recall {recall:.2f} with the best predictor of each layer (mostly {max(set(best), key=best.count)})"
 
 
-def compared_ids(pack: Pack, text: TextIO | None = None, num_tokens: int = 512) -> list[int]:
+def compared_ids(
+    pack: Pack,
+    text: TextIO | None = None,
+    num_tokens: int = 512,
+    advice: str = "give another text with --text",
+) -> list[int]:
     """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
 
+    Args:    advice: what to do if the text has no token.
     Raises:  RunError if the text has no token.
     """
     num_tokens = min(num_tokens, pack.spec.max_position_embeddings)
@@ -237,5 +243,5 @@ def compared_ids(pack: Pack, text: TextIO | None = None, num_tokens: int = 512) 
     words = files("moe_pack.convert.cli").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
     ids = Text(pack).encode(words)[:num_tokens]
     if not ids:
-        raise RunError("--text: the tokenizer finds no token in it; give another text")
+        raise RunError(f"the tokenizer finds no token in the text on which logits are compared; {advice}")
     return ids

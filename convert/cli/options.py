@@ -434,7 +434,7 @@ def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
     """Opens a command's source: a folder, or a name of the hub, downloaded or streamed.
 
     Args:    output: where the command writes; pieces of a streamed source are on the same disk.
-    Raises:  CheckpointError; UsageError if a source on this disk shall be streamed.
+    Raises:  CheckpointError; UsageError if --stream is given for a source on this disk.
     """
     if not stream.is_given:
         return Checkpoint(find_checkpoint(source))

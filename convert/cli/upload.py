@@ -24,22 +24,26 @@ class UploadOptions:
         default=False, metadata=option("--private", help="Create the repository as a private one, if it is new.")
     )
     dry_run: bool = field(
-        default=False, metadata=option("--dry-run", help="Upload nothing: print the files, their bytes and the card.")
+        default=False,
+        metadata=option("--dry-run", help="Upload nothing: print the files, their bytes and the model card."),
     )
     base_model: str | None = field(
         default=None,
         metadata=option(
             "--base-model",
             metavar="NAME",
-            help="The hub id of the checkpoint, for the card. Its license is taken from its own card.",
+            help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
         ),
     )
     command: str | None = field(
-        default=None, metadata=option("--command", metavar="TEXT", help="The command that made the pack, for the card.")
+        default=None,
+        metadata=option("--command", metavar="TEXT", help="The command that made the pack, for the model card."),
     )
     budget: str | None = field(
         default=None,
-        metadata=option("--budget", metavar="SIZE", help="A memory in which the pack runs, for the card, such as 11G."),
+        metadata=option(
+            "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
+        ),
     )
 
 

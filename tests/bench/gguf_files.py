@@ -1,0 +1,127 @@
+"""How fast GGUF files are dequantized, and how much memory their conversion takes.
+
+    python tests/bench/gguf_files.py rates
+    python tests/bench/gguf_files.py convert
+
+`rates` dequantizes a matrix of random blocks of each type, in one thread. `convert` writes a file with the dimensions
+of Qwen3-30B-A3B, fewer layers and experts, and random blocks, and makes a pack of it in a process of its own. Times are
+processor time, which other work on the machine changes least.
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import click
+import gguf
+import numpy as np
+from benchlib import ROOT, finish, json_option, table
+from numpy.typing import NDArray
+
+_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q2_K", "IQ4_XS", "IQ3_XXS", "MXFP4")
+_SIZE = 4096  # rows and columns of the matrix
+_TEMPLATE = ROOT / "tests" / "data" / "gguf" / "qwen3_moe.gguf"  # its tokenizer and the keys of its metadata
+_HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 2048, 768, 32, 4, 128, 4096
+_MOST_BYTE = 60  # of random blocks, so that scales in float16 are below 1
+
+
+@click.group(help=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    pass
+
+
+@main.command(help="Dequantizes random blocks of each type.")
+@click.option("--rounds", default=3, show_default=True)
+@json_option
+def rates(rounds: int, as_json: bool) -> None:
+    found = {name: median(_rate(name) for _ in range(rounds)) for name in _TYPES}
+    rows = [(name, f"{rate:.0f}") for name, rate in found.items()]
+    finish({"megabytes_a_second": found}, table(("type", "MB/s of the file"), rows), as_json)
+
+
+def _rate(name: str) -> float:
+    blocks = _random_blocks(name, (_SIZE, _SIZE))
+    start = time.process_time()
+    gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    return blocks.nbytes / 1e6 / (time.process_time() - start)
+
+
+def _random_blocks(name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Returns the bytes of a tensor `[..., columns]` of a type: u8 [..., bytes of a row]."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    shape = (*shape[:-1], shape[-1] // block * block_bytes)
+    return np.random.default_rng(0).integers(0, _MOST_BYTE, shape, np.uint8)
+
+
+@main.command(help="Converts a file with Qwen3-30B-A3B's dimensions.")
+@click.option("--layers", default=4, show_default=True)
+@click.option("--experts", default=64, show_default=True)
+@json_option
+def convert(layers: int, experts: int, as_json: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
+        path = Path(folder) / "model.gguf"
+        _write(path, layers, experts)
+        command = [
+            sys.executable,
+            "-m",
+            "moe_pack.convert.cli",
+            "convert",
+            str(path),
+            "-o",
+            str(Path(folder) / "packed"),
+        ]
+        subprocess.run([*command, "--quantizer", "nearest", "--workers", "1"], check=True)
+        used, file_bytes = resource.getrusage(resource.RUSAGE_CHILDREN), path.stat().st_size
+    facts = {"file_bytes": file_bytes, "cpu_s": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss << 10}
+    row = (f"{file_bytes / 1e6:.0f}", f"{facts['cpu_s']:.1f}", f"{facts['peak_bytes'] / 2**30:.2f}")
+    finish(facts, table(("file, MB", "processor time, s", "peak memory, GiB"), [row]), as_json)
+
+
+def _write(path: Path, layers: int, experts: int) -> None:
+    """Writes a GGUF file of random blocks: embedding and head in Q8_0, other matrices in Q4_K."""
+    writer, d, f = gguf.GGUFWriter(path, "qwen3moe"), _HIDDEN, _INTERMEDIATE
+    sizes = {
+        "embedding_length": d, "block_count": layers, "expert_count": experts, "expert_used_count": 8,
+        "expert_feed_forward_length": f, "feed_forward_length": 6144, "attention.head_count": _HEADS,
+        "attention.head_count_kv": _KV_HEADS, "attention.key_length": _HEAD_DIM, "attention.value_length": _HEAD_DIM,
+        "context_length": 4096, "rope.dimension_count": _HEAD_DIM,
+    }  # fmt: skip
+    for name, field in gguf.GGUFReader(_TEMPLATE).fields.items():
+        if not name.startswith(("GGUF", "tokenizer")) and name != "general.architecture":
+            value = sizes.get(name.removeprefix("qwen3moe."), field.contents())
+            writer.add_key_value(name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+
+    def coded(name: str, *shape: int, kind: str = "Q4_K") -> None:
+        writer.add_tensor(f"{name}.weight", _random_blocks(kind, shape), raw_dtype=gguf.GGMLQuantizationType[kind])
+
+    def norm(name: str, size: int) -> None:
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
+
+    coded("token_embd", _VOCAB, d, kind="Q8_0")
+    coded("output", _VOCAB, d, kind="Q8_0")
+    norm("output_norm", d)
+    for layer in (f"blk.{i}" for i in range(layers)):
+        for name, size in (("attn_norm", d), ("ffn_norm", d), ("attn_q_norm", _HEAD_DIM), ("attn_k_norm", _HEAD_DIM)):
+            norm(f"{layer}.{name}", size)
+        coded(f"{layer}.attn_q", _HEADS * _HEAD_DIM, d)
+        coded(f"{layer}.attn_k", _KV_HEADS * _HEAD_DIM, d)
+        coded(f"{layer}.attn_v", _KV_HEADS * _HEAD_DIM, d)
+        coded(f"{layer}.attn_output", d, _HEADS * _HEAD_DIM)
+        writer.add_tensor(f"{layer}.ffn_gate_inp.weight", np.zeros((experts, d), np.float32))
+        coded(f"{layer}.ffn_gate_exps", experts, f, d)
+        coded(f"{layer}.ffn_up_exps", experts, f, d)
+        coded(f"{layer}.ffn_down_exps", experts, d, f)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
