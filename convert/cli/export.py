@@ -12,12 +12,16 @@ import torch
 from moe_pack.convert.cli.measure import compared_ids
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.export import (
+    GGUF_BYTES,
+    SHARD_BYTES,
     CodeFormat,
     Dtype,
     ExportResult,
     ExportWork,
+    GgufType,
     compare_export,
     export_compressed,
+    export_gguf,
     export_plain,
 )
 from moe_pack.convert.verify import LogitsError
@@ -26,8 +30,9 @@ from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given, read_size
 from moe_pack.runtime.model import operations_for
 
-ExportFormat = Literal["safetensors", "compressed-tensors"]
-_CODED_ONLY = "codes"  # marks options of formats with codes
+ExportFormat = Literal["safetensors", "compressed-tensors", "gguf"]
+# Mark the options of some formats alone.
+_CODED_ONLY, _GGUF_ONLY, _CHECKPOINTS_ONLY = "codes", "gguf", "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class ExportOptions:
         metadata=option(
             "--to",
             help="safetensors: all weights in 16 bit, for any program. compressed-tensors: experts in 4 or 8 bit, as "
-            "vLLM and transformers load them; all other weights in 16 bit.",
+            "vLLM and transformers load them; all other weights in 16 bit. gguf: for llama.cpp.",
         )
     )
     output: Path = field(metadata=option("--output", "-o", metavar="DIR", help="The folder to write, new or empty."))
@@ -46,8 +51,19 @@ class ExportOptions:
         default=None,
         metadata=option(
             "--dtype",
-            help="The dtype of matrices, or of the scales of their codes.  [default: the source's if it has 16 bits, "
-            "else bf16]",
+            help="With safetensors and compressed-tensors: the dtype of matrices, or of the scales of their codes.  "
+            "[default: the source's if it has 16 bits, else bf16]",
+            mark=_CHECKPOINTS_ONLY,
+        ),
+    )
+    type: GgufType | None = field(
+        default=None,
+        metadata=option(
+            "--type",
+            help="With gguf: the type of matrices; vectors and routers are f32. bf16 and f16 are for llama-quantize, "
+            "which makes other types of them. mxfp4: of experts, with q8_0 for the rest.  [default: q8_0; mxfp4 if the "
+            "experts of the pack are]",
+            mark=_GGUF_ONLY,
         ),
     )
     bits: str | None = field(
@@ -70,10 +86,13 @@ class ExportOptions:
             mark=_CODED_ONLY,
         ),
     )
-    shard_bytes: int = field(
-        default=5 << 30,
+    shard_bytes: int | None = field(
+        default=None,
         metadata=option(
-            "--shard-size", metavar="SIZE", help="The most bytes in a file.", parse=read_size, default_text="5G"
+            "--shard-size",
+            metavar="SIZE",
+            help="The most bytes in a file.  [default: 5G; with gguf 45G]",
+            parse=read_size,
         ),
     )
     compare_tokens: int = field(
@@ -92,8 +111,12 @@ class ExportOptions:
 
         Raises:  UsageError.
         """
-        if self.to == "safetensors" and (others := given(self, _CODED_ONLY)):
+        if self.to != "compressed-tensors" and (others := given(self, _CODED_ONLY)):
             raise UsageError(f"{others[0]} needs --to compressed-tensors; remove it, or give --to compressed-tensors")
+        if self.to != "gguf" and (others := given(self, _GGUF_ONLY)):
+            raise UsageError(f"{others[0]} needs --to gguf; remove it, or give --to gguf")
+        if self.to == "gguf" and (others := given(self, _CHECKPOINTS_ONLY)):
+            raise UsageError(f"{others[0]} does not go with --to gguf; give --type instead")
 
 
 def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
@@ -106,26 +129,32 @@ def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportR
     return export_compressed(pack, options.output, options.dtype, width, group, work)
 
 
+def _gguf(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    return export_gguf(pack, options.output, options.type, work)
+
+
 _EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], ExportResult]] = {
     "safetensors": _plain,
     "compressed-tensors": _compressed,
+    "gguf": _gguf,
 }
 
 
-@click.command("export", short_help="Write PACK as a checkpoint for vLLM, transformers and others.")
+@click.command("export", short_help="Write PACK as a checkpoint for vLLM, llama.cpp, transformers and others.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @options_from(ExportOptions)
 @command_errors(interrupted=INTERRUPTED)
 def export_command(pack: Path, options: ExportOptions) -> None:
-    """Write PACK as a checkpoint of its model's family, which other programs load: tensors, config and tokenizer.
+    """Write PACK as a checkpoint of its model's family, or as a GGUF file: tensors, config and tokenizer.
 
-    The tensors have the source's names and shapes, and the weights that the pack stands for. All neurons run in an
-    export, also those that the pack skips below its thresholds. At most one expert is in memory. If the command is
-    stopped or killed, run it again to continue.
+    The tensors have the names and shapes that other programs expect, and the weights that the pack stands for. All
+    neurons run in an export, also those that the pack skips below its thresholds. At most one expert is in memory. If
+    the command is stopped or killed, run it again to continue.
     """
     with Pack(pack) as opened, operations_for(torch.device("cpu")) as operations:
         with TerminalProgress() as progress:
-            work = ExportWork(operations, options.shard_bytes, progress)
+            usual = GGUF_BYTES if options.to == "gguf" else SHARD_BYTES
+            work = ExportWork(operations, options.shard_bytes or usual, progress)
             result = _EXPORTS[options.to](opened, options, work)
         logits = None
         if options.compare_tokens:

@@ -22,6 +22,7 @@ from moe_pack.convert.verify import LogitsError, logits_error, text_logits
 from moe_pack.formats import NO_PROGRESS, Pack, Progress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.family import Claims, Tensors, claim_tensors
+from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.manifest import COPIED_FILES
 from moe_pack.formats.writer import Step, pass_step
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, PackWeights
@@ -158,7 +159,8 @@ def compare_export(pack: Pack, folder: Path, ids: list[int], operations: Operati
         expected = text_logits(weights, ids)
     finally:
         weights.close()
-    checkpoint = Checkpoint(folder)
+    gguf = find_gguf(folder)
+    checkpoint = Checkpoint(folder if gguf is None else GgufFiles(gguf))
     try:
         return logits_error(expected, text_logits(CheckpointWeights(checkpoint), ids))
     finally:

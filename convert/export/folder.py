@@ -1,14 +1,16 @@
-"""The folder of an export: shards of a bounded size with an index, and small files. A kill costs at most a shard.
+"""The folder of an export: shards of a bounded size, and small files. A kill costs at most a shard.
 
-A shard is written under another name, flushed, and renamed when it is complete. `config.json` comes last: without it,
-no program takes the folder for a checkpoint. A file of the export's decisions lies in the folder until then, so that
-the same command continues where it stopped, and another one is refused.
+A shard is written under another name, flushed, and renamed when it is complete. The file without which no program takes
+the folder for a checkpoint comes last. A file of the export's decisions lies in the folder until then, so that the same
+command continues where it stopped, and another one is refused. `ShardFormat` is the format of shards: `SAFETENSORS`
+here, GGUF in gguf.py.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,31 +29,64 @@ _FORMAT = {"format": "pt"}  # without it, transformers refuses a file
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
+class Shard:
+    """A file of an export before it is written."""
+
     name: str
     units: tuple[ExportUnit, ...]
     layout: TensorFileLayout
 
     def tensors(self) -> list[StoredTensor]:
+        """Returns name, type and shape of each tensor, in the order of the units."""
         return [tensor for unit in self.units for tensor in unit.tensors]
 
 
-def shards_of(units: Sequence[ExportUnit], shard_bytes: int) -> list[_Shard]:
+class ShardFormat(Protocol):
+    """The format of an export's files."""
+
+    def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
+        """Returns the bytes of some tensors."""
+        ...
+
+    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+        """Returns the files with these groups of units, in the order in which they are written."""
+        ...
+
+    def small_files(self, shards: Sequence[Shard]) -> dict[str, bytes]:
+        """Returns the small files that the format needs."""
+        ...
+
+
+class _Safetensors:
+    def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
+        return tensor_bytes(tensors)
+
+    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        shards = []
+        for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True):
+            layout = lay_out_plain((tensor for unit in group for tensor in unit.tensors), _FORMAT)
+            shards.append(Shard(name, group, layout))
+        return shards
+
+    def small_files(self, shards: Sequence[Shard]) -> dict[str, bytes]:
+        return {INDEX_FILE: _index(shards)} if len(shards) > 1 else {}
+
+
+SAFETENSORS: ShardFormat = _Safetensors()
+
+
+def shards_of(units: Sequence[ExportUnit], shard_bytes: int, form: ShardFormat) -> list[Shard]:
     """Returns the shards of some units: each as large as `shard_bytes` allows, but for a unit that is larger alone."""
     groups, size = list[list[ExportUnit]](), 0
     for unit in units:
-        num_bytes = tensor_bytes(unit.tensors)
+        num_bytes = form.num_bytes(unit.tensors)
         if not groups or size + num_bytes > shard_bytes:
             groups.append([])
             size = 0
         groups[-1].append(unit)
         size += num_bytes
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    shards = []
-    for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True):
-        layout = lay_out_plain((tensor for unit in group for tensor in unit.tensors), _FORMAT)
-        shards.append(_Shard(name, tuple(group), layout))
-    return shards
+    return form.shards([tuple(group) for group in groups])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +105,16 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = pass_step,
+    form: ShardFormat = SAFETENSORS,
 ) -> Written:
     """Writes a checkpoint folder; continues where a killed run stopped.
 
-    Args:    files: the small files with their bytes; `config.json` is one of them and comes last.   decisions: what
-             decides the bytes; a run that continues must have the same.   on_step: called before each change of the
-             disk.
+    Args:    files: the small files with their bytes; `config.json` comes last if it is one.   decisions: what decides
+             the bytes; a run that continues must have the same.   on_step: called before each change of the disk.
     Raises:  ConversionError if the folder has other files or lacks space, or if a write fails.
     """
-    shards, disk = shards_of(units, shard_bytes), SteppedFolder(folder, on_step)
+    shards, disk = shards_of(units, shard_bytes, form), SteppedFolder(folder, on_step)
+    files = {**form.small_files(shards), **files}
     mark = json.dumps(dict(decisions), indent=1, sort_keys=True).encode() + b"\n"
     try:
         disk.make()
@@ -93,26 +129,23 @@ def write_folder(
             )
         progress.begin(Stage("exporting", total, "B", total - left))
         for shard in missing:
-            _write_shard(disk, shard, progress)
+            _write_shard(disk, shard, progress, form)
         progress.end()
-        if len(shards) > 1:
-            disk.replace(INDEX_FILE, _index(shards))
-        for name in sorted(files.keys() - {CONFIG_FILE}):
+        for name in sorted(files, key=lambda name: (name == CONFIG_FILE, name)):
             disk.replace(name, files[name])
-        disk.replace(CONFIG_FILE, files[CONFIG_FILE])
         disk.unlink(MARK_FILE)
         disk.sync_folder()
     finally:
         disk.close()
-    return Written(sum(tensor_bytes(unit.tensors) for unit in units), total - left)
+    return Written(sum(form.num_bytes(unit.tensors) for unit in units), total - left)
 
 
 def _begin(
-    disk: SteppedFolder, folder: Path, shards: list[_Shard], files: Mapping[str, bytes], mark: bytes
-) -> list[_Shard]:
+    disk: SteppedFolder, folder: Path, shards: list[Shard], files: Mapping[str, bytes], mark: bytes
+) -> list[Shard]:
     """Checks what is in the folder, marks it as an unfinished export, and returns the shards that it lacks."""
     found = {path.name for path in folder.iterdir()} - {f"{MARK_FILE}.tmp"}
-    ours = {INDEX_FILE, MARK_FILE, *files, *(shard.name for shard in shards)}
+    ours = {MARK_FILE, *files, *(shard.name for shard in shards)}
     ours |= {f"{name}{ending}" for name in ours for ending in (".part", ".tmp")}
     if found and MARK_FILE not in found:
         raise ConversionError(f"{folder}: is not empty; give a new folder")
@@ -126,14 +159,14 @@ def _begin(
     return [shard for shard in shards if shard.name not in found or not _is_complete(folder, shard)]
 
 
-def _is_complete(folder: Path, shard: _Shard) -> bool:
+def _is_complete(folder: Path, shard: Shard) -> bool:
     """Returns whether a file has the size and the header of a shard; a file under a shard's name was flushed before."""
     with RangeReader(folder / shard.name, ConversionError) as reader:
         header = shard.layout.header
         return reader.num_bytes == shard.layout.num_bytes and reader.read(0, len(header)).tobytes() == header
 
 
-def _write_shard(disk: SteppedFolder, shard: _Shard, progress: Progress) -> None:
+def _write_shard(disk: SteppedFolder, shard: Shard, progress: Progress, form: ShardFormat) -> None:
     part, places = f"{shard.name}.part", shard.layout.by_name()
     disk.open(part)
     disk.truncate(part, 0)
@@ -148,12 +181,12 @@ def _write_shard(disk: SteppedFolder, shard: _Shard, progress: Progress) -> None
     progress.advance(len(shard.layout.header))
     for unit in shard.units:
         unit.write(put)
-        progress.advance(tensor_bytes(unit.tensors), unit.name)
+        progress.advance(form.num_bytes(unit.tensors), unit.name)
     disk.sync(part)
     disk.rename(part, shard.name)
 
 
-def _index(shards: list[_Shard]) -> bytes:
+def _index(shards: Sequence[Shard]) -> bytes:
     """Returns the bytes of the index: the shard of each tensor."""
     weight_map = {name: shard.name for shard in shards for name, _, _ in shard.tensors()}
     total = sum(tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)

@@ -1,5 +1,25 @@
-"""GGUF files, the format of llama.cpp, read as checkpoints of our families."""
+"""GGUF files, the format of llama.cpp: read as checkpoints of our families, and what a file to write has."""
 
 from moe_pack.formats.gguf.files import GgufFiles, find_gguf
+from moe_pack.formats.gguf.placing import ExpertPlacement, Placement
+from moe_pack.formats.gguf.vocabulary import vocabulary_fields
+from moe_pack.formats.gguf.writing import (
+    block_values,
+    encode_rows,
+    gguf_model,
+    lay_out_parts,
+    tensor_bytes,
+)
 
-__all__ = ["GgufFiles", "find_gguf"]
+__all__ = [
+    "ExpertPlacement",
+    "GgufFiles",
+    "Placement",
+    "block_values",
+    "encode_rows",
+    "find_gguf",
+    "gguf_model",
+    "lay_out_parts",
+    "tensor_bytes",
+    "vocabulary_fields",
+]

@@ -70,7 +70,8 @@ class Architecture:
 
     `config` makes the values of `config.json`. `names`: roles whose GGUF names are not those of `TENSOR_NAMES`.
     `changes`: what was done to the values of roles.   `makers`: roles that several tensors make, or that are in another
-    order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.
+    order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.   `fuses_qkv`: whether llama.cpp needs
+    queries, keys and values in one tensor.
     """
 
     config: Callable[[Metadata], Values]
@@ -78,6 +79,7 @@ class Architecture:
     changes: Mapping[str, Change] = field(default_factory=dict)
     makers: Mapping[str, Maker] = field(default_factory=dict)
     keeps_mxfp4: bool = False
+    fuses_qkv: bool = False
 
 
 # Rotary positions by neighbours: rows of queries and keys were reordered.

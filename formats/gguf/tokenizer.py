@@ -10,6 +10,7 @@ token takes the spaces around it. Source: llama.cpp, src/llama-vocab.cpp, whose 
 """
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 from moe_pack.formats import CheckpointError
@@ -77,10 +78,11 @@ _AFMOE_SCRIPTS = (
 _BY_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes, counted from the end
 _STARCODER = (r"\p{N}", _GPT2)
 
-# The regular expressions that split a text, one after the other, by `tokenizer.ggml.pre`.
+# The regular expressions that split a text, one after the other, by `tokenizer.ggml.pre`. Of names with the same rules
+# the usual one is first.
 SPLITS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("gpt-2", "olmo", "mellum", "exaone4", "mpt", "jais"), (_GPT2,)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open", "megrez"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
@@ -98,12 +100,22 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "laguna": (r"[^\n]+|[\n]+", _QWEN2),
 }
 # Of which a word that is a token is not merged from its parts, and whose texts begin with a token.
-_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "glm4", "glm5", "tekken")
-_BEGIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "glm4", "glm5", "tekken")
+BEGIN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
 
-# Kinds of tokens, `tokenizer.ggml.token_type`. A kind that is not here is a piece of usual text.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+_BYTE_LEVEL: Values = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
+
+
+class TokenKind(IntEnum):
+    """Kinds of tokens, `tokenizer.ggml.token_type`. A kind that is not here is a piece of usual text."""
+
+    USUAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, Values | str]:
@@ -156,16 +168,16 @@ class _Tokens:
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": kind != _USER_DEFINED,
+                "special": kind != TokenKind.USER_DEFINED,
             }
             for number, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
-            if kind in (_CONTROL, _USER_DEFINED, _UNKNOWN)
+            if kind in (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)
         ]
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the number of each token that a text can have."""
         pairs = enumerate(zip(self.texts, self.kinds, strict=True))
-        return {text: number for number, (text, kind) in pairs if kind != _UNUSED}
+        return {text: number for number, (text, kind) in pairs if kind != TokenKind.UNUSED}
 
     def template(self, begins: bool, ends: bool) -> Values | None:
         """Returns what puts tokens around a text, None if nothing does."""
@@ -222,6 +234,12 @@ def _pairs(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[list[str]]
     return pairs
 
 
+def splitter(rules: Sequence[str]) -> Values:
+    """Returns the `pre_tokenizer` that splits a text by rules and writes its bytes in GPT-2's alphabet."""
+    splits = [{"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False} for rule in rules]
+    return {"type": "Sequence", "pretokenizers": [*splits, _BYTE_LEVEL]}
+
+
 def _byte_level(metadata: Metadata, tokens: _Tokens) -> Values:
     """Returns the tokenizer of byte-level pair encoding."""
     pre = metadata.text("tokenizer.ggml.pre", "")
@@ -232,17 +250,13 @@ def _byte_level(metadata: Metadata, tokens: _Tokens) -> Values:
             f"{metadata.place}: tokenizer.ggml.pre {what}; supported: {known}. Use a newer file, or the model's "
             "safetensors checkpoint"
         )
-    splits = [
-        {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False} for rule in SPLITS[pre]
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocabulary = tokens.vocabulary()
     return _tokenizer(
         tokens,
-        _model(_pairs(metadata, vocabulary), vocabulary, ignore_merges=pre in _WHOLE_WORDS),
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        post_processor=tokens.template(*_begins(metadata, pre in _BEGIN)) or byte_level,
-        decoder={**byte_level, "add_prefix_space": True, "use_regex": True},
+        _model(_pairs(metadata, vocabulary), vocabulary, ignore_merges=pre in WHOLE_WORDS),
+        pre_tokenizer=splitter(SPLITS[pre]),
+        post_processor=tokens.template(*_begins(metadata, pre in BEGIN)) or _BYTE_LEVEL,
+        decoder={**_BYTE_LEVEL, "add_prefix_space": True, "use_regex": True},
     )
 
 
@@ -253,10 +267,10 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
         raise CheckpointError(
             f"{metadata.place}: tokenizer.ggml.scores has {len(scores)} values, expected {len(tokens.texts)}"
         )
-    steps: list[Values] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    steps: list[Values] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     if has_prefix:
-        steps.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        steps.insert(0, {"type": "Prepend", "prepend": SPACE})
     return _tokenizer(
         tokens,
         _model(
@@ -264,7 +278,7 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
             tokens.vocabulary(),
             unk_token=tokens.texts[tokens.named["unk"]] if "unk" in tokens.named else None,
             fuse_unk=True,
-            byte_fallback=_BYTE in tokens.kinds,
+            byte_fallback=TokenKind.BYTE in tokens.kinds,
         ),
         normalizer={"type": "Sequence", "normalizers": steps},
         pre_tokenizer=None,
@@ -275,7 +289,7 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> Values:
 
 def _piece_decoder(strips: bool) -> Values:
     decoders: list[Values] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
@@ -289,7 +303,7 @@ def _merges_of_scores(tokens: _Tokens, scores: Sequence[float]) -> list[list[str
     numbers = tokens.vocabulary()
     found = list[tuple[float, list[str]]]()
     for text, score, kind in zip(tokens.texts, scores, tokens.kinds, strict=True):
-        if kind in (_CONTROL, _UNKNOWN, _BYTE, _UNUSED):
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.BYTE, TokenKind.UNUSED):
             continue
         halves = ((text[:place], text[place:]) for place in range(1, len(text)))
         known = [both for both in halves if both[0] in numbers and both[1] in numbers]
@@ -311,7 +325,7 @@ def _gemma(metadata: Metadata, tokens: _Tokens) -> Values:
             fuse_unk=True,
             byte_fallback=True,
         ),
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         pre_tokenizer={
             "type": "Split",
             "pattern": {"String": " "},

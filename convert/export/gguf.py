@@ -1,0 +1,220 @@
+"""Exports of packs as GGUF files, which llama.cpp and what is built on it run.
+
+Matrices get the GGML type that is asked for, quantized row by row by the `gguf` package; vectors, routers and all other
+tensors that packs do not quantize are float32, as llama.cpp's converter has them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.convert.export.checkpoints import ExportResult, ExportWork
+from moe_pack.convert.export.folder import Shard, write_folder
+from moe_pack.convert.export.weights import ExportUnit, PackSource, Put, Rows, dense_rows
+from moe_pack.formats import Pack
+from moe_pack.formats.gguf import (
+    ExpertPlacement,
+    Placement,
+    block_values,
+    encode_rows,
+    gguf_model,
+    lay_out_parts,
+    tensor_bytes,
+    vocabulary_fields,
+)
+from moe_pack.formats.manifest import COPIED_FILES
+from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.safetensors import StoredTensor
+
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
+GGUF_BYTES = 45 << 30  # the hub's limit of a file is 50 GB
+_FILE_TYPES: Mapping[GgufType, int] = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32, "mxfp4": 38,
+}  # fmt: skip
+_QUANTIZATION_VERSION = 2
+_BLOCK_BYTES = 16 << 20  # of a tensor in float32, computed at once
+
+
+def export_gguf(pack: Pack, folder: Path, kind: GgufType | None, work: ExportWork) -> ExportResult:
+    """Writes a pack as a GGUF file, or as several.
+
+    Args:    kind: the type of matrices; None: as `usual_type` says.   work: its `shard_bytes` is the most in a file.
+    Raises:  RunError if GGUF cannot have the model or its tokenizer; ConversionError if the folder cannot be written.
+    """
+    source = PackSource.of(pack, work.operations)
+    model = gguf_model(source.model.spec)
+    kind = kind or usual_type(pack)
+    files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
+    metadata = {
+        **model.metadata,
+        "general.name": _name(source.model.config, pack),
+        "general.file_type": _FILE_TYPES[kind],
+        "general.quantization_version": _QUANTIZATION_VERSION,
+        **vocabulary_fields(files, pack.spec.vocab_size),
+    }
+    units = list(_units(source, model.placements, kind))
+    decisions = {
+        "to": "gguf", "type": kind, "root": pack.manifest.root, "shard_bytes": str(work.shard_bytes),
+    }  # fmt: skip
+    form = _GgufFormat(metadata, kind)
+    found = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
+    lost = source.model.lost()
+    if num_kept := len(source.model.claims.unused):
+        lost["kept by the pack, but not run by llama.cpp's architecture"] = num_kept
+    return ExportResult(found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0)
+
+
+def usual_type(pack: Pack) -> GgufType:
+    """Returns the type of matrices that loses next to nothing: `mxfp4` if the experts' codes are those, else `q8_0`."""
+    layouts = (layout for layer in pack.layout.experts for layout in layer)
+    codecs = {part.format.codec for layout in layouts for rows in layout.rows() for part in rows.parts}
+    return "mxfp4" if "mxfp4" in codecs and codecs <= {"mxfp4", "e5m2", "bf16"} else "q8_0"
+
+
+def _name(config: Mapping[str, Any], pack: Pack) -> str:
+    """Returns the model's name: that of the source if its config has it, else the pack's."""
+    name = config.get("_name_or_path")
+    return Path(name).name if isinstance(name, str) and Path(name).name else pack.folder.resolve().name
+
+
+class _GgufFormat:
+    """GGUF files. The first part has the metadata, and comes last: without it, the others are nothing."""
+
+    def __init__(self, metadata: Mapping[str, Any], kind: GgufType) -> None:
+        self._metadata, self._stem = dict(metadata), f"model-{kind.upper()}"
+
+    def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
+        return sum(tensor_bytes(kind, shape) for _, kind, shape in tensors)
+
+    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+        parts = [[tensor for unit in group for tensor in unit.tensors] for group in groups]
+        layouts = lay_out_parts(self._metadata, parts)
+        count = len(groups)
+        names = [f"{self._stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+        named = zip(names if count > 1 else [f"{self._stem}.gguf"], groups, layouts, strict=True)
+        return [Shard(*each) for each in named][::-1]
+
+    def small_files(self, shards: Sequence[Shard]) -> dict[str, bytes]:
+        return {}
+
+
+def _type_of(is_matrix: bool, is_expert: bool, num_cols: int, kind: GgufType) -> str:
+    """Returns the GGML type of a tensor; F16 for rows that are no whole blocks, as llama.cpp's converter does."""
+    if not is_matrix:
+        return "F32"
+    wanted = "Q8_0" if kind == "mxfp4" and not is_expert else kind.upper()
+    return wanted if num_cols % block_values(wanted) == 0 else "F16"
+
+
+def _units(source: PackSource, places: Sequence[Placement | ExpertPlacement], kind: GgufType) -> Iterator[ExportUnit]:
+    """Yields the units of all tensors: a dense tensor, or those of all experts of a layer."""
+    by_layer: dict[int, list[ExpertPlacement]] = {}
+    for place in places:
+        if isinstance(place, ExpertPlacement):
+            by_layer.setdefault(place.layer, []).append(place)
+        else:
+            stored = place.name, _type_of(place.is_matrix, False, place.shape[-1], kind), place.shape
+            yield _DenseUnit(source, place, (stored,))
+    for layer, each in by_layer.items():
+        stored_ones = tuple(
+            (place.name, _type_of(not place.is_bias, True, place.shape[-1], kind), place.shape) for place in each
+        )
+        yield _LayerUnit(source, layer, tuple(each), stored_ones)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DenseUnit:
+    source: PackSource
+    place: Placement
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    def write(self, put: Put) -> None:
+        place, ((name, kind, shape),) = self.place, self.tensors
+        num_cols, num_rows = shape[-1], int(np.prod(shape[:-1], dtype=np.int64))
+        rows = _reordered(self._rows(), place)
+        step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), tensor_bytes(kind, shape[-1:])
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            values = _changed(rows(start, stop).float().numpy(), place)
+            put(name, start * row_bytes, encode_rows(values, kind).reshape(-1))
+
+    def _rows(self) -> Rows:
+        """Returns what gives rows of the roles as matrices with the tensor's columns."""
+        dense = {each.role.name: each for each in self.source.pack.layout.dense}
+        pack, operations = self.source.pack, self.source.operations
+        parts = [(role, dense_rows(pack, dense[role.name], operations)) for role in self.place.roles]
+        if len(parts) == 1 and len(parts[0][0].shape) == 2:
+            return parts[0][1]
+        num_cols = self.place.shape[-1]
+        whole = torch.cat([_whole(role, rows).reshape(-1, num_cols) for role, rows in parts])
+        return lambda start, stop: whole[start:stop]
+
+
+def _whole(role: DenseRole, rows: Rows) -> Tensor:
+    return rows(0, role.shape[0]).float()
+
+
+def _reordered(rows: Rows, place: Placement) -> Rows:
+    """Returns what gives the rows of the tensor, from what gives those of its roles."""
+    (role, *others) = place.roles
+    if place.keys is not None or place.values is not None:
+        return _of_heads(_whole(role, rows), place)
+    if place.rows is None and place.cols is None:
+        return rows
+    assert not others, f"{place.name}: several roles in another order"
+    whole = rows(0, int(np.prod(role.shape, dtype=np.int64)) // place.shape[-1])
+    if place.rows is not None:
+        whole = whole[torch.from_numpy(place.rows)]
+    if place.cols is not None:
+        whole = whole[:, torch.from_numpy(place.cols)]
+    return lambda start, stop: whole[start:stop]
+
+
+def _of_heads(whole: Tensor, place: Placement) -> Rows:
+    """Returns what gives rows of the keys, transposed, or of the values of latent attention."""
+    heads = whole.view(place.shape[0], -1, whole.shape[1])
+    part = heads[:, : place.keys].transpose(1, 2) if place.keys is not None else heads[:, -(place.values or 0) :]
+    flat = part.reshape(-1, place.shape[-1])
+    return lambda start, stop: flat[start:stop]
+
+
+def _changed(values: NDArray[np.float32], place: Placement) -> NDArray[np.float32]:
+    if place.change == "plus_one":
+        return values + np.float32(1)
+    return -np.exp(values) if place.change == "decay" else values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayerUnit:
+    """All experts of a layer."""
+
+    source: PackSource
+    layer: int
+    places: tuple[ExpertPlacement, ...]
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer}, all experts"
+
+    def write(self, put: Put) -> None:
+        for expert in range(self.source.model.spec.router.num_experts):
+            plain = self.source.expert(self.layer, expert, torch.float32)
+            for place, (name, kind, _) in zip(self.places, self.tensors, strict=True):
+                if place.is_bias:
+                    values = plain.biases[place.matrix][None]
+                else:
+                    values = plain.matrices[place.matrix]
+                    values = values.T if place.matrix == "down" else values
+                raw = encode_rows(values.contiguous().numpy(), kind).reshape(-1)
+                put(name, expert * len(raw), raw)

@@ -1,0 +1,273 @@
+"""The metadata of a GGUF file by a model's spec: the inverse of what an architecture's `config` reads.
+
+Keys are llama.cpp's own names. A key that an architecture does not know is ignored by llama.cpp, so one function serves
+nearly all; an architecture's `extras` are its other keys. What metadata cannot say, llama.cpp has as a constant; so
+the writer reads a file's header back and compares the spec. Source: llama.cpp, src/llama-arch.cpp and src/models/.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+from moe_pack.formats import ModelSpec
+from moe_pack.formats.gguf.architecture import Values
+from moe_pack.formats.parts import (
+    GatedDeltaSpec,
+    GroupedQuerySpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    Mamba2Spec,
+    MambaSpec,
+    RopeSpec,
+    ShortConvSpec,
+    YarnSpec,
+)
+from moe_pack.formats.spec import num_dense_layers
+
+Extras = Callable[[ModelSpec], Values]
+_GATING = {"softmax_topk": 1, "sigmoid_topk": 2}  # llama.cpp has the other kinds as constants
+_SECTIONS = [11, 11, 10, 0]  # of rotary positions by time, height and width, which are equal in a text
+
+
+def model_metadata(spec: ModelSpec, architecture: str) -> Values:
+    """Returns the metadata of a model by full key, without those of its name and its tokenizer."""
+    values: Values = {
+        "block_count": spec.num_hidden_layers,
+        "context_length": spec.max_position_embeddings,
+        "embedding_length": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "feed_forward_length": spec.dense_intermediate_size or spec.expert.source_size,
+        "leading_dense_block_count": spec.moe_layers[0],
+        **_experts(spec),
+        **_attention(spec),
+        **_rope(spec.rope),
+        **_mixer(spec),
+    }
+    norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
+    values |= {f"attention.{norm}": spec.norm.eps}
+    if extras := _EXTRAS.get(architecture):
+        values |= extras(spec)
+    own = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
+    return {"general.architecture": architecture, "general.type": "model", **own}
+
+
+def _experts(spec: ModelSpec) -> Values:
+    router, size = spec.router, spec.expert.source_size
+    values: Values = {
+        "expert_count": router.num_experts,
+        "expert_used_count": router.num_experts_per_tok,
+        "expert_feed_forward_length": size,
+    }
+    if spec.shared_expert is not None:
+        shared = spec.shared_expert.intermediate_size
+        values |= {"expert_shared_feed_forward_length": shared, "expert_shared_count": max(1, shared // size)}
+    if router.kind in _GATING:
+        values |= {
+            "expert_gating_func": _GATING[router.kind],
+            "expert_weights_norm": router.normalize,
+            "expert_weights_scale": router.scaling_factor,
+            "expert_group_count": router.n_group,
+            "expert_group_used_count": router.topk_group,
+        }
+    return values
+
+
+def _attention(spec: ModelSpec) -> Values:
+    attention = spec.attention
+    values: Values = {}
+    if isinstance(attention, GroupedQuerySpec):
+        values = {
+            "attention.head_count": attention.num_heads,
+            "attention.head_count_kv": _by_layer(spec, attention.num_kv_heads),
+            "attention.key_length": attention.head_dim,
+            "attention.value_length": attention.value_dim,
+        }
+        if attention.sliding_window is not None and not attention.chunked:
+            values["attention.sliding_window"] = attention.sliding_window
+    elif isinstance(attention, LatentSpec):
+        rope = attention.qk_rope_head_dim
+        values = {  # as attention of one head, which reads the latent
+            "attention.head_count": attention.num_heads,
+            "attention.head_count_kv": _by_layer(spec, 1),
+            "attention.key_length": attention.kv_lora_rank + rope,
+            "attention.value_length": attention.kv_lora_rank,
+            "attention.key_length_mla": attention.qk_nope_head_dim + rope,
+            "attention.value_length_mla": attention.v_head_dim,
+            "attention.kv_lora_rank": attention.kv_lora_rank,
+            "attention.q_lora_rank": attention.q_lora_rank,
+            "rope.dimension_count": rope,
+        }
+        if isinstance(scaling := spec.rope.scaling if spec.rope else None, YarnSpec):
+            size = attention.qk_nope_head_dim + rope
+            factor = math.sqrt(attention.scale * math.sqrt(size))
+            # A tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys.
+            values["rope.scaling.yarn_log_multiplier"] = round((factor - 1) / math.log(scaling.factor), 6)
+    return values
+
+
+def _by_layer(spec: ModelSpec, heads: int) -> int | list[int]:
+    """Returns the heads of keys, for each layer where some have another mixer or neither; 0 for those."""
+    if (spec.mixer is None and spec.halves is None) or isinstance(spec.mixer, GatedDeltaSpec):
+        return heads
+    return [heads if attends(spec, layer) else 0 for layer in range(spec.num_hidden_layers)]
+
+
+def attends(spec: ModelSpec, layer: int) -> bool:
+    """Returns whether a layer has attention."""
+    return spec.has_first(layer) and spec.mixer_of(layer) is None
+
+
+def _rope(rope: RopeSpec | None) -> Values:
+    if rope is None:
+        return {}
+    values: Values = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.rotary_dim}
+    if isinstance(scaling := rope.scaling, YarnSpec):
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": scaling.factor,
+            "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+        }
+    return values
+
+
+def _mixer(spec: ModelSpec) -> Values:
+    mixer = spec.mixer
+    if isinstance(mixer, GatedDeltaSpec):
+        recurrent = [layer in mixer.layers for layer in range(spec.num_hidden_layers)]
+        return {
+            "ssm.conv_kernel": mixer.conv_kernel,
+            "ssm.state_size": mixer.key_head_dim,
+            "ssm.group_count": mixer.num_key_heads,
+            "ssm.time_step_rank": mixer.num_value_heads,
+            "ssm.inner_size": mixer.value_width,
+            "attention.recurrent_layers": recurrent,
+            "full_attention_interval": recurrent.index(False) + 1,
+        }
+    if isinstance(mixer, Mamba2Spec):
+        return {
+            "ssm.conv_kernel": mixer.conv_kernel,
+            "ssm.state_size": mixer.state_size,
+            "ssm.group_count": mixer.num_groups,
+            "ssm.inner_size": mixer.head_width,
+            "ssm.time_step_rank": mixer.num_heads,
+            "rope.scaling.finetuned": spec.rope is not None,
+        }
+    if isinstance(mixer, MambaSpec):
+        return {
+            "ssm.conv_kernel": mixer.conv_kernel,
+            "ssm.inner_size": mixer.channels,
+            "ssm.state_size": mixer.state_size,
+            "ssm.time_step_rank": mixer.step_rank,
+        }
+    if isinstance(mixer, ShortConvSpec):
+        return {"shortconv.l_cache": mixer.conv_kernel}
+    if isinstance(mixer, KimiDeltaSpec):
+        return {"ssm.conv_kernel": mixer.conv_kernel, "kda.head_dim": mixer.head_dim}
+    return {}
+
+
+def _granite(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, GroupedQuerySpec), "Granite's attention"
+    return {
+        "attention.scale": spec.attention.scale,
+        "embedding_scale": spec.embedding_multiplier,
+        "residual_scale": spec.residual_multiplier,
+        "logit_scale": spec.logits_scaling,
+        "rope.dimension_count": spec.attention.head_dim,  # also without rotary positions
+    }
+
+
+def _windows(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, GroupedQuerySpec), "attention with windows"
+    layers = range(spec.num_hidden_layers)
+    return {"attention.sliding_window_pattern": [spec.attention.window(layer) is not None for layer in layers]}
+
+
+def _cohere(spec: ModelSpec) -> Values:
+    values = {"logit_scale": 1 / spec.logits_scaling, "rope.scaling.type": "none", **_windows(spec)}
+    if spec.router.kind == "topk_softmax":  # llama.cpp takes the softmax first and normalizes afterwards
+        values |= {"expert_gating_func": 1, "expert_weights_norm": True}
+    return values
+
+
+def _nemotron(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, GroupedQuerySpec), "Nemotron's attention"
+    layers, size = range(spec.num_hidden_layers), spec.expert.source_size
+    return {
+        "attention.layer_norm_epsilon": spec.norm.eps,  # llama.cpp needs both
+        "feed_forward_length": [size if layer in spec.moe_layers else 0 for layer in layers],
+        "rope.dimension_count": spec.attention.head_dim,
+    }
+
+
+def _kimi_linear(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, LatentSpec), "Kimi Linear's attention"
+    return {"attention.value_length": spec.attention.v_head_dim}
+
+
+def _step(spec: ModelSpec) -> Values:
+    """Returns every how many layers there are experts."""
+    layers = spec.moe_layers
+    return {"interleave_moe_layer_step": layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1}
+
+
+def _dbrx(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, GroupedQuerySpec), "DBRX's attention"
+    return {"attention.clamp_kqv": spec.attention.clip}
+
+
+def _ernie(spec: ModelSpec) -> Values:
+    return {"interleave_moe_layer_step": 1}
+
+
+_EXTRAS: Mapping[str, Extras] = {
+    "granitemoe": _granite,
+    "granitehybrid": _granite,
+    "cohere2moe": _cohere,
+    "exaone-moe": _windows,
+    "nemotron_h_moe": _nemotron,
+    "llama4": _step,
+    "ernie4_5-moe": _ernie,
+    "dbrx": _dbrx,
+    "kimi-linear": _kimi_linear,
+    "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
+}
+
+
+# Architectures that need a head of their own.
+_OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "minimax-m2", "olmoe", "qwen2moe")
+
+
+def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
+    """Returns what of a model llama.cpp cannot load, or computes otherwise, although metadata can say it; or None.
+
+    Source: llama.cpp, src/models/, the shapes in each architecture's `load_arch_tensors`; src/llama-graph.cpp.
+    """
+    attention, mixer, router = spec.attention, spec.mixer, spec.router
+    if spec.tied_head and architecture in _OWN_HEAD:
+        return "a head that is the embedding"
+    if router.kind == "softmax_topk" and router.n_group > 1:
+        return "groups of experts that compete by their best expert; llama.cpp adds up the best two"
+    if architecture == "nemotron_h_moe" and num_dense_layers(spec):
+        return "layers with a dense expert, where other layers have routed experts"
+    if isinstance(mixer, MambaSpec) and (mixer.proj_bias or not mixer.conv_bias):
+        return "biases of Mamba's projections, or none of its convolution"
+    if isinstance(mixer, Mamba2Spec) and mixer.proj_bias:
+        return "biases of Mamba's projections"
+    if isinstance(mixer, ShortConvSpec) and mixer.bias:
+        return "biases of short convolutions"
+    if isinstance(mixer, GatedDeltaSpec) and mixer.key_head_dim != mixer.value_head_dim:
+        return f"heads with {mixer.key_head_dim} keys and {mixer.value_head_dim} values; both must be equal"
+    if isinstance(attention, GroupedQuerySpec):
+        if architecture == "llama" and attention.sliding_window is not None:
+            return "a sliding window"
+        if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
+            return "fewer heads of keys than of queries"
+    if architecture == "deepseek2" and isinstance(attention, LatentSpec):
+        num_layers = spec.num_hidden_layers
+        is_lite = num_layers in (26, 27) or (num_layers, spec.vocab_size) == (48, 128256)
+        if is_lite != (attention.q_lora_rank is None):
+            found = "no latent" if attention.q_lora_rank is None else "a latent"
+            return f"{num_layers} layers with {found} of queries; models of 26 or 27 layers have none, others have one"
+    return None

@@ -1,0 +1,421 @@
+"""The GGUF metadata of a tokenizer: the inverse of `tokenizer.py`.
+
+The rules that split a text are found by what they do: the tokenizer and each rule of `tokenizer.SPLITS` split one text.
+The metadata is read back, and the tokenizer that comes of it must give the tokens of the original. Source: llama.cpp,
+src/llama-vocab.cpp, for what it reads.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, groupby
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from moe_pack.formats import CheckpointError, RunError, parse
+from moe_pack.formats.families import text_config
+from moe_pack.formats.gguf.header import Metadata
+from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
+
+Values = dict[str, Any]
+
+# Any two different rules of SPLITS split this text in different places; a test proves it.
+CHECK_TEXT = (
+    "It's 1984: the clocks weren't striking THIRTEEN; don't ASK'LL why. DON'T! 3.14159 + 1000000 = ?\n\n\tTabs  and   "
+    "spaces \n  \r\n \n\n"
+    "Grüße, señor: naïve façade — “quotes” … 东京の天气は晴れです、今日は2026年。カタカナ 한국어 문장. Привет, мир! "
+    "مرحبا بالعالم हिन्दी भाषा ไทย ١٢٣٤ 🙂🚀 👩‍💻 snake_case camelCase HTTPServer x->y(); a/b//\n/c\n"
+    "def f(x):\n    return x**2 # comment\n\n\n    if (a != b && c[0] == 'q') { return \"12345678\"; }  \n"
+    "$5,000.00 50% <tag> #hash @user 'twas 'Sam's a b c e.g. i.e. 中文mixed英文text ABCdef ǅ ʰx ① Ⅷ 12ab34 ...!!!\n"
+    "  中 国  a  1 \n.\n"
+)
+_AROUND = "a"  # a text between whose neighbors `add_bos_token` and `add_eos_token` stand
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_ENDS = ("eos", "eot", "eom")
+_NFC = {"type": "NFC"}
+_TO_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_PREFIX = {"type": "Prepend", "prepend": SPACE}
+
+
+def vocabulary_fields(files: Mapping[str, bytes], vocab_size: int) -> Values:
+    """Returns the metadata of a tokenizer by full key, in Python's types: `tokenizer.ggml.model` and so on.
+
+    The tokens that end an answer are those of generation_config.json, or of config.json, and `eos_token` of
+    tokenizer_config.json. GGUF names three; `vocabulary_notes` says which are left out, and what else GGUF cannot say.
+    llama.cpp does not normalize: texts that are not in NFC get other tokens where the tokenizer brings them to NFC.
+    Args:    files: a pack's files by name; those that are missing say nothing.   vocab_size: the rows of the model's
+             embedding. Numbers without a token get one that no text has.
+    Raises:  RunError if there is no tokenizer.json, or if GGUF cannot say what it does.
+    """
+    source = _Source(files)
+    tokens, kinds = source.tokens(vocab_size)
+    names = source.names()
+    common: Values = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    for name, number in names.items():
+        common[f"tokenizer.ggml.{name}_token_id"] = number
+    common["tokenizer.ggml.add_bos_token"] = source.first is not None
+    common["tokenizer.ggml.add_eos_token"] = source.last is not None
+    common |= source.templates()
+    difference = ""
+    for specific in _of_spaces(source, tokens) if source.has_spaces else _of_bytes(source):
+        fields = common | specific
+        difference = _difference(source, fields)
+        if not difference:
+            return fields
+    raise RunError(f"tokenizer.json: GGUF cannot say what this tokenizer does: {difference}")
+
+
+def vocabulary_notes(files: Mapping[str, bytes]) -> list[str]:
+    """Returns a sentence for each thing that the tokenizer does, and that the metadata does not say.
+
+    Raises:  RunError as `vocabulary_fields` does.
+    """
+    source = _Source(files)
+    notes = []
+    if source.changed:
+        notes.append(
+            f"{len(source.changed)} added tokens such as {source.changed[0]!r} take the spaces beside them, or are not "
+            "found everywhere; GGUF does not say that"
+        )
+    if source.is_metaspace:
+        notes.append(
+            "the tokenizer begins a text with a space unless it has one; in llama.cpp every text begins with one more "
+            "space, also after a special token"
+        )
+    left_out = source.ends()[len(_ENDS) :]
+    if not source.ends():
+        number = 2 if source.has_spaces else 11
+        notes.append(
+            f"no token ends a text; llama.cpp takes number {number} for it, as it does where a file names none"
+        )
+    if left_out:
+        texts = ", ".join(repr(source.tokenizer.id_to_token(number)) for number in left_out)
+        notes.append(f"GGUF names {len(_ENDS)} tokens that end an answer; left out: {texts}")
+    return notes
+
+
+class _Source:
+    """A tokenizer's files, and the tokenizer in the `tokenizers` library without what GGUF cannot say.
+
+    `has_spaces`: spaces are written as SentencePiece writes them, else bytes in GPT-2's alphabet.   `has_prefix`: a
+    text gets a space in front.   `is_metaspace`: it gets one unless it begins with one.   `changed`: added tokens of
+    which GGUF cannot say where they are found.   `first`, `last`: the tokens that are put around a text.
+    """
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        if "tokenizer.json" not in files:
+            raise RunError("the pack has no tokenizer.json, and a GGUF file without a vocabulary does not run")
+        self._files = files
+        original = _tokenizer(files["tokenizer.json"])  # the library checks the file whole
+        self.values = self._json("tokenizer.json")
+        self.model: Values = self.values["model"]
+        self._check_model()
+        self.merges = self._read_merges()
+        self.is_metaspace = self.has_prefix = False
+        self.has_spaces = "ByteLevel" not in _types(self.values.get("pre_tokenizer"))
+        if self.has_spaces:
+            self._set_spaces()
+        elif any(step != _NFC for step in _steps(self.values.get("normalizer"))):
+            raise RunError(
+                f"tokenizer.json: GGUF has no normalizer {_said(self.values['normalizer'])}; it has NFC alone"
+            )
+        self.changed = self._free_added_tokens()
+        self.tokenizer = _tokenizer(self.values) if self.has_spaces or self.changed else original
+        self._config = self._json("tokenizer_config.json")
+        self.begins_by_config = False
+        self.first, self.last = self._around()
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the tokens of a text, with those around it."""
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return [self.first, *ids] if self.begins_by_config and self.first is not None else ids
+
+    def tokens(self, vocab_size: int) -> tuple[list[str], list[int]]:
+        """Returns text and kind of each of `vocab_size` tokens."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        vocabulary: dict[str, int] = self.model["vocab"] | {token.content: number for number, token in added.items()}
+        texts = {number: text for text, number in vocabulary.items()}
+        if len(texts) < len(vocabulary):
+            raise RunError("tokenizer.json: two tokens have the same number")
+        largest = max(texts, default=0)
+        if largest >= vocab_size:
+            raise RunError(
+                f"tokenizer.json: token {texts[largest]!r} has number {largest}, but the model has {vocab_size} tokens"
+            )
+        is_byte = set(_byte_tokens()) if self.has_spaces else set()
+        unknown = self.model.get("unk_token") if self.has_spaces else None
+        kinds: list[int] = []
+        for number in range(vocab_size):
+            text = texts.get(number)
+            if text is None:
+                texts[number] = _unused(number, vocabulary)
+                kinds.append(TokenKind.UNUSED)
+            elif number in added:
+                usual = TokenKind.CONTROL if added[number].special else TokenKind.USER_DEFINED
+                kinds.append(TokenKind.UNKNOWN if text == unknown else usual)
+            else:
+                kinds.append(TokenKind.BYTE if text in is_byte else TokenKind.USUAL)
+        return [texts[number] for number in range(vocab_size)], [int(kind) for kind in kinds]
+
+    def names(self) -> dict[str, int]:
+        """Returns the tokens that have a meaning, by GGUF's word for it."""
+        named: dict[str, int | None] = {name: self._token(f"{theirs}_token") for theirs, name in _NAMED.items()}
+        if named["unknown"] is None and self.model.get("unk_token"):
+            named["unknown"] = self.tokenizer.token_to_id(self.model["unk_token"])
+        if self.first is not None:
+            named["bos"] = self.first
+        named |= dict.fromkeys(_ENDS) | dict(zip(_ENDS, self.ends(), strict=False))
+        return {name: number for name, number in named.items() if number is not None}
+
+    def ends(self) -> list[int]:
+        """Returns the tokens that end an answer, first what ends a text, then `eos_token`."""
+        found = list[int]()
+        configs = [(name, self._json(name)) for name in ("generation_config.json", "config.json")]
+        for name, values in (*configs, ("config.json", text_config(configs[1][1]))):
+            value = values.get("eos_token_id")
+            found = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(number) is int for number in found):
+                raise RunError(f"{name}: eos_token_id is {value!r}, expected a token or a list of tokens")
+            if found:
+                break
+        numbers = dict.fromkeys((self.last, self._token("eos_token"), *found))
+        return [number for number in numbers if number is not None and self._has(number)]
+
+    def templates(self) -> Values:
+        """Returns the chat template: `chat_template.jinja`, else one or several by name of tokenizer_config.json."""
+        template = self._config.get("chat_template")
+        if "chat_template.jinja" in self._files:
+            template = self._files["chat_template.jinja"].decode("utf-8", "replace")
+        if isinstance(template, str):
+            return {"tokenizer.chat_template": template}
+        entries = [entry for entry in template or () if isinstance(entry, dict)] if isinstance(template, list) else []
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        texts = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+        if "default" not in texts:
+            return {}
+        fields: Values = {"tokenizer.chat_template": texts.pop("default")}
+        if texts:
+            fields["tokenizer.chat_templates"] = list(texts)
+        return fields | {f"tokenizer.chat_template.{name}": text for name, text in texts.items()}
+
+    def _json(self, name: str) -> Values:
+        values = parse(self._files[name], name, RunError, is_foreign=True) if name in self._files else {}
+        return values if isinstance(values, dict) else {}
+
+    def _has(self, number: int) -> bool:
+        return 0 <= number < 2**32 and self.tokenizer.id_to_token(number) is not None
+
+    def _read_merges(self) -> list[tuple[str, str]]:
+        """Returns the merges in their order. Files before 2024 write each as one text."""
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self.model["merges"])
+        return [(left, right) for left, right in pairs]
+
+    def _check_model(self) -> None:
+        kind = self.model.get("type", "BPE" if "merges" in self.model else "unknown")  # old files have no type
+        if kind != "BPE":
+            raise RunError(
+                f"tokenizer.json: is a {kind} tokenizer; GGUF files are written of pair encoding (BPE) alone"
+            )
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if self.model.get(key):
+                raise RunError(f"tokenizer.json: {key} is {self.model[key]!r}, which GGUF cannot say")
+
+    def _set_spaces(self) -> None:
+        """Reads how spaces are written, and writes the way that GGUF knows in its place."""
+        steps, before = _steps(self.values.get("normalizer")), _steps(self.values.get("pre_tokenizer"))
+        self.has_prefix = _PREFIX in steps
+        known = all(step in (_PREFIX, _TO_SPACES) for step in steps) and len(steps) <= 2
+        if [step.get("type") for step in before] == ["Metaspace"] and not steps:
+            rule = before[0]
+            scheme = rule.get("prepend_scheme", "always" if rule.get("add_prefix_space", True) else "never")
+            self.is_metaspace = self.has_prefix = scheme != "never"
+            known = rule.get("replacement") == SPACE and rule.get("split") is False
+        elif _TO_SPACES not in steps or any(not _cuts_nothing(step) for step in before):
+            known = False
+        if not known:
+            raise RunError(
+                f"tokenizer.json: has the normalizer {_said(self.values.get('normalizer'))} and the pre-tokenizer "
+                f"{_said(self.values.get('pre_tokenizer'))}; GGUF can say ByteLevel, or SentencePiece's spaces without "
+                "words: Replace with or without Prepend, or Metaspace with split false"
+            )
+        missing = [token for token in _byte_tokens() if token not in self.model.get("vocab", ())]
+        if missing or not self.model.get("byte_fallback"):
+            what = f"no token {missing[0]}" if missing else "byte_fallback false"
+            raise RunError(f"tokenizer.json: has {what}; llama.cpp needs a token for each byte beside SentencePiece's")
+        normalizers = [_PREFIX, _TO_SPACES] if self.has_prefix else [_TO_SPACES]
+        self.values |= {"normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": None}
+
+    def _free_added_tokens(self) -> list[str]:
+        """Lets added tokens be found anywhere and take no spaces, as GGUF has them; returns those that this changes."""
+        changed = []
+        usual = {"single_word": False, "lstrip": False, "rstrip": False}
+        if self.has_spaces:  # else what is normalized is NFC
+            usual["normalized"] = False
+        for token in self.values.get("added_tokens", ()):
+            if any(token.get(key, False) != value for key, value in usual.items()):
+                changed.append(str(token.get("content")))
+                token |= usual
+        return changed
+
+    def _around(self) -> tuple[int | None, int | None]:
+        inner = self.tokenizer.encode(_AROUND, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(_AROUND).ids
+        for first, last in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            if ids[first : len(ids) - last] == inner and len(ids) == len(inner) + first + last:
+                begin = self._token("bos_token") if self._config.get("add_bos_token") is True else None
+                self.begins_by_config = begin is not None and not first
+                return ids[0] if first else begin, ids[-1] if last else None
+        raise RunError(
+            "tokenizer.json: puts several tokens before or after a text; GGUF names one before and one after"
+        )
+
+    def _token(self, name: str) -> int | None:
+        """Returns the token that a config names; None if none does, or if there is no such token."""
+        for values in (self._config, self._json("special_tokens_map.json")):
+            value = values.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str) and text:
+                number: int | None = self.tokenizer.token_to_id(text)
+                return number
+        return None
+
+
+def _of_bytes(source: _Source) -> Iterator[Values]:
+    """Yields what is particular to byte-level pair encoding (`gpt2`)."""
+    pieces = _pieces(source.values["pre_tokenizer"])
+    rules = {rules for rules in dict.fromkeys(map(tuple, SPLITS.values())) if _pieces(splitter(rules)) == pieces}
+    names = [name for name, its in SPLITS.items() if tuple(its) in rules]
+    if not names:
+        raise RunError(
+            "tokenizer.json: splits texts into words by rules that no tokenizer.ggml.pre here has; known: "
+            + ", ".join(sorted(SPLITS))
+        )
+    whole, begins = bool(source.model.get("ignore_merges")), source.first is not None
+    names.sort(key=lambda name: ((name in WHOLE_WORDS) != whole, (name in BEGIN) != begins))
+    merges = source.merges
+    if not merges:
+        raise RunError("tokenizer.json: has no merges, without which llama.cpp does not load a vocabulary")
+    if any(" " in token for token in chain.from_iterable(merges)):
+        raise RunError("tokenizer.json: a merge has a space of its own, which GGUF cannot write")
+    yield {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": names[0],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+    }
+
+
+def _of_spaces(source: _Source, tokens: list[str]) -> Iterator[Values]:
+    """Yields what is particular to SentencePiece's spaces: scores (`llama`) and merges as Gemma 4 has them.
+
+    A score says when a token is made, whatever its parts: where the merges of a token do not follow each other, merges
+    say more. llama.cpp reads Gemma's without a space in front, always with a first token, and line by line.
+    """
+    merges = source.merges
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    scored = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [-float(ranks.get(token, len(merges))) for token in tokens],
+        "tokenizer.ggml.add_space_prefix": source.has_prefix,
+    }
+    merged = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    lines = (left + right for left, right in merges if "\n" in left + right)
+    is_gemma = bool(merges) and not source.has_prefix and source.first is not None
+    if not is_gemma or any(line.strip("\n") for line in lines):
+        yield scored
+    elif len([merge for merge, _ in groupby(merges, key="".join)]) == len(ranks):
+        yield from (scored, merged)
+    else:
+        yield from (merged, scored)
+
+
+def _difference(source: _Source, fields: Values) -> str:
+    """Returns which text has other tokens when the metadata is read back; empty if none has."""
+    try:
+        files = tokenizer_files(Metadata("tokenizer.json", fields, {}))
+    except CheckpointError as fault:
+        raise RunError(str(fault)) from fault
+    values: Any = files["tokenizer.json"]
+    found = _tokenizer(values)
+    texts = [CHECK_TEXT, *CHECK_TEXT.splitlines(keepends=True), f"  {CHECK_TEXT}", "", " ", "\n\n\n"]
+    added = [token.content for token in source.tokenizer.get_added_tokens_decoder().values()]
+    texts += ["a".join(added), f" {' b '.join(added)} "]
+    for text in texts:
+        if found.encode(text).ids != source.ids(text):
+            return f"{text[:40]!r} would have other tokens"
+    model = source.model
+    merges, read_back = source.merges, [(left, right) for left, right in values["model"]["merges"]]
+    same_merges = merges == read_back or _grouped(merges) == _grouped(read_back)
+    if same_merges and bool(model.get("ignore_merges")) == values["model"]["ignore_merges"]:
+        return ""
+    # The two merge differently; whether a text shows it, the texts of the tokens say, alone and a few together.
+    pieces = list(model["vocab"])
+    runs = ["".join(pieces[place : place + 8]) for place in range(0, len(pieces), 3)] if source.has_spaces else []
+    for text in chain(pieces, runs):
+        if _merged(found, text) != _merged(source.tokenizer, text):
+            return f"the word {text[:40]!r} would have other tokens"
+    return ""
+
+
+def _grouped(merges: Iterable[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """Returns the merges of each token in their order, those of the same token sorted: scores do not order them."""
+    return [sorted(group) for _, group in groupby(merges, key="".join)]
+
+
+def _merged(tokenizer: Tokenizer, word: str) -> list[int]:
+    return [token.id for token in tokenizer.model.tokenize(word)]
+
+
+def _pieces(pre_tokenizer: Values) -> list[str]:
+    """Returns the words of the check text."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    splits = _tokenizer({"version": "1.0", "added_tokens": [], "pre_tokenizer": pre_tokenizer, "model": empty})
+    return [piece for piece, _ in splits.pre_tokenizer.pre_tokenize_str(CHECK_TEXT)]
+
+
+def _tokenizer(values: Values | bytes) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(values.decode() if isinstance(values, bytes) else json.dumps(values))
+    except Exception as fault:  # tokenizers raises nothing narrower
+        raise RunError(f"tokenizer.json: the tokenizers library cannot read it ({fault})") from fault
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _steps(part: Any) -> list[Values]:
+    """Returns the steps of a normalizer or a pre-tokenizer."""
+    if not isinstance(part, dict):
+        return []
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for each in inner for step in _steps(each)]
+
+
+def _types(part: Any) -> list[str]:
+    return [str(step.get("type")) for step in _steps(part)]
+
+
+def _said(part: Any) -> str:
+    return " + ".join(_types(part)) or "none"
+
+
+def _cuts_nothing(step: Values) -> bool:
+    """Returns whether a step splits at spaces, of which none are left after they are written as SentencePiece does."""
+    return step.get("type") == "Split" and step.get("pattern") == {"String": " "} and not step.get("invert")
+
+
+def _byte_tokens() -> list[str]:
+    return [f"<0x{number:02X}>" for number in range(256)]
+
+
+def _unused(number: int, vocabulary: Mapping[str, int]) -> str:
+    text = f"[PAD{number}]"
+    while text in vocabulary:
+        text = f"[{text}]"
+    return text
