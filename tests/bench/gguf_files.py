@@ -1,17 +1,16 @@
-"""How fast GGUF files are dequantized, and how much memory their conversion takes.
+"""How fast GGUF files are dequantized and quantized, and how much memory their conversion and export take.
 
     python tests/bench/gguf_files.py rates
     python tests/bench/gguf_files.py convert
+    python tests/bench/gguf_files.py export
 
 `rates` dequantizes a matrix of random blocks of each type, in one thread. `convert` writes a file with the dimensions
-of Qwen3-30B-A3B, fewer layers and experts, and random blocks, and makes a pack of it in a process of its own. Times are
-processor time, which other work on the machine changes least.
+of Qwen3-30B-A3B, fewer layers and experts, and random blocks, and makes a pack of it in a process of its own. `export`
+makes a file of that pack. Times are processor time, which other work on the machine changes least.
 """
 
 import os
-import resource
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +19,10 @@ from statistics import median
 import click
 import gguf
 import numpy as np
-from benchlib import ROOT, finish, json_option, table
+from benchlib import DEMO_MODEL, ROOT, finish, json_option, moe_pack_command, table
 from numpy.typing import NDArray
+
+from moe_pack.formats.gguf import vocabulary_fields
 
 _TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q2_K", "IQ4_XS", "IQ3_XXS", "MXFP4")
 _SIZE = 4096  # rows and columns of the matrix
@@ -63,22 +64,45 @@ def _random_blocks(name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 @click.option("--experts", default=64, show_default=True)
 @json_option
 def convert(layers: int, experts: int, as_json: bool) -> None:
-    with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-        path = Path(folder) / "model.gguf"
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as scratch:
+        path = Path(scratch) / "model.gguf"
         _write(path, layers, experts)
-        command = [
-            sys.executable,
-            "-m",
-            "moe_pack.convert.cli",
-            "convert",
-            str(path),
-            "-o",
-            str(Path(folder) / "packed"),
-        ]
-        subprocess.run([*command, "--quantizer", "nearest", "--workers", "1"], check=True)
-        used, file_bytes = resource.getrusage(resource.RUSAGE_CHILDREN), path.stat().st_size
-    facts = {"file_bytes": file_bytes, "cpu_s": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss << 10}
-    row = (f"{file_bytes / 1e6:.0f}", f"{facts['cpu_s']:.1f}", f"{facts['peak_bytes'] / 2**30:.2f}")
+        facts = {"file_bytes": path.stat().st_size, **_pack(path, Path(scratch) / "packed")}
+    _finish(facts, as_json)
+
+
+@main.command(help="Makes GGUF files of a pack with Qwen3-30B-A3B's dimensions.")
+@click.option("--layers", default=4, show_default=True)
+@click.option("--experts", default=64, show_default=True)
+@click.option("--type", "kind", default="q8_0", show_default=True)
+@json_option
+def export(layers: int, experts: int, kind: str, as_json: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as scratch:
+        folder = Path(scratch)
+        _write(folder / "model.gguf", layers, experts)
+        _pack(folder / "model.gguf", folder / "packed")
+        options = ("--to", "gguf", "--type", kind, "-o", folder / "out", "--compare-tokens", "0")
+        facts = _run("export", folder / "packed", *options)
+        facts["file_bytes"] = next((folder / "out").iterdir()).stat().st_size
+    _finish(facts, as_json)
+
+
+def _pack(path: Path, folder: Path) -> dict[str, float]:
+    return _run("convert", path, "-o", folder, "--quantizer", "nearest", "--workers", "1")
+
+
+def _run(*arguments: object) -> dict[str, float]:
+    """Runs a command of `moe-pack`; returns its processor time and its memory."""
+    with subprocess.Popen(moe_pack_command(*arguments)) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise click.ClickException(f"moe-pack {arguments[0]} failed")
+    return {"cpu_s": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss << 10}
+
+
+def _finish(facts: dict[str, float], as_json: bool) -> None:
+    row = (f"{facts['file_bytes'] / 1e6:.0f}", f"{facts['cpu_s']:.1f}", f"{facts['peak_bytes'] / 2**30:.2f}")
     finish(facts, table(("file, MB", "processor time, s", "peak memory, GiB"), [row]), as_json)
 
 
@@ -95,6 +119,8 @@ def _write(path: Path, layers: int, experts: int) -> None:
         if not name.startswith(("GGUF", "tokenizer")) and name != "general.architecture":
             value = sizes.get(name.removeprefix("qwen3moe."), field.contents())
             writer.add_key_value(name, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+
+    _add_vocabulary(writer)
 
     def coded(name: str, *shape: int, kind: str = "Q4_K") -> None:
         writer.add_tensor(f"{name}.weight", _random_blocks(kind, shape), raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -120,6 +146,17 @@ def _write(path: Path, layers: int, experts: int) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Adds the demo model's tokenizer."""
+    files = {name: (DEMO_MODEL / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    fields = vocabulary_fields(files, _VOCAB)
+    writer.add_tokenizer_model(fields["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"])
+    writer.add_token_list(fields["tokenizer.ggml.tokens"])
+    writer.add_token_types(fields["tokenizer.ggml.token_type"])
+    writer.add_token_merges(fields["tokenizer.ggml.merges"])
 
 
 if __name__ == "__main__":

@@ -112,6 +112,16 @@ def test_the_command_merges_and_says_what_each_text_contributed(folder: Path, tm
     assert result.exit_code == 2 and "found one profile, expected two or more" in result.output
 
 
+def test_plan_and_convert_take_a_merged_profile(source: Path, folder: Path, tmp_path: Path) -> None:
+    command = ["plan", str(source), "--profile", str(folder / "merged"), "--target-vram", "5M", "--device", "cpu"]
+    planned = CliRunner().invoke(main, [*command, "--context", "16", "-o", str(tmp_path / "plan.json")])
+    assert planned.exit_code == 0, planned.output
+    options = ["--plan", str(tmp_path / "plan.json"), "--profile", str(folder / "merged")]
+    converted = CliRunner().invoke(main, ["convert", str(source), *options, "-o", str(tmp_path / "pack")])
+    assert converted.exit_code == 0, converted.output
+    assert f"routes of {3 * S} held-out tokens" in converted.output
+
+
 def test_merging_again_gives_the_same_whatever_the_order_of_steps(source: Path, folder: Path, tmp_path: Path) -> None:
     third = profiled(source, tmp_path / "third", TEXTS[2], FAST)
     profiles = [Profile(folder / str(number)) for number in range(2)] + [third]

@@ -15,7 +15,9 @@ import pytest
 from cases import case
 from hub_server import TOKEN, Fault, HubServer, ask_here, environment, running_hub
 from models import TESTS, TinyMixtral
+from profiles import QUICK, folder_bytes, random_tokens
 
+from moe_pack.calib.profile import make_profile
 from moe_pack.convert import convert, find_checkpoint
 from moe_pack.convert.hub import open_streamed
 from moe_pack.formats import CheckpointError, UsageError, part_format, uniform_plan
@@ -104,6 +106,18 @@ def test_the_pack_of_a_streamed_source_is_the_pack_of_its_folder(hub: HubServer,
             convert(checkpoint, plan, tmp_path / name, workers=3)
         packs.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert packs[0] == packs[1]
+    assert not (tmp_path / "cache").exists(), "nothing is downloaded"
+
+
+def test_the_profile_of_a_streamed_source_is_the_profile_of_its_folder(
+    hub: HubServer, source: Path, tmp_path: Path
+) -> None:
+    tokens, profiles = random_tokens(4, 16, 96), []
+    for name, files in (("streamed", streamed(tmp_path)), ("local", source)):
+        with closing(Checkpoint(files)) as checkpoint:
+            make_profile(checkpoint, tokens, tmp_path / name, QUICK)
+        profiles.append(folder_bytes(tmp_path / name))
+    assert profiles[0] == profiles[1]
     assert not (tmp_path / "cache").exists(), "nothing is downloaded"
 
 
