@@ -28,6 +28,7 @@ from moe_pack.convert.verify import LogitsError
 from moe_pack.formats import MATRICES, Pack, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.gguf import find_gguf
 from moe_pack.runtime.model import operations_for
 
 ExportFormat = Literal["safetensors", "compressed-tensors", "gguf"]
@@ -168,13 +169,15 @@ def export_command(pack: Path, options: ExportOptions) -> None:
 
 
 def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: LogitsError | None) -> Iterator[str]:
-    yield f"{options.output}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
+    written = find_gguf(options.output) or options.output  # of a model in parts, the first
+    yield f"{written}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
     if result.resumed_bytes:
         yield f"an earlier run has written {size_text(result.resumed_bytes)} of it; codes below are of this run alone"
     if result.formats is not None:
         yield from _code_lines(result)
     for reason, number in result.lost.items():
         yield f"not in the export: {number} tensor{'s' if number > 1 else ''} that the pack does not keep: {reason}"
+    yield from result.notes
     if result.num_zeros:
         yield f"zero in the export: {result.num_zeros:,} values that the model does not use and the pack does not keep"
     if (pack.thresholds > 0).any():
@@ -220,6 +223,7 @@ def _as_json(result: ExportResult, logits: LogitsError | None) -> dict[str, Any]
         "tensors": result.num_tensors,
         "lost": result.lost,
         "zeros": result.num_zeros,
+        "notes": list(result.notes),
         "formats": None if result.formats is None else {str(i): asdict(each) for i, each in result.formats.items()},
         "codes": None if codes is None else {m: {**asdict(c), "relative": c.relative} for m, c in codes.items()},
         "logits": None if logits is None else asdict(logits),

@@ -35,6 +35,7 @@ class ExportResult:
     `lost`: how many tensors of the source it lacks, by reason, because the pack does not keep them.   `num_zeros`: the
     values of its tensors that are zero for the same reason.   `formats`, `codes`: of coded experts, by decoder layer.
     `is_renamed`: whether the source has all experts of a layer in one tensor, and the export each in its own.
+    `notes`: sentences about what the format cannot say.
     """
 
     num_bytes: int
@@ -45,6 +46,7 @@ class ExportResult:
     formats: dict[int, CodeFormat] | None = None
     codes: CodesReport | None = None
     is_renamed: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from moe_pack.formats.gguf import (
     lay_out_parts,
     tensor_bytes,
     vocabulary_fields,
+    vocabulary_notes,
 )
 from moe_pack.formats.manifest import COPIED_FILES
 from moe_pack.formats.parts import DenseRole
@@ -64,10 +65,11 @@ def export_gguf(pack: Pack, folder: Path, kind: GgufType | None, work: ExportWor
     }  # fmt: skip
     form = _GgufFormat(metadata, kind)
     found = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
+    notes = vocabulary_notes(files)
+    if kept := len(source.model.claims.unused):
+        notes.append(f"not in the file: {kept} tensors of prediction layers, or that nothing runs; the pack keeps them")
     lost = source.model.lost()
-    if num_kept := len(source.model.claims.unused):
-        lost["kept by the pack, but not run by llama.cpp's architecture"] = num_kept
-    return ExportResult(found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0)
+    return ExportResult(found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0, notes=tuple(notes))
 
 
 def usual_type(pack: Pack) -> GgufType:

@@ -2,7 +2,7 @@
 
 from moe_pack.formats.gguf.files import GgufFiles, find_gguf
 from moe_pack.formats.gguf.placing import ExpertPlacement, Placement
-from moe_pack.formats.gguf.vocabulary import vocabulary_fields
+from moe_pack.formats.gguf.vocabulary import vocabulary_fields, vocabulary_notes
 from moe_pack.formats.gguf.writing import (
     block_values,
     encode_rows,
@@ -22,4 +22,5 @@ __all__ = [
     "lay_out_parts",
     "tensor_bytes",
     "vocabulary_fields",
+    "vocabulary_notes",
 ]

@@ -74,23 +74,21 @@ def vocabulary_notes(files: Mapping[str, bytes]) -> list[str]:
     notes = []
     if source.changed:
         notes.append(
-            f"{len(source.changed)} added tokens such as {source.changed[0]!r} take the spaces beside them, or are not "
-            "found everywhere; GGUF does not say that"
+            f"added tokens such as {source.changed[0]!r} ({len(source.changed)} in all) take the spaces around them, "
+            "or are not found inside words; GGUF cannot say that"
         )
     if source.is_metaspace:
         notes.append(
-            "the tokenizer begins a text with a space unless it has one; in llama.cpp every text begins with one more "
-            "space, also after a special token"
+            "the tokenizer puts a space before a text that begins with none; llama.cpp puts one before every text, and "
+            "after each special token"
         )
     left_out = source.ends()[len(_ENDS) :]
     if not source.ends():
         number = 2 if source.has_spaces else 11
-        notes.append(
-            f"no token ends a text; llama.cpp takes number {number} for it, as it does where a file names none"
-        )
+        notes.append(f"no file names a token that ends a text (eos_token); llama.cpp takes token {number} for it")
     if left_out:
         texts = ", ".join(repr(source.tokenizer.id_to_token(number)) for number in left_out)
-        notes.append(f"GGUF names {len(_ENDS)} tokens that end an answer; left out: {texts}")
+        notes.append(f"GGUF can name {len(_ENDS)} tokens that end an answer; it does not name {texts}")
     return notes
 
 
@@ -104,7 +102,7 @@ class _Source:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
-            raise RunError("the pack has no tokenizer.json, and a GGUF file without a vocabulary does not run")
+            raise RunError("the pack has no tokenizer.json, which a GGUF file needs; convert a checkpoint that has one")
         self._files = files
         original = _tokenizer(files["tokenizer.json"])  # the library checks the file whole
         self.values = self._json("tokenizer.json")
@@ -116,9 +114,8 @@ class _Source:
         if self.has_spaces:
             self._set_spaces()
         elif any(step != _NFC for step in _steps(self.values.get("normalizer"))):
-            raise RunError(
-                f"tokenizer.json: GGUF has no normalizer {_said(self.values['normalizer'])}; it has NFC alone"
-            )
+            said = _said(self.values["normalizer"])
+            raise RunError(f"tokenizer.json: has the normalizer {said}, which GGUF cannot say; only NFC may be there")
         self.changed = self._free_added_tokens()
         self.tokenizer = _tokenizer(self.values) if self.has_spaces or self.changed else original
         self._config = self._json("tokenizer_config.json")
@@ -140,7 +137,7 @@ class _Source:
         largest = max(texts, default=0)
         if largest >= vocab_size:
             raise RunError(
-                f"tokenizer.json: token {texts[largest]!r} has number {largest}, but the model has {vocab_size} tokens"
+                f"tokenizer.json: token {texts[largest]!r} has number {largest}, but vocab_size is {vocab_size}"
             )
         is_byte = set(_byte_tokens()) if self.has_spaces else set()
         unknown = self.model.get("unk_token") if self.has_spaces else None
@@ -213,9 +210,7 @@ class _Source:
     def _check_model(self) -> None:
         kind = self.model.get("type", "BPE" if "merges" in self.model else "unknown")  # old files have no type
         if kind != "BPE":
-            raise RunError(
-                f"tokenizer.json: is a {kind} tokenizer; GGUF files are written of pair encoding (BPE) alone"
-            )
+            raise RunError(f"tokenizer.json: is a {kind} tokenizer; only BPE tokenizers can be written to GGUF")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if self.model.get(key):
                 raise RunError(f"tokenizer.json: {key} is {self.model[key]!r}, which GGUF cannot say")
@@ -235,13 +230,13 @@ class _Source:
         if not known:
             raise RunError(
                 f"tokenizer.json: has the normalizer {_said(self.values.get('normalizer'))} and the pre-tokenizer "
-                f"{_said(self.values.get('pre_tokenizer'))}; GGUF can say ByteLevel, or SentencePiece's spaces without "
-                "words: Replace with or without Prepend, or Metaspace with split false"
+                f"{_said(self.values.get('pre_tokenizer'))}, which GGUF cannot say; it can say ByteLevel, and "
+                "SentencePiece's spaces (Replace with or without Prepend, or Metaspace with split false)"
             )
         missing = [token for token in _byte_tokens() if token not in self.model.get("vocab", ())]
-        if missing or not self.model.get("byte_fallback"):
-            what = f"no token {missing[0]}" if missing else "byte_fallback false"
-            raise RunError(f"tokenizer.json: has {what}; llama.cpp needs a token for each byte beside SentencePiece's")
+        if missing or not self.model.get("byte_fallback"):  # llama.cpp writes unknown letters as bytes
+            what = f"has no token {missing[0]}" if missing else "has byte_fallback false"
+            raise RunError(f"tokenizer.json: {what}; llama.cpp needs a token for each byte")
         normalizers = [_PREFIX, _TO_SPACES] if self.has_prefix else [_TO_SPACES]
         self.values |= {"normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": None}
 
@@ -265,9 +260,7 @@ class _Source:
                 begin = self._token("bos_token") if self._config.get("add_bos_token") is True else None
                 self.begins_by_config = begin is not None and not first
                 return ids[0] if first else begin, ids[-1] if last else None
-        raise RunError(
-            "tokenizer.json: puts several tokens before or after a text; GGUF names one before and one after"
-        )
+        raise RunError("tokenizer.json: puts several tokens before or after a text; GGUF can name one on each side")
 
     def _token(self, name: str) -> int | None:
         """Returns the token that a config names; None if none does, or if there is no such token."""
@@ -287,16 +280,16 @@ def _of_bytes(source: _Source) -> Iterator[Values]:
     names = [name for name, its in SPLITS.items() if tuple(its) in rules]
     if not names:
         raise RunError(
-            "tokenizer.json: splits texts into words by rules that no tokenizer.ggml.pre here has; known: "
+            "tokenizer.json: splits texts by rules that have no name in GGUF; those of these names are known: "
             + ", ".join(sorted(SPLITS))
         )
     whole, begins = bool(source.model.get("ignore_merges")), source.first is not None
     names.sort(key=lambda name: ((name in WHOLE_WORDS) != whole, (name in BEGIN) != begins))
     merges = source.merges
     if not merges:
-        raise RunError("tokenizer.json: has no merges, without which llama.cpp does not load a vocabulary")
+        raise RunError("tokenizer.json: has no merges; llama.cpp loads no vocabulary without them")
     if any(" " in token for token in chain.from_iterable(merges)):
-        raise RunError("tokenizer.json: a merge has a space of its own, which GGUF cannot write")
+        raise RunError("tokenizer.json: a token of its merges has a space, which GGUF cannot write")
     yield {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": names[0],
@@ -345,7 +338,7 @@ def _difference(source: _Source, fields: Values) -> str:
     found = _tokenizer(values)
     texts = [CHECK_TEXT, *CHECK_TEXT.splitlines(keepends=True), f"  {CHECK_TEXT}", "", " ", "\n\n\n"]
     added = [token.content for token in source.tokenizer.get_added_tokens_decoder().values()]
-    texts += ["a".join(added), f" {' b '.join(added)} "]
+    texts += ["a".join(added), " b ".join(["", *added, ""])]
     for text in texts:
         if found.encode(text).ids != source.ids(text):
             return f"{text[:40]!r} would have other tokens"
@@ -354,8 +347,9 @@ def _difference(source: _Source, fields: Values) -> str:
     same_merges = merges == read_back or _grouped(merges) == _grouped(read_back)
     if same_merges and bool(model.get("ignore_merges")) == values["model"]["ignore_merges"]:
         return ""
+    known = set(added)  # which are found before words are merged
     # The two merge differently; whether a text shows it, the texts of the tokens say, alone and a few together.
-    pieces = list(model["vocab"])
+    pieces = [text for text in model["vocab"] if text not in known]
     runs = ["".join(pieces[place : place + 8]) for place in range(0, len(pieces), 3)] if source.has_spaces else []
     for text in chain(pieces, runs):
         if _merged(found, text) != _merged(source.tokenizer, text):
