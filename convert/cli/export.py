@@ -118,6 +118,10 @@ class ExportOptions:
             raise UsageError(f"{others[0]} needs --to gguf; remove it, or give --to gguf")
         if self.to == "gguf" and (others := given(self, _CHECKPOINTS_ONLY)):
             raise UsageError(f"{others[0]} does not go with --to gguf; give --type instead")
+        if self.output.suffix == ".gguf" and not self.output.is_dir():
+            raise UsageError(
+                f"--output is the folder in which the file is written, as model-Q8_0.gguf; give {self.output.stem}/"
+            )
 
 
 def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
@@ -162,15 +166,19 @@ def export_command(pack: Path, options: ExportOptions) -> None:
             ids = compared_ids(opened, None, options.compare_tokens, "leave out the comparison: --compare-tokens 0")
             logits = compare_export(opened, options.output, ids, operations)
         if options.as_json:
-            click.echo(json.dumps(_as_json(result, logits), indent=2))
+            click.echo(json.dumps({"path": str(_written(options.output)), **_as_json(result, logits)}, indent=2))
             return
         for line in _lines(opened, options, result, logits):
             click.echo(line)
 
 
+def _written(folder: Path) -> Path:
+    """Returns what other programs are given: the folder, or of GGUF the file, or the first of several."""
+    return find_gguf(folder) or folder
+
+
 def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: LogitsError | None) -> Iterator[str]:
-    written = find_gguf(options.output) or options.output  # of a model in parts, the first
-    yield f"{written}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
+    yield f"{_written(options.output)}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
     if result.resumed_bytes:
         yield f"an earlier run has written {size_text(result.resumed_bytes)} of it; codes below are of this run alone"
     if result.formats is not None:

@@ -330,3 +330,5 @@ def test_options_of_other_formats_are_refused(demo_pack: PackMaker, tmp_path: Pa
             found = run(packed, "--to", *arguments, "-o", folder)
             assert found.exit_code == 2 and message in " ".join(found.output.split()), found.output
             assert not Path(folder).exists()
+    found = run(packed, "--to", "gguf", "-o", str(tmp_path / "model.gguf"))
+    assert found.exit_code == 2 and "--output is the folder in which the file is written" in found.output
