@@ -39,6 +39,7 @@ from moe_pack.formats import (
 from moe_pack.formats.cli import cache_folder
 from moe_pack.formats.commands import Part, Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
 from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.formats.spec import with_repeats
@@ -328,7 +329,7 @@ class EvalOptions:
         if path.is_dir():
             path = path / REFERENCE_FILE
             return path if path.is_file() and not path.with_name("config.json").exists() else None
-        return path if path.is_file() else None
+        return path if path.is_file() and find_gguf(path) is None else None
 
     def check(self) -> None:
         """Refuses options that do not go together.

@@ -49,6 +49,7 @@ from moe_pack.formats import (
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import Checkpoint, model_spec
+from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.spec import usual_dtypes, with_repeats
 from moe_pack.runtime import MachineFacts
 
@@ -195,10 +196,11 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
     If only the model's dimensions are known, everything counts as bfloat16, which every plan may use.
     """
     folder = Path(path)
-    is_hub_id = "/" in path and not folder.exists()
-    if is_hub_id or (folder.is_dir() and any(folder.glob("*.safetensors"))):
+    is_on_hub = "/" in path and not folder.exists()
+    has_weights = find_gguf(folder) is not None or (folder.is_dir() and any(folder.glob("*.safetensors")))
+    if is_on_hub or has_weights:
         # On the hub, a plan needs the headers of the weights' files only.
-        source = find_checkpoint(path) if folder.is_dir() else open_streamed(path, Path(gettempdir()))
+        source = find_checkpoint(path) if has_weights else open_streamed(path, Path(gettempdir()))
         with closing(Checkpoint(source)) as checkpoint:
             return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
     spec = model_spec(path)

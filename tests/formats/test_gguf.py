@@ -1,6 +1,7 @@
 """GGUF files as checkpoints: what is read of them, and every reason to refuse one, each with the nearest accepted."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from golden_gguf import GOLDEN
 from models import DEMO_MODEL, TinyMixtral
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, trainers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import CheckpointError, Pack, RangeReader
@@ -93,6 +95,16 @@ def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers()
             expected = np.load(path.with_suffix(".npz"))
             assert np.abs(expected["logits"]).max() > 0.5, "logits so small that the bound would prove nothing"
             assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
+
+
+def test_config_json_names_the_class_of_the_model() -> None:
+    """Without it, vLLM takes the model for one that embeds text, and llama.cpp's converter takes none."""
+    for path in sorted(GOLDEN.glob("*.gguf")):
+        with case(path.stem), closing(GgufFiles(path)) as files:
+            values = json.loads(files.read_file("config.json").tobytes())
+            kind = values["model_type"]
+            expected = "DeepseekForCausalLM" if kind == "deepseek" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+            assert values["architectures"] == [expected]
 
 
 def test_each_type_is_read_in_any_range_as_llama_cpp_dequantizes_it(tmp_path: Path) -> None:
@@ -431,3 +443,46 @@ def test_a_folder_names_its_one_model(tmp_path: Path) -> None:
         find_gguf(tmp_path)
     (tmp_path / "model.safetensors").touch()
     assert find_gguf(tmp_path) is None
+
+
+# --- commands
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the demo model's vocabulary, so that commands can run it on text."""
+    draw = np.random.default_rng(0)
+
+    def widen(tensors: dict[str, Any]) -> None:
+        for name in ("token_embd.weight", "output.weight"):
+            tensors[name] = (draw.standard_normal((4096, 64), np.float32) / 8, gguf.GGMLQuantizationType.F32)
+
+    folder = tmp_path_factory.mktemp("model")
+    return rewritten(folder / "tiny.gguf", with_tokenizer(folder / "vocabulary", byte_level()), tensors=widen)
+
+
+def ran(*arguments: object) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_plan_of_a_file_converts_it(model: Path, tmp_path: Path) -> None:
+    target = ("--device", "cpu", "--target-vram", "40M", "--context", 128)
+    assert f"{model}: mixtral, 2 layers of 4 experts" in ran("plan", model, *target, "-o", tmp_path / "plan.json")
+    ran("convert", model, "--plan", tmp_path / "plan.json", "-o", tmp_path / "packed")
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(model, tmp_path / name)
+    said = CliRunner().invoke(main, ["plan", str(tmp_path), *(str(value) for value in target)])
+    assert said.exit_code == 1
+    assert said.output == f"main: {tmp_path}: has 2 GGUF models; name one of them: a.gguf, b.gguf\n"
+
+
+def test_a_pack_is_compared_with_the_file_it_was_made_from(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    ran("convert", model, "--selector", "none", "--record-bits", 8, "-o", packed)
+    assert "same likeliest token" in ran("verify", packed, "--against", model)
+    ran("eval", packed, "--against", model, "--tokens", 256)
+    against = json.loads((packed / "quality.json").read_text())["content"]["against"]
+    assert 0 < against["kl"]["value"] < 1e-3
+    assert "as in the source" in ran("check", packed, "--against", model, "--max-kl", 0.001)
