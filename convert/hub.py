@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from moe_pack.formats import CheckpointError, UsageError
 from moe_pack.formats.families import SHORT_NAMES
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.gguf import GgufFiles, find_gguf
+from moe_pack.formats.gguf.header import part_paths
 from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot, parse_name
 
 _WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
@@ -29,14 +31,13 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
     if path.is_dir():
         return path
     name = _name_of(source)
-    searched = f"{source}: no such folder, and the hub id {name.text()} is not in the cache"
+    searched = f"{source}: no such file or folder, and the hub id {name.text()} is not in the cache"
     snapshot = cached_snapshot(name, CheckpointError)
     if snapshot is not None:
         folder = snapshot / name.variant
         if is_complete(folder):
             return folder
-        cached = (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))
-        if (paths := _gguf_paths(name, cached)) and (gguf := find_gguf(snapshot / paths[0])) is not None:
+        if (gguf := _cached_gguf(name, snapshot)) is not None:
             return GgufFiles(gguf)
         searched = f"{source}: the hub id {name.text()} is only partly in the cache"
     searched = f"{searched} {_cache()}"
@@ -62,11 +63,20 @@ def _gguf_paths(name: HubName, paths: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if name.variant and path.endswith(".gguf") and word.search(Path(path).name))
 
 
-def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) -> Path | StreamedFiles:
+def _cached_gguf(name: HubName, snapshot: Path) -> Path | None:
+    """Returns the GGUF file of a variant in a snapshot of the cache; None if it is not there with all its parts."""
+    for path in _gguf_paths(name, (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))):
+        with suppress(CheckpointError):
+            return part_paths(snapshot / path)[0]
+    return None
+
+
+def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) -> Path | CheckpointFiles:
     """Returns the files of a checkpoint on the hub that is not downloaded whole; its folder if the cache has it.
 
     Args:    folder: on whose disk pieces of it are, at most `quota_bytes` at a time.
-    Raises:  UsageError if the source is on this disk; CheckpointError if the hub does not have it.
+    Raises:  UsageError if the source is on this disk; CheckpointError if the hub does not have it, or has it as GGUF
+             files that are not in the cache.
     """
     if Path(source).exists():
         raise UsageError(f"--stream reads from the hub, and {source} is on this disk; remove --stream")
@@ -74,7 +84,16 @@ def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) ->
     snapshot = cached_snapshot(name, CheckpointError)
     if snapshot is not None and is_complete(snapshot / name.variant):
         return snapshot / name.variant
-    return StreamedFiles(HubRepository(name, CheckpointError), folder, quota_bytes)
+    if snapshot is not None and (gguf := _cached_gguf(name, snapshot)) is not None:
+        return GgufFiles(gguf)
+    repository = HubRepository(name, CheckpointError)
+    if paths := _gguf_paths(name, repository.files):
+        revision = "" if name.revision is None else f" --revision {name.revision}"
+        raise CheckpointError(
+            f"{source}: GGUF files cannot be streamed; download them first: hf download {name.repository} "
+            f"{' '.join(paths)}{revision}"
+        )
+    return StreamedFiles(repository, folder, quota_bytes)
 
 
 def _name_of(source: str) -> HubName:

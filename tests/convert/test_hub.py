@@ -65,7 +65,7 @@ def test_without_network_one_line_says_what_was_looked_for_and_where(cache: Path
     with pytest.raises(CheckpointError) as caught:
         find_checkpoint("mixtral")
     assert re.fullmatch(
-        rf"mixtral: no such folder, and the hub id mistralai/Mixtral-8x7B-v0\.1 is not in the cache {cache}; "
+        rf"mixtral: no such file or folder, and the hub id mistralai/Mixtral-8x7B-v0\.1 is not in the cache {cache}; "
         r"the download failed: [^\n]+",
         str(caught.value),
     )

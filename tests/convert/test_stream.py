@@ -183,6 +183,27 @@ def test_a_source_on_this_disk_is_not_streamed(hub: HubServer, source: Path, tmp
         open_streamed(str(source), tmp_path)
 
 
+def test_gguf_files_are_downloaded_and_not_streamed(hub: HubServer, tmp_path: Path) -> None:
+    folder, names = tmp_path / "files", [f"tiny-Q4_0-0000{part}-of-00002.gguf" for part in (1, 2)]
+    folder.mkdir()
+    for name in names:
+        shutil.copy(TESTS / "data" / "gguf" / "mixtral.gguf", folder / name)
+    hub.add("someone/gguf", folder)
+    with pytest.raises(
+        CheckpointError,
+        match=rf"^someone/gguf:Q4_0: GGUF files cannot be streamed; download them first: hf download someone/gguf "
+        rf"{names[0]} {names[1]}$",
+    ):
+        open_streamed("someone/gguf:Q4_0", tmp_path)
+    with pytest.raises(CheckpointError, match="is also in another part"):  # two copies are no model
+        find_checkpoint("someone/gguf:Q4_0")
+    downloaded = next((tmp_path / "cache").rglob(names[1]))
+    downloaded.unlink()
+    with pytest.raises(CheckpointError, match="is also in another part"):
+        find_checkpoint("someone/gguf:Q4_0")  # fetches what a broken download lacks
+    assert downloaded.exists()
+
+
 def test_a_source_is_downloaded_whole_and_then_taken_from_the_cache(hub: HubServer, source: Path) -> None:
     for name in ("someone/model", "someone/several:half"):
         with case(name):
