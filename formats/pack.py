@@ -64,6 +64,20 @@ def is_listed(path: Path, listed: ContentFile) -> bool:
         return reader.num_bytes == listed.bytes and reader.sha256() == listed.sha256
 
 
+def check_is_folder(path: Path) -> None:
+    """Checks that the path of a pack is a folder.
+
+    Raises:  PackError if it is missing or a file, which a checkpoint in GGUF is.
+    """
+    if path.is_file():
+        raise PackError(
+            f"{path}: is a file, but a pack is a folder; make a pack of a checkpoint first: moe-pack convert {path} "
+            "-o packed/"
+        )
+    if not path.is_dir():
+        raise PackError(f"{path}: no such folder")
+
+
 class Pack:
     """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
 
@@ -78,8 +92,7 @@ class Pack:
         self._paths: dict[str, Path] = {}  # of files with another path than their name
         self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx
         self._checked: set[tuple[int, int]] = set()
-        if not folder.is_dir():
-            raise PackError(f"{folder}: no such folder")
+        check_is_folder(folder)
         if not (folder / MANIFEST_FILE).exists():
             raise PackError(
                 f"{folder}: found no {MANIFEST_FILE}; this is not a pack, or its conversion has not finished"

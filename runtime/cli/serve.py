@@ -20,6 +20,7 @@ from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import read_size
 from moe_pack.formats.hub.cli import pack_folder
+from moe_pack.formats.pack import check_is_folder
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
 from moe_pack.runtime.generate import USUAL_CONTEXT
 from moe_pack.runtime.machine import use_one_heap
@@ -174,8 +175,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
     if missing:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
     pack = pack_folder(pack)
-    if not pack.is_dir():
-        raise RunError(f"{pack}: no such folder")
+    check_is_folder(pack)
     use_one_heap()
     _Server(pack, options).run()
 

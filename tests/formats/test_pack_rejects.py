@@ -71,6 +71,13 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: no such folder"
 
 
+def test_a_file_is_refused_with_what_makes_a_pack_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    convert = f"moe-pack convert {file} -o packed/"
+    assert refusal(file) == f"{file}: is a file, but a pack is a folder; make a pack of a checkpoint first: {convert}"
+
+
 def test_a_folder_without_manifest_is_refused(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     expected = f"{folder}: found no manifest.json; this is not a pack, or its conversion has not finished"
