@@ -53,6 +53,37 @@ from moe_pack.formats.safetensors import TensorEntry
 
 _MAX_HEADER_BYTES = 256 << 20
 ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS}
+# The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
+_CLASSES: Mapping[str, str] = {
+    "afmoe": "AfmoeForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "dbrx": "DbrxForCausalLM",
+    "deepseek": "DeepseekForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
@@ -152,12 +183,7 @@ class GgufFiles(CheckpointFiles):
     def _small_files(self) -> dict[str, bytes]:
         if self._small is None:
             files = {"config.json": self._config, **tokenizer_files(self.metadata)}
-            self._small = {
-                name: text.encode()
-                if isinstance(text, str)
-                else json.dumps(text, ensure_ascii=False, indent=1).encode()
-                for name, text in files.items()
-            }
+            self._small = {name: _file_bytes(content) for name, content in files.items()}
         return self._small
 
     def config(self) -> object:
@@ -166,6 +192,7 @@ class GgufFiles(CheckpointFiles):
 
     def _make_config(self) -> Values:
         values = self._architecture.config(self.metadata)
+        values = {"architectures": [_CLASSES[values["model_type"]]], **values}
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
         if types == {"MXFP4"} and self._architecture.keeps_mxfp4:
             values["quantization_config"] = {"quant_method": "mxfp4"}
