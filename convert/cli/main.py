@@ -173,10 +173,17 @@ def _print_bytes(pack: Pack) -> None:
         click.echo(f"not run: {tensors}, {size_text(part.num_bytes)}, {kept}: {part.reason}")
 
 
+_LEAST_WIDTH = 22  # of a column of formats, letters
+
+
 def _print_formats(pack: Pack) -> None:
-    click.echo(f"\n{'layers':9} {'experts':9} {'gate':22} {'up':22} {'down':22} bytes an expert")
-    for run in format_runs(pack):
-        cells = " ".join(f"{_part_text(run.formats, pack, matrix):22}" for matrix in MATRICES)
+    runs = list(format_runs(pack))
+    texts = [[_part_text(run.formats, pack, matrix) for matrix in MATRICES] for run in runs]
+    width = max([_LEAST_WIDTH, *(len(text) for row in texts for text in row)])
+    titles = " ".join(f"{matrix:{width}}" for matrix in MATRICES)
+    click.echo(f"\n{'layers':9} {'experts':9} {titles} bytes an expert")
+    for run, row in zip(runs, texts, strict=True):
+        cells = " ".join(f"{text:{width}}" for text in row)
         click.echo(f"{_span(run.layers):9} {_span(run.experts):9} {cells} {run.num_bytes:>15,}")
     click.echo(f"rotated layers: {_rotated_text(pack)}")
     quantized = sorted({format_text(dense.format) for dense in pack.manifest.dense})
@@ -274,10 +281,12 @@ def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsErr
             )
         )
         return
-    click.echo(f"\n{'weights':8} {'stored as':22} {'number':>15} {'mean error':>12} {'relative':>9} {'largest':>10}")
+    width = max([_LEAST_WIDTH, *(len(error.stored_as) for error in matrices)])
+    titles = f"{'weights':8} {'stored as':{width}} {'number':>15} {'mean error':>12} {'relative':>9} {'largest':>10}"
+    click.echo(f"\n{titles}")
     for error in matrices:
         click.echo(
-            f"{error.matrix:8} {error.stored_as:22} {error.num_weights:>15,} {error.mean:>12.3e} "
+            f"{error.matrix:8} {error.stored_as:{width}} {error.num_weights:>15,} {error.mean:>12.3e} "
             f"{error.relative:>9.2%} {error.largest:>10.3e}"
         )
     click.echo(

@@ -123,6 +123,17 @@ def test_inspect_prints_model_bytes_and_formats(tmp_path: Path) -> None:
     assert numbers.pop("total") == sum(numbers.values())
 
 
+def test_columns_are_as_wide_as_their_longest_format(source: Path, tmp_path: Path) -> None:
+    options = ("--codec", "trellis", "--group-size", 64, "--scale-bits", 8, "--selector-bits", 2.5, "--record-bits", 4)
+    run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest", *options)
+    lines = run("inspect", tmp_path / "p").stdout.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("layers"))
+    place = lines[header].index("down")
+    assert lines[header + 1][place - 1 :].startswith(" 4 bit trellis g64, byte scales ")
+    rows = [line for line in run("verify", tmp_path / "p", "--against", source).stdout.splitlines() if "e-" in line]
+    assert len({len(row) for row in rows if not row.startswith("logits")}) == 1
+
+
 def test_verify_says_that_a_pack_is_whole(source: Path, tmp_path: Path) -> None:
     run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest", "--dense-bits", 4)
     result = run("verify", tmp_path / "p")
