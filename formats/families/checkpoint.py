@@ -267,6 +267,8 @@ def _config(source: str) -> tuple[Any, str]:
     path = Path(source)
     if path.is_dir():
         return read_json(FolderFiles(path), "config.json"), "config.json"
+    if path.suffix == ".gguf" and path.is_file():
+        raise CheckpointError(f"{source}: is a GGUF file; give a config.json, a folder with one, or a model's name")
     if path.exists():
         return read_json(FolderFiles(path.parent), path.name), path.name
     names = published_names()

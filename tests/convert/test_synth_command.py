@@ -138,6 +138,11 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 WRONG = {
     "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
+    "GGUF file": (
+        ["synth", str(TESTS / "data" / "gguf" / "mixtral.gguf")],
+        1,
+        "mixtral.gguf: is a GGUF file; give a config.json, a folder with one, or a model's name",
+    ),
     "plan and bits": (
         ["--plan", "p", "--dense-bits", "8", "--sparsity", "0.5"],
         2,
