@@ -17,6 +17,7 @@ from golden_gguf import GOLDEN
 from models import DEMO_MODEL, TinyMixtral
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moe_pack.convert.cli.main import main
@@ -26,7 +27,7 @@ from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor
 from moe_pack.formats.gguf.rows import TensorRows, can_dequantize
-from moe_pack.runtime.model import CheckpointWeights, Decoder
+from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 from moe_pack.runtime.text import Text
 
 # The project's bound on float32 logits; sums in another order differ by less than 1e-5 here.
@@ -486,3 +487,17 @@ def test_a_pack_is_compared_with_the_file_it_was_made_from(model: Path, tmp_path
     against = json.loads((packed / "quality.json").read_text())["content"]["against"]
     assert 0 < against["kl"]["value"] < 1e-3
     assert "as in the source" in ran("check", packed, "--against", model, "--max-kl", 0.001)
+
+
+def test_an_export_of_its_pack_is_a_checkpoint_for_transformers(model: Path, tmp_path: Path) -> None:
+    ran("convert", model, "--selector", "none", "--record-bits", 4, "-o", tmp_path / "packed")
+    ran("export", tmp_path / "packed", "--to", "safetensors", "--dtype", "f32", "-o", tmp_path / "exported")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "exported")(PAGE)["input_ids"]
+    ids = tokens[:64]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")(torch.tensor([ids])).logits[0]
+    with Pack(tmp_path / "packed") as pack:
+        assert tokens == Text(pack).encode(PAGE)
+        found = Decoder(PackWeights(pack, torch.device("cpu")), 64).logits(ids)
+    assert expected.abs().max() > 0.5, "logits so small that the bound would prove nothing"
+    assert (found - expected).abs().max() < TOLERANCE
