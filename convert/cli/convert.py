@@ -1,5 +1,6 @@
 """The command `moe-pack convert`: makes a pack from a checkpoint, with options, by a plan, or for a target."""
 
+import math
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,7 @@ from moe_pack.formats import (
     Progress,
     Quantizer,
     UsageError,
+    dense_roles,
     option,
     size_text,
 )
@@ -91,6 +93,7 @@ from moe_pack.formats.commands import Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
 from moe_pack.formats.writer import await_parts, journaled_bytes
@@ -454,8 +457,25 @@ def _say_plan(
     has_bf16 = any(expert.of(matrix) == BF16 for layer in plan.experts for expert in layer for matrix in MATRICES)
     if narrowed and has_bf16:
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
+    widened = _widened(checkpoint, plan)
+    if widened and options.plan_file is None:
+        _tell(
+            f"note: {len(widened)} dense matrices are dequantized and stored as float32, "
+            f"{size_text(4 * sum(math.prod(role.shape) for role in widened))}; --dense-bits 8 takes about a quarter"
+        )
     if limited := memory_line(checkpoint, plan, layout, options.workers, options.memory_bytes):
         _tell(limited)
+
+
+def _widened(checkpoint: Checkpoint, plan: Plan) -> list[DenseRole]:
+    """Returns the dense matrices that have codes in the source and are stored as its dequantized values."""
+    return [
+        role
+        for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True)
+        if part is None
+        and role.quantizable
+        and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
+    ]
 
 
 def _say_converted(result: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:

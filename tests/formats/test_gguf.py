@@ -236,6 +236,13 @@ def test_a_pack_of_a_gguf_file_says_what_was_dequantized(tmp_path: Path) -> None
     said = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(packed)])
     assert said.exit_code == 0, said.output
     assert "mixtral.gguf: Q4_0: 16 tensors, dequantized; F32: 7 tensors, as they are\n" in said.output
+    assert (
+        # Embedding and head 2 * 64 * 64; attention of both layers 2 * (64 * 64 + 32 * 64 + 32 * 64 + 64 * 64).
+        "note: 10 dense matrices are dequantized and stored as float32, 128.0 KiB; --dense-bits 8 takes about a quarter"
+        in said.output
+    )
+    coded = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / "p"), "--dense-bits", "8"])
+    assert coded.exit_code == 0 and "float32" not in coded.output
     account = json.loads((packed / "source.json").read_text())
     assert [file["name"] for file in account["files"]] == ["mixtral.gguf"]
     decoded = {tensor["name"]: tensor.get("decoded_from") for tensor in account["tensors"]}
