@@ -1,28 +1,51 @@
-"""How fast GGUF files are dequantized and quantized, and how much memory their conversion and export take.
+"""How fast GGUF files are read and written, how much memory that takes, and what a quantized source costs.
 
     python tests/bench/gguf_files.py rates
     python tests/bench/gguf_files.py convert
     python tests/bench/gguf_files.py export
+    python tests/bench/gguf_files.py losses model-F16.gguf model-Q8_0.gguf model-Q4_K_M.gguf
 
 `rates` dequantizes a matrix of random blocks of each type, in one thread. `convert` writes a file with the dimensions
 of Qwen3-30B-A3B, fewer layers and experts, and random blocks, and makes a pack of it in a process of its own. `export`
-makes a file of that pack. Times are processor time, which other work on the machine changes least.
+makes a file of that pack. Times are processor time, which other work on the machine changes least. `losses` makes a
+profile and calibrated packs of each file, and compares every file and pack with the first file's predictions on the
+same tokens.
 """
 
 import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import gguf
 import numpy as np
-from benchlib import DEMO_MODEL, ROOT, finish, json_option, moe_pack_command, table
+import torch
+from benchlib import (
+    BOOK,
+    DEMO_MODEL,
+    ROOT,
+    SEQUENCE_LENGTH,
+    finish,
+    json_option,
+    moe_pack,
+    moe_pack_command,
+    table,
+)
+from benchlib.judging import Blocks, Judge, paired_difference
 from numpy.typing import NDArray
 
-from moe_pack.formats.gguf import vocabulary_fields
+from moe_pack.calib.forward import read_tokens
+from moe_pack.formats import Pack
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.gguf import GgufFiles, vocabulary_fields
+from moe_pack.runtime import Text
+from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, operations_for
 
 _TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q2_K", "IQ4_XS", "IQ3_XXS", "MXFP4")
 _SIZE = 4096  # rows and columns of the matrix
@@ -104,6 +127,67 @@ def _run(*arguments: object) -> dict[str, float]:
 def _finish(facts: dict[str, float], as_json: bool) -> None:
     row = (f"{facts['file_bytes'] / 1e6:.0f}", f"{facts['cpu_s']:.1f}", f"{facts['peak_bytes'] / 2**30:.2f}")
     finish(facts, table(("file, MB", "processor time, s", "peak memory, GiB"), [row]), as_json)
+
+
+@main.command(help="Measures what packs of quantized files lose against the first file, which is not quantized.")
+@click.argument("files", type=click.Path(path_type=Path, exists=True), nargs=-1, required=True)
+@click.option("--bits", multiple=True, default=("4", "3", "2"), show_default=True, help="Of an expert weight.")
+@click.option("--tokens", default=16384, show_default=True)
+@click.option("--text", type=click.Path(path_type=Path, exists=True), default=BOOK, show_default=True)
+@json_option
+def losses(files: tuple[Path, ...], bits: tuple[str, ...], tokens: int, text: Path, as_json: bool) -> None:
+    with closing(GgufFiles(files[0])) as original:
+        judged = read_tokens(str(text), None, Text(original), tokens, SEQUENCE_LENGTH)
+    found: dict[str, dict[str, Any]] = {}
+    first: list[Blocks] = []
+    with ExitStack() as stack:
+        opened = [stack.enter_context(closing(Checkpoint(GgufFiles(file)))) for file in files]
+        judge = Judge(opened[0], judged)
+        for file, checkpoint in zip(files, opened, strict=True):
+            own = judge.blocks(Decoder(CheckpointWeights(checkpoint), SEQUENCE_LENGTH))
+            packs = list(_packs_blocks(file, bits, (judge, Judge(checkpoint, judged))))
+            first = first or [of_first for of_first, _ in packs]
+            found[file.name] = {
+                "bytes": file.stat().st_size,
+                "kl": own.mean(),
+                "packs": {
+                    width: {
+                        "kl_of_first": of_first.mean(),
+                        "kl_of_file": of_file.mean(),
+                        "more": str(paired_difference(of_first, other)),
+                    }
+                    for width, (of_first, of_file), other in zip(bits, packs, first, strict=True)
+                },
+            }
+    rows = [
+        (
+            name,
+            f"{each['bytes'] / 1e6:.1f}",
+            f"{each['kl']:.4f}",
+            width,
+            f"{pack['kl_of_first']:.4f}",
+            pack["more"],
+            f"{pack['kl_of_file']:.4f}",
+        )
+        for name, each in found.items()
+        for width, pack in each["packs"].items()
+    ]
+    header = ("source", "MB", "its KL", "bits", "KL of the pack", "more than from the first", "KL from its source")
+    finish(found, table(header, rows), as_json)
+
+
+def _packs_blocks(file: Path, bits: tuple[str, ...], judges: tuple[Judge, Judge]) -> Iterator[tuple[Blocks, Blocks]]:
+    """Yields the divergence of calibrated packs of a file from both judges' sources, for each width."""
+    cpu = torch.device("cpu")
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
+        profile = Path(folder) / "profile"
+        moe_pack("profile", file, "-o", profile, "--tokens", 8192, "--sensitivity", "none")
+        for width in bits:
+            packed = Path(folder) / width
+            moe_pack("convert", file, "--profile", profile, "--selector", "none", "--record-bits", width, "-o", packed)
+            with Pack(packed) as pack, operations_for(cpu) as operations:
+                decoder = Decoder(PackWeights(pack, cpu, operations), SEQUENCE_LENGTH)
+                yield judges[0].blocks(decoder), judges[1].blocks(decoder)
 
 
 def _write(path: Path, layers: int, experts: int) -> None:
