@@ -419,8 +419,9 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
             return planned
         part = kept_format(checkpoint, source)
         if part is None:
+            stored_as = checkpoint.files.decoded_from(source.tensor) or checkpoint.dtype(source)
             raise PlanError(
-                f"{flag} source: {checkpoint.place(source)} is {checkpoint.dtype(source)}, which no format of experts "
+                f"{flag} source: {checkpoint.place(source)} is {stored_as}, which no format of experts "
                 "keeps without loss; give a width (16 is bfloat16)"
             )
         return part if not isinstance(bits, float | int) or part.width <= bits else planned

@@ -243,6 +243,8 @@ def test_a_pack_of_a_gguf_file_says_what_was_dequantized(tmp_path: Path) -> None
     )
     coded = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / "p"), "--dense-bits", "8"])
     assert coded.exit_code == 0 and "float32" not in coded.output
+    kept = CliRunner().invoke(main, ["convert", str(MIXTRAL), "-o", str(tmp_path / "s"), "--record-bits", "source"])
+    assert kept.exit_code == 1 and "is Q4_0, which no format of experts keeps without loss" in kept.output
     account = json.loads((packed / "source.json").read_text())
     assert [file["name"] for file in account["files"]] == ["mixtral.gguf"]
     decoded = {tensor["name"]: tensor.get("decoded_from") for tensor in account["tensors"]}
