@@ -32,6 +32,7 @@ from moe_pack.formats.gguf.architecture import (
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, part_paths, read_headers
 from moe_pack.formats.gguf.hybrids import HYBRIDS
+from moe_pack.formats.gguf.latents import LATENTS
 from moe_pack.formats.gguf.rows import (
     AS_THEY_ARE,
     Changed,
@@ -52,7 +53,7 @@ from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
 from moe_pack.formats.safetensors import TensorEntry
 
 _MAX_HEADER_BYTES = 256 << 20
-ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS}
+ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS}
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
 _CLASSES: Mapping[str, str] = {
     "afmoe": "AfmoeForCausalLM",
@@ -408,10 +409,14 @@ class GgufFiles(CheckpointFiles):
         It has the parts of the last decoder layer with attention and experts.
         """
         stored = [tensor for name, tensor in self._stored.items() if name.startswith(f"blk.{number}.")]
-        if not family.prediction and any(kept.pattern == "mtp.*" for kept in family.unused):
+        kept = next((kept.pattern for kept in family.unused if kept.pattern.endswith("mtp.*")), None)
+        if not family.prediction and kept is not None:
             for tensor in stored:  # which nothing runs: any name that the family keeps does
                 self._used.add(tensor.name)
-                yield f"mtp.{tensor.name}", _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
+                yield (
+                    f"{kept[:-1]}{tensor.name}",
+                    _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name),
+                )
         if not family.prediction or not stored:
             return
         names = family.prediction[0]

@@ -184,6 +184,33 @@ def _windows(spec: ModelSpec) -> Values:
     return {"attention.sliding_window_pattern": [spec.attention.window(layer) is not None for layer in layers]}
 
 
+def _by_kind(spec: ModelSpec) -> Values:
+    """Returns the keys of models whose layers with a window have heads and rotary positions of their own."""
+    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
+    sliding, heads, bases = list[bool](), list[int](), dict[bool, float]()
+    for layer, attention in enumerate(kinds):
+        assert isinstance(attention, GroupedQuerySpec), "attention with windows"
+        rope, flag = spec.rope_of(layer), attention.sliding_window is not None
+        assert rope is not None, "rotary positions"
+        sliding.append(flag)
+        heads.append(attention.num_kv_heads)
+        bases[flag] = rope.theta
+    full = spec.rope_of(sliding.index(False)) if False in sliding else spec.rope
+    windows = [each.sliding_window or 0 for each in kinds if isinstance(each, GroupedQuerySpec)]
+    return {
+        **_rope(full),
+        "rope.freq_base_swa": bases.get(True),
+        "attention.head_count_kv": heads,
+        "attention.sliding_window": max(*windows, 1),
+        "attention.sliding_window_pattern": sliding,
+    }
+
+
+def _mimo(spec: ModelSpec) -> Values:
+    assert isinstance(spec.attention, GroupedQuerySpec), "MiMo's attention"
+    return {"attention.value_scale": spec.attention.value_scale, **_by_kind(spec)}
+
+
 def _cohere(spec: ModelSpec) -> Values:
     values = {"logit_scale": 1 / spec.logits_scaling, "rope.scaling.type": "none", **_windows(spec)}
     if spec.router.kind == "topk_softmax":  # llama.cpp takes the softmax first and normalizes afterwards
@@ -230,6 +257,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "llama4": _step,
     "ernie4_5-moe": _ernie,
     "dbrx": _dbrx,
+    "mimo2": _mimo,
     "kimi-linear": _kimi_linear,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
 }
@@ -237,6 +265,9 @@ _EXTRAS: Mapping[str, Extras] = {
 
 # Architectures that need a head of their own.
 _OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "minimax-m2", "olmoe", "qwen2moe")
+
+# Architectures in which some layers must have a sliding window.
+_WINDOWED = ("mimo2",)
 
 
 def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
@@ -260,6 +291,9 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
     if isinstance(mixer, GatedDeltaSpec) and mixer.key_head_dim != mixer.value_head_dim:
         return f"heads with {mixer.key_head_dim} keys and {mixer.value_head_dim} values; both must be equal"
     if isinstance(attention, GroupedQuerySpec):
+        kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec))
+        if architecture in _WINDOWED and all(kind.sliding_window is None for kind in kinds):
+            return "no layer with a sliding window"
         if architecture == "llama" and attention.sliding_window is not None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:

@@ -26,6 +26,7 @@ from moe_pack.convert.export import ExportWork, compare_export, export_gguf
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
+from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.writer import Step
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
@@ -276,6 +277,9 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     minimax = spec_of("minimax_m2")
     tied = replace(minimax, tied_head=True)
     yield "tied", tied, replace(mixtral, tied_head=True), "'minimax-m2' cannot have a head that is the embedding"
+    mimo = spec_of("mimo_v2_flash")
+    assert isinstance(mimo.attention, GroupedQuerySpec) and mimo.attention.sliding_window is None
+    yield "no window", replace(mimo, others=()), mimo, "'mimo2' cannot have no layer with a sliding window"
     qwen = spec_of("qwen3_moe")
     other = with_router(qwen, normalize=False)
     yield "weights", other, qwen, "llama.cpp's architecture 'qwen3moe' has another router.normalize"

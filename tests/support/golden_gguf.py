@@ -45,8 +45,23 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
     },
     "minimax_m2": {"rotary_dim": 16},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 24,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc",
+        "layernorm_epsilon": 1e-5,
+        "rope_parameters": None,
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+    },
     "hunyuan_v1_moe": {"moe_intermediate_size": [32, 32], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
 }
+# Whose published config.json transformers 5 would give to llama.cpp's converter under names that this does not know.
+AS_WRITTEN = ("mimo_v2_flash",)
 # The type of a family's matrices, and its sizes.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -143,6 +158,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
+    "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
     "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
@@ -197,7 +213,8 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
     import gguf
 
     base = import_module("conversion.base")
-    values = base.ModelBase.load_hparams(folder, False)
+    written = json.loads((folder / "config.json").read_text())
+    values = written if written["model_type"] in AS_WRITTEN else base.ModelBase.load_hparams(folder, False)
     architecture = import_module("convert_hf_to_gguf").get_model_architecture(values, base.ModelType.TEXT)
     found = import_module("conversion").get_model_class(architecture)
 
@@ -212,7 +229,7 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
     if hasattr(made, "no_mtp"):
         made.no_mtp = True
     with torch.inference_mode():
-        made(folder, gguf.LlamaFileType.ALL_F32, out).write()
+        made(folder, gguf.LlamaFileType.ALL_F32, out, hparams=values).write()
 
 
 def quantize_there(path: Path, out: Path, kind: Any) -> None:
