@@ -19,6 +19,8 @@ from moe_pack.convert.export.folder import Shard, write_folder
 from moe_pack.convert.export.weights import ExportUnit, PackSource, Put, Rows, dense_rows
 from moe_pack.formats import Pack
 from moe_pack.formats.gguf import (
+    AnyPlacement,
+    ConstantPlacement,
     ExpertPlacement,
     Placement,
     block_values,
@@ -114,12 +116,14 @@ def _type_of(is_matrix: bool, is_expert: bool, num_cols: int, kind: GgufType) ->
     return wanted if num_cols % block_values(wanted) == 0 else "F16"
 
 
-def _units(source: PackSource, places: Sequence[Placement | ExpertPlacement], kind: GgufType) -> Iterator[ExportUnit]:
+def _units(source: PackSource, places: Sequence[AnyPlacement], kind: GgufType) -> Iterator[ExportUnit]:
     """Yields the units of all tensors: a dense tensor, or those of all experts of a layer."""
     by_layer: dict[int, list[ExpertPlacement]] = {}
     for place in places:
         if isinstance(place, ExpertPlacement):
             by_layer.setdefault(place.layer, []).append(place)
+        elif isinstance(place, ConstantPlacement):
+            yield _ConstantUnit(place, ((place.name, "F32", place.shape),))
         else:
             stored = place.name, _type_of(place.is_matrix, False, place.shape[-1], kind), place.shape
             yield _DenseUnit(source, place, (stored,))
@@ -128,6 +132,19 @@ def _units(source: PackSource, places: Sequence[Placement | ExpertPlacement], ki
             (place.name, _type_of(not place.is_bias, True, place.shape[-1], kind), place.shape) for place in each
         )
         yield _LayerUnit(source, layer, tuple(each), stored_ones)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ConstantUnit:
+    place: ConstantPlacement
+    tensors: tuple[StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    def write(self, put: Put) -> None:
+        put(self.name, 0, encode_rows(self.place.values[None], "F32").reshape(-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """GGUF files, the format of llama.cpp: read as checkpoints of our families, and what a file to write has."""
 
 from moe_pack.formats.gguf.files import GgufFiles, find_gguf
-from moe_pack.formats.gguf.placing import ExpertPlacement, Placement
+from moe_pack.formats.gguf.placing import AnyPlacement, ConstantPlacement, ExpertPlacement, Placement
 from moe_pack.formats.gguf.vocabulary import vocabulary_fields, vocabulary_notes
 from moe_pack.formats.gguf.writing import (
     block_values,
@@ -12,6 +12,8 @@ from moe_pack.formats.gguf.writing import (
 )
 
 __all__ = [
+    "AnyPlacement",
+    "ConstantPlacement",
     "ExpertPlacement",
     "GgufFiles",
     "Placement",

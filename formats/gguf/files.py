@@ -22,12 +22,15 @@ from moe_pack.formats.families.family import ExpertNames, Family, Stored, named,
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
+    FACTORS,
     GATE_UP_EXPERTS,
     TENSOR_NAMES,
     Architecture,
     Change,
     Values,
+    head_dim,
     num_layers,
+    with_factors,
 )
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, part_paths, read_headers
@@ -156,12 +159,12 @@ class GgufFiles(CheckpointFiles):
                     f"{self._paths[tensor.file].name}: tensor {tensor.name!r} is {tensor.type}, which the gguf package "
                     "cannot dequantize; a newer one may: pip install -U gguf"
                 )
-        self._config = self._make_config()
         self._small: dict[str, bytes] | None = None
         self._readers = [RangeReader(part, CheckpointError) for part in self._paths]
         self._tensors: dict[str, _Tensor] = {}
         self._entries: dict[str, TensorEntry] = {}
         self._used: set[str] = set()
+        self._config = self._make_config()
         self._roles: dict[str, DenseRole] = {}
 
     def has(self, name: str) -> bool:
@@ -197,6 +200,11 @@ class GgufFiles(CheckpointFiles):
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
         if types == {"MXFP4"} and self._architecture.keeps_mxfp4:
             values["quantization_config"] = {"quant_method": "mxfp4"}
+        if self._architecture.has_factors and (tensor := self._stored.get(FACTORS)) is not None:
+            scaled = with_factors(values, head_dim(self.metadata), self._rows(tensor).floats(0, 1)[0])
+            if scaled is not None:
+                self._used.add(FACTORS)
+                return scaled
         return values
 
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -409,14 +417,13 @@ class GgufFiles(CheckpointFiles):
         It has the parts of the last decoder layer with attention and experts.
         """
         stored = [tensor for name, tensor in self._stored.items() if name.startswith(f"blk.{number}.")]
-        kept = next((kept.pattern for kept in family.unused if kept.pattern.endswith("mtp.*")), None)
+        kept = next((kept.pattern for kept in family.unused if kept.pattern in _UNRUN), None)
         if not family.prediction and kept is not None:
             for tensor in stored:  # which nothing runs: any name that the family keeps does
                 self._used.add(tensor.name)
-                yield (
-                    f"{kept[:-1]}{tensor.name}",
-                    _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name),
-                )
+                part = tensor.name.removeprefix(f"blk.{number}.").removeprefix("nextn.")
+                name = f"{kept.format(n=number)[:-1]}{part}" if "{n}" in kept else f"{kept[:-1]}{tensor.name}"
+                yield name, _Tensor(self._rows(tensor), tensor.shape, self._paths[tensor.file].name)
         if not family.prediction or not stored:
             return
         names = family.prediction[0]
@@ -472,6 +479,8 @@ class GgufFiles(CheckpointFiles):
                 )
 
 
+# Names of prediction layers that nothing runs.
+_UNRUN = ("mtp.*", "model.mtp.*", "model.layers.{n}.*")
 # Parts of a prediction layer that decoder layers lack, by the fields of `PredictionNames`.
 _PREDICTION = {
     "project": "eh_proj",

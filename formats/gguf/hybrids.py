@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.architecture import (
+    CENTERED,
     PAIRS,
     Architecture,
     Change,
@@ -308,13 +309,6 @@ _KIMI_DELTA = _SSM | _mixer(
     }
 )
 _DECAY: Mapping[str, Change] = {"layers.{i}.mixer.a_log": "decay"}
-_CENTERED: Mapping[str, Change] = dict.fromkeys(
-    (
-        "norm",
-        *(f"layers.{{i}}.{name}" for name in ("attention_norm", "mlp_norm", "attention.q_norm", "attention.k_norm")),
-    ),
-    "plus_one",
-)
 _TILED: Mapping[str, Maker] = {
     "layers.{i}.mixer.qkv": _tiled_qkv,
     "layers.{i}.mixer.conv": _tiled_conv,
@@ -331,10 +325,10 @@ HYBRIDS: Mapping[str, Architecture] = {
     "qwen3next": Architecture(
         _qwen3_next,
         names=_DELTA | NORM_AFTER,
-        changes={**_CENTERED, **_DECAY},
+        changes={**CENTERED, **_DECAY},
         makers={"layers.{i}.mixer.qkvz": _qkvz},
     ),
-    "qwen35moe": Architecture(_qwen3_5_moe, names=_DELTA | NORM_AFTER, changes={**_CENTERED, **_DECAY}, makers=_TILED),
+    "qwen35moe": Architecture(_qwen3_5_moe, names=_DELTA | NORM_AFTER, changes={**CENTERED, **_DECAY}, makers=_TILED),
     "granitehybrid": Architecture(_granite_hybrid, names=_SSM, changes={**PAIRS, **_DECAY}),
     "jamba": Architecture(_jamba, names=_SSM, changes=_DECAY),
     "nemotron_h_moe": Architecture(

@@ -5,12 +5,19 @@ Source: llama.cpp, conversion/ and src/models/.
 
 from collections.abc import Mapping
 
+import numpy as np
+
+from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.architecture import (
+    CENTERED,
     Architecture,
     Values,
     decoder,
     experts,
+    head_dim,
+    needs_sigmoid,
     num_layers,
+    rope,
     windows,
 )
 from moe_pack.formats.gguf.header import Metadata
@@ -26,7 +33,6 @@ def _mimo2(m: Metadata) -> Values:
     kinds, size = windows(m, 6), m.whole("attention.key_length")
     heads = dict(zip(kinds, m.each("attention.head_count_kv", num_layers(m)), strict=True))
     share = m.whole("rope.dimension_count") / size
-    bases = {"full_attention": m.number("rope.freq_base"), "sliding_attention": m.number("rope.freq_base_swa", 1e4)}
     return decoder(
         m,
         "mimo_v2_flash",
@@ -43,14 +49,57 @@ def _mimo2(m: Metadata) -> Values:
         norm_topk_prob=True,
         rope_theta=None,
         rope_scaling=None,
-        rope_parameters={
-            kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share}
-            for kind, base in bases.items()
-            if kind in kinds
-        },
+        rope_parameters=_ropes(m, dict.fromkeys(kinds, share)),
     )
+
+
+def _ropes(m: Metadata, shares: Mapping[str, float]) -> Values:
+    """Returns the rotary positions of each kind of layer, by the share of a head that rotates."""
+    if (scaling := rope(m)["rope_scaling"]) is not None:
+        kind = scaling["rope_type"]
+        raise CheckpointError(f"{m.place}: {m.architecture}.rope.scaling.type is {kind!r}, expected 'none'")
+    bases = {"full_attention": m.number("rope.freq_base"), "sliding_attention": m.number("rope.freq_base_swa", 1e4)}
+    return {
+        kind: {"rope_type": "default", "rope_theta": bases[kind], "partial_rotary_factor": share}
+        for kind, share in shares.items()
+    }
+
+
+def _step35(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    layers, kinds = num_layers(m), windows(m, 4)
+    heads = dict(zip(kinds, m.each("attention.head_count", layers), strict=True))
+    shares = {"full_attention": 0.5, "sliding_attention": 1.0}  # constants of llama.cpp's code
+    most = next(iter(heads.values()))
+    return decoder(
+        m,
+        "step3p5",
+        num_attention_heads=heads.get("full_attention", most),
+        num_sliding_attention_heads=heads.get("sliding_attention", most),
+        head_dim=head_dim(m),
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=kinds,
+        mlp_layer_types=_sparse_layers(m),
+        **experts(m, "n_routed_experts", intermediate_size=m.whole("feed_forward_length")),
+        share_expert_dim=m.whole("expert_shared_feed_forward_length"),
+        moe_router_scaling_factor=m.number("expert_weights_scale", 1.0),
+        norm_expert_weight=m.flag("expert_weights_norm", True),
+        swiglu_limits=_limits(m, "swiglu_clamp_exp"),
+        swiglu_limits_shared=_limits(m, "swiglu_clamp_shexp"),
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=_ropes(m, {kind: shares[kind] for kind in kinds}),
+    )
+
+
+def _limits(m: Metadata, key: str) -> list[float | None] | None:
+    """Returns the limits of each layer's neurons; 0 is none."""
+    if not m.has(key):
+        return None
+    return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, num_layers(m))]
 
 
 LATENTS: Mapping[str, Architecture] = {
     "mimo2": Architecture(_mimo2),
+    "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
 }

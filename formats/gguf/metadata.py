@@ -211,6 +211,21 @@ def _mimo(spec: ModelSpec) -> Values:
     return {"attention.value_scale": spec.attention.value_scale, **_by_kind(spec)}
 
 
+def _step35(spec: ModelSpec) -> Values:
+    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
+    values = {
+        **_by_kind(spec),
+        "attention.head_count": [each.num_heads for each in kinds if isinstance(each, GroupedQuerySpec)],
+        "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
+    }
+    if limits := spec.expert.limits:
+        for name in ("routed", "unrouted"):
+            found = {layer: getattr(limit, name) for limit in limits for layer in limit.layers or ()}
+            each = [found.get(layer) or 0.0 for layer in range(spec.num_hidden_layers)]
+            values[f"swiglu_clamp_{'exp' if name == 'routed' else 'shexp'}"] = each
+    return values
+
+
 def _cohere(spec: ModelSpec) -> Values:
     values = {"logit_scale": 1 / spec.logits_scaling, "rope.scaling.type": "none", **_windows(spec)}
     if spec.router.kind == "topk_softmax":  # llama.cpp takes the softmax first and normalizes afterwards
@@ -258,6 +273,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "ernie4_5-moe": _ernie,
     "dbrx": _dbrx,
     "mimo2": _mimo,
+    "step35": _step35,
     "kimi-linear": _kimi_linear,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
 }
@@ -267,7 +283,7 @@ _EXTRAS: Mapping[str, Extras] = {
 _OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "minimax-m2", "olmoe", "qwen2moe")
 
 # Architectures in which some layers must have a sliding window.
-_WINDOWED = ("mimo2",)
+_WINDOWED = ("mimo2", "step35")
 
 
 def not_loaded(spec: ModelSpec, architecture: str) -> str | None:

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Matrix, ModelSpec, dense_roles
 from moe_pack.formats.families.family import role_key
-from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, TENSOR_NAMES, Architecture, Change, Maker
+from moe_pack.formats.gguf.architecture import (
+    EXPERT_TENSORS,
+    FACTORS,
+    TENSOR_NAMES,
+    Architecture,
+    Change,
+    Maker,
+    rope_factors,
+)
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.rows import Bytes, Rows
 from moe_pack.formats.parts import (
@@ -24,6 +32,7 @@ from moe_pack.formats.parts import (
     LatentSpec,
     Mamba2Spec,
     MambaSpec,
+    RopeSpec,
     ShortConvSpec,
 )
 
@@ -67,9 +76,23 @@ class ExpertPlacement:
     is_bias: bool = False
 
 
-def placements(
-    spec: ModelSpec, architecture: Architecture, metadata: Metadata
-) -> Iterator[Placement | ExpertPlacement]:
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantPlacement:
+    """A GGUF tensor whose values follow from the model's spec: float32."""
+
+    name: str
+    values: NDArray[np.float32]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self.values.shape
+
+
+AnyPlacement = Placement | ExpertPlacement | ConstantPlacement
+
+
+def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) -> Iterator[AnyPlacement]:
     """Yields all tensors of a model: dense ones, then those of experts, layer by layer.
 
     Args:    spec: of the source, without repeated neurons.   metadata: that is written, which makers read.
@@ -77,6 +100,10 @@ def placements(
     """
     orders: dict[str, list[tuple[str, Places | None, Places | None]]] = {}
     fused: list[Placement] = []
+    ropes = [(attention, rope) for attention, rope in spec.attention_kinds if rope and rope.scaling]
+    for attention, rope in ropes if architecture.has_factors else ():
+        assert isinstance(attention, GroupedQuerySpec) and isinstance(rope, RopeSpec), "rotary positions of heads"
+        yield ConstantPlacement(FACTORS, rope_factors(rope, attention.head_dim // 2))
     for role in dense_roles(spec):
         for place in _of_role(spec, role, architecture, metadata, orders):
             if not architecture.fuses_qkv or role.name.rpartition(".")[2] not in ("q", "k", "v"):

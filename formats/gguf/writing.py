@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from moe_pack.formats import CheckpointError, ModelSpec, RunError
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.gguf.architecture import Architecture, Values
+from moe_pack.formats.gguf.architecture import Architecture, Values, head_dim, with_factors
 from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, gguf_package
 from moe_pack.formats.gguf.metadata import model_metadata, not_loaded
-from moe_pack.formats.gguf.placing import ExpertPlacement, NoPlaceError, Placement, placements
+from moe_pack.formats.gguf.placing import AnyPlacement, ConstantPlacement, NoPlaceError, placements
 from moe_pack.formats.safetensors import StoredTensor, TensorEntry, TensorFileLayout
 
 # What an architecture of another kind of model raises.
@@ -35,7 +35,7 @@ class GgufModel:
 
     architecture: str
     metadata: Values
-    placements: tuple[Placement | ExpertPlacement, ...]
+    placements: tuple[AnyPlacement, ...]
 
 
 def gguf_model(spec: ModelSpec) -> GgufModel:
@@ -76,7 +76,11 @@ def _model(spec: ModelSpec, name: str, architecture: Architecture) -> GgufModel:
 def _read_back(model: GgufModel, architecture: Architecture) -> ModelSpec:
     """Returns the model that the reader of GGUF files finds in the metadata and the tensors' shapes."""
     tensors = {place.name: GgufTensor(place.name, "F32", place.shape, 0, 0, 0) for place in model.placements}
-    values = architecture.config(Metadata(model.architecture, model.metadata, tensors))
+    metadata = Metadata(model.architecture, model.metadata, tensors)
+    values = architecture.config(metadata)
+    for place in model.placements:
+        if isinstance(place, ConstantPlacement):
+            values = with_factors(values, head_dim(metadata), place.values) or values
     return read_spec(Config(values, model.architecture))[1]
 
 

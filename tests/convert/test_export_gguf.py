@@ -35,6 +35,7 @@ EXPLAINED = {
     "feed_forward_length": "of no layer in models whose layers all have experts",
     "full_attention_interval": "the config's default; the layers of the test are others",
     "rope.scaling.type": "none is what a missing key means",
+    "moe_every_n_layers": "which no code of llama.cpp reads in Step 3.5",
     "nextn_predict_layers": "0 is what a missing key means",
     "rope.freq_base": "of no layer in Granite's hybrid without positions",
     "expert_shared_feed_forward_length": "ERNIE's is divided by the heads there, and no such file loads",
@@ -83,8 +84,9 @@ def no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_same(found: Any, expected: Any) -> bool:
-    is_number = isinstance(expected, float) and found is not None
-    return bool(np.isclose(found, expected, rtol=1e-6)) if is_number else bool(found == expected)
+    of_floats = isinstance(expected, list) and {type(each) for each in expected} == {float}
+    is_number = found is not None and (isinstance(expected, float) or of_floats)
+    return bool(np.allclose(found, expected, rtol=1e-6, atol=0)) if is_number else bool(found == expected)
 
 
 @pytest.mark.usefixtures("any_sizes")
@@ -280,6 +282,10 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     mimo = spec_of("mimo_v2_flash")
     assert isinstance(mimo.attention, GroupedQuerySpec) and mimo.attention.sliding_window is None
     yield "no window", replace(mimo, others=()), mimo, "'mimo2' cannot have no layer with a sliding window"
+    step = spec_of("step3p5")
+    assert step.rope is not None
+    whole = replace(step, rope=replace(step.rope, rotary_dim=8))
+    yield "rotated", whole, step, "llama.cpp's architecture 'step35' has another rope.rotary_dim"
     qwen = spec_of("qwen3_moe")
     other = with_router(qwen, normalize=False)
     yield "weights", other, qwen, "llama.cpp's architecture 'qwen3moe' has another router.normalize"

@@ -201,21 +201,24 @@ def test_mxfp4_blocks_keep_their_codes() -> None:
 
 def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
     def add(tensors: dict[str, Any]) -> None:
-        for name in [name for name in tensors if name.startswith("blk.1.")]:
-            tensors[name.replace("blk.1.", "blk.2.")] = tensors[name]
+        number = 3 if "blk.2.attn_norm.weight" in tensors else 2
+        last, new = f"blk.{number - 1}.", f"blk.{number}."
+        tensors |= {name.replace(last, new): tensors[name] for name in tensors if name.startswith(last)}
         norm = tensors["output_norm.weight"]
-        tensors |= {f"blk.2.nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
-        tensors["blk.2.nextn.eh_proj.weight"] = (np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32)
+        tensors |= {f"{new}nextn.{name}.weight": norm for name in ("enorm", "hnorm", "shared_head_norm")}
+        tensors[f"{new}nextn.eh_proj.weight"] = (np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32)
 
     def count(values: dict[str, Any]) -> None:
         prefix = values["general.architecture"][0]
-        values |= {f"{prefix}.block_count": (3, UINT32), f"{prefix}.nextn_predict_layers": (1, UINT32)}
+        layers = values[f"{prefix}.block_count"][0] + 1
+        values |= {f"{prefix}.block_count": (layers, UINT32), f"{prefix}.nextn_predict_layers": (1, UINT32)}
 
     cases = {
         "glm4_moe": "model.layers.2.",
         "qwen3_next": "mtp.layers.0.",
         "exaone_moe": "mtp.blk.2.",
         "mimo_v2_flash": "model.mtp.blk.2.",
+        "step3p5": "model.layers.3.",
     }
     for family, begin in cases.items():
         with case(family):
@@ -223,7 +226,7 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
             checkpoint = Checkpoint(GgufFiles(path))
             unused = set(checkpoint.claims.unused)
             assert any(name.startswith(begin) for name in unused)
-            if "blk" not in begin:  # of layers that nothing runs
+            if family in ("glm4_moe", "qwen3_next"):  # whose layer is run
                 spec, claims = checkpoint.spec, checkpoint.claims
                 (projected,) = [name for name in unused if name.endswith(("eh_proj.weight", "mtp.fc.weight"))]
                 assert checkpoint.entry(projected).shape == (64, 128)
@@ -439,6 +442,18 @@ def test_a_tensor_that_is_missing_or_has_no_role_or_no_values_is_refused(tmp_pat
         with case(message):
             found = refusal(rewritten(tmp_path / f"{number}.gguf", tensors=change))
             assert found.startswith(f"{number}.gguf: {message}")
+
+
+def test_factors_of_rotary_positions_that_no_scaling_has_are_refused(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        factors, kind = tensors["rope_freqs.weight"]
+        assert factors[1] > 1
+        tensors["rope_freqs.weight"] = (factors * np.array([1, 1.01, *[1] * (len(factors) - 2)], np.float32), kind)
+
+    path = rewritten(tmp_path / "model.gguf", GOLDEN / "step3p5.gguf", tensors=change)
+    assert refusal(path) == (
+        "model.gguf: tensor 'rope_freqs.weight' has no role in architecture 'step35'; the pack would lose it"
+    )
 
 
 def test_a_head_that_is_missing_is_the_embedding(tmp_path: Path) -> None:

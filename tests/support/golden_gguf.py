@@ -29,6 +29,13 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_siz
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
+BANDS = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 32.0,
+    "original_max_position_embeddings": 32,
+}
 # Keys that published configs have and transformers 5 does not write; llama.cpp's converter reads them.
 WRITTEN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -45,6 +52,20 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "num_experts": 4,
     },
     "minimax_m2": {"rotary_dim": 16},
+    "step3p5": {
+        "architectures": ["Step3p5ForCausalLM"],
+        "num_attention_groups": 2,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_router_activation": "sigmoid",
+        "norm_expert_weight": True,
+        "moe_layers_enum": "1,2",
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 6},
+        "rope_parameters": None,
+        "rope_theta": [100.0, 10000.0, 10000.0],
+        "rope_scaling": BANDS,
+        "partial_rotary_factors": [0.5, 1.0, 1.0],
+    },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],
         "swa_head_dim": 32,
@@ -61,7 +82,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_intermediate_size": [32, 32], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
 }
 # Whose published config.json transformers 5 would give to llama.cpp's converter under names that this does not know.
-AS_WRITTEN = ("mimo_v2_flash",)
+AS_WRITTEN = ("mimo_v2_flash", "step3p5")
 # The type of a family's matrices, and its sizes.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -156,6 +177,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "prefix_dense_intermediate_size": 64,
             "layer_types": ["sliding_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "step3p5": (
+        "Q4_0",
+        ROUTED
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "swiglu_limits": [None, 0.4, 0.3],
+            "swiglu_limits_shared": [0.5, None, 0.3],
+            "share_expert_dim": 32,
+            "head_dim": 16,
+            "rope_parameters": {
+                "full_attention": BANDS | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
         },
     ),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
@@ -268,7 +306,9 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
         folder = Path(scratch, "checkpoint")
         write(Tiny(family, "golden", SIZES | sizes), folder)
         values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(values | WRITTEN.get(family, {})))
+        values |= WRITTEN.get(family, {})
+        values = {key: value for key, value in values.items() if (key, value) != ("rope_parameters", None)}
+        (folder / "config.json").write_text(json.dumps(values))
         convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))
         quantize_there(Path(scratch, "f32.gguf"), golden / f"{family}.gguf", kind)
         round_checkpoint(folder, family, kind)
