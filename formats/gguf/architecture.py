@@ -235,6 +235,32 @@ def leading(m: Metadata) -> Values:
     }
 
 
+def latent(m: Metadata, model_type: str, **others: Any) -> Values:
+    """Returns the values of models with DeepSeek-V2's attention, experts and leading dense layers."""
+    rope = m.whole("rope.dimension_count")
+    key, value = m.whole("attention.key_length_mla", 0), m.whole("attention.value_length_mla", 0)
+    if not key:  # files from before keys and values of latent attention had names of their own
+        key, value = m.whole("attention.key_length"), m.whole("attention.value_length")
+    values = decoder(
+        m,
+        model_type,
+        num_key_value_heads=m.whole("attention.head_count"),
+        kv_lora_rank=m.whole("attention.kv_lora_rank"),
+        qk_nope_head_dim=key - rope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        n_shared_experts=m.whole("expert_shared_count"),
+        **experts(m, "n_routed_experts", **leading(m)),
+        **sigmoid_router(m),
+    )
+    values["q_lora_rank"] = m.get("attention.q_lora_rank") or None
+    if values.get("rope_scaling") and m.has("rope.scaling.yarn_log_multiplier"):
+        scale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it is stored
+        values["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+        values["rope_scaling"].pop("attention_factor", None)
+    return values | others
+
+
 def windows(m: Metadata, period: int) -> list[str]:
     """Returns whether each layer's attention is `sliding_attention` or `full_attention`.
 

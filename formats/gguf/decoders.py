@@ -13,6 +13,7 @@ from moe_pack.formats.gguf.architecture import (
     decoder,
     experts,
     head_dim,
+    latent,
     leading,
     needs_sigmoid,
     num_layers,
@@ -60,34 +61,13 @@ def _olmoe(m: Metadata) -> Values:
 
 def _deepseek2(m: Metadata) -> Values:
     """DeepSeek-V2 has a softmax, V3 sigmoids; Kimi K2 and GLM-4.7-Flash have V3's arithmetic."""
-    rope = m.whole("rope.dimension_count")
-    key, value = m.whole("attention.key_length_mla", 0), m.whole("attention.value_length_mla", 0)
-    if not key:  # files from before keys and values of latent attention had names of their own
-        key, value = m.whole("attention.key_length"), m.whole("attention.value_length")
     if (gating := m.whole("expert_gating_func", 0)) not in (0, 1, 2):
         raise CheckpointError(f"{m.place}: expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid)")
     # Files without the key are those of V2, or of models of V3's kind, which have a bias of the router.
-    has_sigmoid = gating == 2 or (gating == 0 and any(".exp_probs_b" in name for name in m.tensors))
-    values = decoder(
-        m,
-        "deepseek_v3" if has_sigmoid else "deepseek_v2",
-        num_key_value_heads=m.whole("attention.head_count"),
-        kv_lora_rank=m.whole("attention.kv_lora_rank"),
-        qk_nope_head_dim=key - rope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
-        n_shared_experts=m.whole("expert_shared_count"),
-        **experts(m, "n_routed_experts", **leading(m)),
-        **sigmoid_router(m),
-    )
-    values["q_lora_rank"] = m.get("attention.q_lora_rank") or None
-    if not has_sigmoid:
-        values |= {"topk_method": "group_limited_greedy" if values["n_group"] > 1 else "greedy"}
-    if values.get("rope_scaling") and m.has("rope.scaling.yarn_log_multiplier"):
-        scale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it is stored
-        values["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
-        values["rope_scaling"].pop("attention_factor", None)
-    return values
+    if gating == 2 or (gating == 0 and any(".exp_probs_b" in name for name in m.tensors)):
+        return latent(m, "deepseek_v3")
+    method = "group_limited_greedy" if m.whole("expert_group_count", 1) > 1 else "greedy"
+    return latent(m, "deepseek_v2", topk_method=method)
 
 
 def _gpt_oss(m: Metadata) -> Values:

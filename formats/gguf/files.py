@@ -428,6 +428,9 @@ class GgufFiles(CheckpointFiles):
             return
         names = family.prediction[0]
         like = max(layer for layer in spec.moe_layers if f"layers.{layer}.attention.o" in self._roles)
+        if f"blk.{number}.indexer.attn_k.weight" in self._stored:  # of which the last decoder layer may have none
+            indexed = (layer for layer in spec.moe_layers if f"layers.{layer}.attention.index_k" in self._roles)
+            like = max(indexed, default=like)
         is_centered = self._architecture.changes.get("norm") == "plus_one"
         for part, theirs in _PREDICTION.items():
             name, own_name = getattr(names, part), f"blk.{number}.nextn.{theirs}.weight"

@@ -15,6 +15,7 @@ from moe_pack.formats.gguf.architecture import (
     decoder,
     experts,
     head_dim,
+    latent,
     needs_sigmoid,
     num_layers,
     rope,
@@ -99,7 +100,42 @@ def _limits(m: Metadata, key: str) -> list[float | None] | None:
     return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, num_layers(m))]
 
 
+def _indexer(m: Metadata) -> Values:
+    return {
+        "index_n_heads": m.whole("attention.indexer.head_count"),
+        "index_head_dim": m.whole("attention.indexer.key_length"),
+        "index_topk": m.whole("attention.indexer.top_k"),
+    }
+
+
+def _deepseek32(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    return latent(m, "deepseek_v32", **_indexer(m))
+
+
+def _glm_dsa(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    full = m.each("attention.indexer.types", num_layers(m)) if m.has("attention.indexer.types") else None
+    if full is None:  # files of GLM-5 and 5.1, and the first of 5.2, do not say it
+        full = [m.has_tensor(f"blk.{layer}.indexer.attn_k.weight") for layer in range(num_layers(m))]
+    kinds = ["full" if flag else "shared" for flag in full]
+    return latent(m, "glm_moe_dsa", **_indexer(m), indexer_types=kinds)
+
+
+_INDEXER = {
+    f"layers.{{i}}.attention.index_{ours}": f"blk.{{i}}.indexer.{theirs}"
+    for ours, theirs in {
+        "q": "attn_q_b.weight",
+        "k": "attn_k.weight",
+        "k_norm": "k_norm.weight",
+        "k_norm_bias": "k_norm.bias",
+        "weights": "proj.weight",
+    }.items()
+}
+
 LATENTS: Mapping[str, Architecture] = {
     "mimo2": Architecture(_mimo2),
     "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
+    "deepseek32": Architecture(_deepseek32, names=_INDEXER),
+    "glm-dsa": Architecture(_glm_dsa, names=_INDEXER),
 }

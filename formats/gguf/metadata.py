@@ -97,11 +97,14 @@ def _attention(spec: ModelSpec) -> Values:
             "rope.dimension_count": rope,
         }
         if isinstance(scaling := spec.rope.scaling if spec.rope else None, YarnSpec):
-            size = attention.qk_nope_head_dim + rope
-            factor = math.sqrt(attention.scale * math.sqrt(size))
-            # A tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys.
-            values["rope.scaling.yarn_log_multiplier"] = round((factor - 1) / math.log(scaling.factor), 6)
+            values["rope.scaling.yarn_log_multiplier"] = _log_multiplier(attention, scaling)
     return values
+
+
+def _log_multiplier(attention: LatentSpec, scaling: YarnSpec) -> float:
+    """Returns a tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys."""
+    size = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    return round((math.sqrt(attention.scale * math.sqrt(size)) - 1) / math.log(scaling.factor), 6)
 
 
 def _by_layer(spec: ModelSpec, heads: int) -> int | list[int]:
@@ -226,6 +229,22 @@ def _step35(spec: ModelSpec) -> Values:
     return values
 
 
+def _indexed(spec: ModelSpec) -> Values:
+    indexer = spec.attention.indexer if isinstance(spec.attention, LatentSpec) else None
+    assert indexer is not None, "an indexer"
+    return {
+        "attention.indexer.head_count": indexer.num_heads,
+        "attention.indexer.key_length": indexer.head_dim,
+        "attention.indexer.top_k": indexer.top_k,
+    }
+
+
+def _shared_choices(spec: ModelSpec) -> Values:
+    indexers = [spec.indexer_of(layer) for layer in range(spec.num_hidden_layers)]
+    types = [indexer is not None and not indexer.shared for indexer in indexers]
+    return {**_indexed(spec), "attention.indexer.types": types}
+
+
 def _cohere(spec: ModelSpec) -> Values:
     values = {"logit_scale": 1 / spec.logits_scaling, "rope.scaling.type": "none", **_windows(spec)}
     if spec.router.kind == "topk_softmax":  # llama.cpp takes the softmax first and normalizes afterwards
@@ -272,6 +291,8 @@ _EXTRAS: Mapping[str, Extras] = {
     "llama4": _step,
     "ernie4_5-moe": _ernie,
     "dbrx": _dbrx,
+    "deepseek32": _indexed,
+    "glm-dsa": _shared_choices,
     "mimo2": _mimo,
     "step35": _step35,
     "kimi-linear": _kimi_linear,
@@ -284,6 +305,8 @@ _OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "minimax-m2", "olmoe", "qwen2moe"
 
 # Architectures in which some layers must have a sliding window.
 _WINDOWED = ("mimo2", "step35")
+# Architectures with latent attention whose scaled rotary positions are not those of the model.
+_UNSCALED = ("glm-dsa",)
 
 
 def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
@@ -314,6 +337,14 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
             return "fewer heads of keys than of queries"
+    if isinstance(attention, LatentSpec) and attention.indexer is not None and attention.indexer.head_dim % 64:
+        return f"an indexer with heads of {attention.indexer.head_dim}; llama.cpp needs a multiple of 64"
+    scaling = spec.rope.scaling if spec.rope else None
+    if isinstance(attention, LatentSpec) and isinstance(scaling, YarnSpec) and architecture != "deepseek2":
+        if architecture in _UNSCALED:
+            return "scaled rotary positions"
+        if _log_multiplier(attention, scaling) != 0.1:
+            return f"an mscale of {10 * _log_multiplier(attention, scaling):g}; only 1 is"
     if architecture == "deepseek2" and isinstance(attention, LatentSpec):
         num_layers = spec.num_hidden_layers
         is_lite = num_layers in (26, 27) or (num_layers, spec.vocab_size) == (48, 128256)

@@ -55,6 +55,8 @@ _LOADED: dict[str, dict[str, Any]] = {
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
     "afmoe": SIZES | SHAPES["afmoe"][1],
     "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],
+    "deepseek_v32": SIZES | SHAPES["deepseek_v32"][1],
+    "glm_moe_dsa": SIZES | SHAPES["glm_moe_dsa"][1],
     "step3p5": SIZES | SHAPES["step3p5"][1],
     "kimi_linear": SIZES | SHAPES["kimi_linear"][1],
 }

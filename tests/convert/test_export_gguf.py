@@ -4,6 +4,7 @@ The golden files of tests/data/gguf are by llama.cpp's converter. What we write 
 key by key and value by value. tests/bench/gguf_logits.py measures that llama.cpp runs our files with the same logits.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +27,7 @@ from moe_pack.convert.export import ExportWork, compare_export, export_gguf
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
-from moe_pack.formats.parts import GroupedQuerySpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, YarnSpec
 from moe_pack.formats.writer import Step
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
@@ -248,6 +249,23 @@ def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
     return replace(spec, router=replace(spec.router, **changes))
 
 
+def with_indexer(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    assert isinstance(spec.attention, LatentSpec) and spec.attention.indexer is not None
+    return with_attention(spec, indexer=replace(spec.attention.indexer, **changes))
+
+
+def with_yarn(spec: ModelSpec, mscale: float) -> ModelSpec:
+    """A model of latent attention with rotary positions that are scaled, in all layers."""
+    assert isinstance(spec.attention, LatentSpec) and spec.rope is not None
+    rope = replace(spec.rope, scaling=YarnSpec("yarn", 4.0, 32, 32.0, 1.0, 1.0, True))
+    scale = spec.attention.scale * (1 + 0.1 * mscale * math.log(4)) ** 2
+    others = tuple(
+        replace(other, rope=rope, attention=replace(other.attention, scale=scale))  # type: ignore[type-var, arg-type]
+        for other in spec.others
+    )
+    return replace(with_attention(spec, scale=scale), rope=rope, others=others)
+
+
 def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     """Yields a model that is refused, the nearest that is not, and what the message says."""
     mixtral, dots, jamba = spec_of("mixtral"), spec_of("dots1"), spec_of("jamba")
@@ -286,6 +304,12 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     assert step.rope is not None
     whole = replace(step, rope=replace(step.rope, rotary_dim=8))
     yield "rotated", whole, step, "llama.cpp's architecture 'step35' has another rope.rotary_dim"
+    sparse, shared = spec_of("deepseek_v32"), spec_of("glm_moe_dsa")
+    small = with_indexer(sparse, head_dim=48)
+    yield "indexer", small, sparse, "'deepseek32' cannot have an indexer with heads of 48; llama.cpp needs a multiple"
+    scaled = {factor: with_yarn(sparse, factor) for factor in (0.707, 1.0)}
+    yield "mscale", scaled[0.707], scaled[1.0], "'deepseek32' cannot have an mscale of 0.707; only 1 is"
+    yield "yarn", with_yarn(shared, 1.0), shared, "'glm-dsa' cannot have scaled rotary positions"
     qwen = spec_of("qwen3_moe")
     other = with_router(qwen, normalize=False)
     yield "weights", other, qwen, "llama.cpp's architecture 'qwen3moe' has another router.normalize"

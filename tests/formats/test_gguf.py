@@ -219,6 +219,7 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
         "exaone_moe": "mtp.blk.2.",
         "mimo_v2_flash": "model.mtp.blk.2.",
         "step3p5": "model.layers.3.",
+        "deepseek_v32": "model.layers.2.",
     }
     for family, begin in cases.items():
         with case(family):
@@ -226,7 +227,7 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
             checkpoint = Checkpoint(GgufFiles(path))
             unused = set(checkpoint.claims.unused)
             assert any(name.startswith(begin) for name in unused)
-            if family in ("glm4_moe", "qwen3_next"):  # whose layer is run
+            if family in ("glm4_moe", "qwen3_next", "deepseek_v32"):  # whose layer is run
                 spec, claims = checkpoint.spec, checkpoint.claims
                 (projected,) = [name for name in unused if name.endswith(("eh_proj.weight", "mtp.fc.weight"))]
                 assert checkpoint.entry(projected).shape == (64, 128)

@@ -27,6 +27,9 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": VOCAB, "max_posit
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 64}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+# So many heads that hardly any score is 0, of which no more than one would be the same here and there.
+INDEXED = {"q_lora_rank": 32, "index_n_heads": 10, "index_head_dim": 64, "index_topk": 7, "num_attention_heads": 2}
+INDEXED |= {"num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
 BANDS = {
@@ -66,6 +69,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "rope_scaling": BANDS,
         "partial_rotary_factors": [0.5, 1.0, 1.0],
     },
+    "deepseek_v32": {"scoring_func": "sigmoid"},
+    "glm_moe_dsa": {"scoring_func": "sigmoid"},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],
         "swa_head_dim": 32,
@@ -196,6 +201,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek_v32": ("Q4_0", ROUTED | LATENT | INDEXED | {"n_group": 2, "topk_group": 1}),
+    "glm_moe_dsa": ("Q4_0", ROUTED | LATENT | INDEXED | {"indexer_types": ["full", "shared"]}),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
