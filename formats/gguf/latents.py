@@ -122,6 +122,20 @@ def _glm_dsa(m: Metadata) -> Values:
     return latent(m, "glm_moe_dsa", **_indexer(m), indexer_types=kinds)
 
 
+def _mistral4(m: Metadata) -> Values:
+    if (gating := m.whole("expert_gating_func", 1)) != 1:
+        raise CheckpointError(f"{m.place}: {m.architecture}.expert_gating_func is {gating}, expected 1 (softmax)")
+    values = latent(m, "mistral4")
+    # Files that llama.cpp made of Hugging Face's checkpoints lack the key; the value is that of the published model.
+    sharpened = {"llama_4_scaling_beta": m.number("attention.temperature_scale", 0.1)}
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"] |= sharpened
+        context = values["rope_scaling"].get("original_max_position_embeddings")
+        if m.whole("attention.temperature_length", context) != context:
+            raise CheckpointError(f"{m.place}: {m.architecture}.attention.temperature_length is not {context}")
+    return values
+
+
 _INDEXER = {
     f"layers.{{i}}.attention.index_{ours}": f"blk.{{i}}.indexer.{theirs}"
     for ours, theirs in {
@@ -137,5 +151,6 @@ LATENTS: Mapping[str, Architecture] = {
     "mimo2": Architecture(_mimo2),
     "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
+    "mistral4": Architecture(_mistral4),
     "glm-dsa": Architecture(_glm_dsa, names=_INDEXER),
 }

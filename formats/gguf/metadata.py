@@ -239,6 +239,12 @@ def _indexed(spec: ModelSpec) -> Values:
     }
 
 
+def _mistral4(spec: ModelSpec) -> Values:
+    temperature = spec.attention.temperature if isinstance(spec.attention, LatentSpec) else None
+    assert temperature is not None, "queries that are sharpened"
+    return {"attention.temperature_scale": temperature.slope, "attention.temperature_length": temperature.length}
+
+
 def _shared_choices(spec: ModelSpec) -> Values:
     indexers = [spec.indexer_of(layer) for layer in range(spec.num_hidden_layers)]
     types = [indexer is not None and not indexer.shared for indexer in indexers]
@@ -292,6 +298,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "ernie4_5-moe": _ernie,
     "dbrx": _dbrx,
     "deepseek32": _indexed,
+    "mistral4": _mistral4,
     "glm-dsa": _shared_choices,
     "mimo2": _mimo,
     "step35": _step35,
@@ -345,7 +352,7 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
             return "scaled rotary positions"
         if _log_multiplier(attention, scaling) != 0.1:
             return f"an mscale of {10 * _log_multiplier(attention, scaling):g}; only 1 is"
-    if architecture == "deepseek2" and isinstance(attention, LatentSpec):
+    if architecture in ("deepseek2", "mistral4") and isinstance(attention, LatentSpec):
         num_layers = spec.num_hidden_layers
         is_lite = num_layers in (26, 27) or (num_layers, spec.vocab_size) == (48, 128256)
         if is_lite != (attention.q_lora_rank is None):

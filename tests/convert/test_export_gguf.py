@@ -60,6 +60,9 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
         shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
         raw = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         found[tensor.name] = np.asarray(raw, np.float32).reshape(shape)
+    for name in [name for name in found if "gate_up" in name]:  # both of which llama.cpp's converter has in one
+        gate, up = np.split(found.pop(name), 2, axis=1)
+        found |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
     return found
 
 
@@ -309,6 +312,9 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     yield "indexer", small, sparse, "'deepseek32' cannot have an indexer with heads of 48; llama.cpp needs a multiple"
     scaled = {factor: with_yarn(sparse, factor) for factor in (0.707, 1.0)}
     yield "mscale", scaled[0.707], scaled[1.0], "'deepseek32' cannot have an mscale of 0.707; only 1 is"
+    mistral = spec_of("mistral4")
+    plain = with_attention(mistral, q_lora_rank=None)
+    yield "no latent", plain, mistral, "'mistral4' cannot have 2 layers with no latent of queries"
     yield "yarn", with_yarn(shared, 1.0), shared, "'glm-dsa' cannot have scaled rotary positions"
     qwen = spec_of("qwen3_moe")
     other = with_router(qwen, normalize=False)

@@ -31,6 +31,7 @@ LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v
 INDEXED = {"q_lora_rank": 32, "index_n_heads": 10, "index_head_dim": 64, "index_topk": 7, "num_attention_heads": 2}
 INDEXED |= {"num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+SHARPENED = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 SCALED = {"mscale": 0.707, "mscale_all_dim": 0.707}
 BANDS = {
     "rope_type": "llama3",
@@ -203,6 +204,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v32": ("Q4_0", ROUTED | LATENT | INDEXED | {"n_group": 2, "topk_group": 1}),
     "glm_moe_dsa": ("Q4_0", ROUTED | LATENT | INDEXED | {"indexer_types": ["full", "shared"]}),
+    "mistral4": (
+        "Q4_0",
+        ROUTED
+        | LATENT
+        | {
+            "q_lora_rank": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0} | SHARPENED,
+        },
+    ),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
@@ -260,8 +272,11 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
     base = import_module("conversion.base")
     written = json.loads((folder / "config.json").read_text())
     values = written if written["model_type"] in AS_WRITTEN else base.ModelBase.load_hparams(folder, False)
-    architecture = import_module("convert_hf_to_gguf").get_model_architecture(values, base.ModelType.TEXT)
-    found = import_module("conversion").get_model_class(architecture)
+    if written["model_type"] == "mistral4":  # which llama.cpp has in a multimodal checkpoint alone
+        found = import_module("conversion.mistral3").Mistral3Model.Mistral4Model
+    else:
+        architecture = import_module("convert_hf_to_gguf").get_model_architecture(values, base.ModelType.TEXT)
+        found = import_module("conversion").get_model_class(architecture)
 
     def set_vocab(self: Any) -> None:
         self.gguf_writer.add_tokenizer_model("gpt2")
