@@ -13,6 +13,7 @@ from moe_pack.formats.gguf.architecture import (
     Architecture,
     Values,
     decoder,
+    ends,
     experts,
     head_dim,
     latent,
@@ -136,6 +137,38 @@ def _mistral4(m: Metadata) -> Values:
     return values
 
 
+def _minimax_m3(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    size, expert_size = head_dim(m), m.whole("expert_feed_forward_length")
+    has_indexer = [m.has_tensor(f"blk.{layer}.indexer.q_proj.weight") for layer in range(num_layers(m))]
+    text = decoder(
+        m,
+        "minimax_m3_vl_text",
+        head_dim=size,
+        rotary_dim=m.whole("rope.dimension_count"),
+        partial_rotary_factor=m.whole("rope.dimension_count") / size,
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=expert_size,
+        dense_intermediate_size=m.whole("feed_forward_length"),
+        shared_intermediate_size=expert_size * m.whole("expert_shared_count"),
+        routed_scaling_factor=m.number("expert_weights_scale", 1.0),
+        mlp_layer_types=_sparse_layers(m),
+        layer_types=["minimax_m3_sparse" if flag else "full_attention" for flag in has_indexer],
+        index_n_heads=m.whole("attention.indexer.head_count"),
+        index_head_dim=m.whole("attention.indexer.key_length"),
+        index_topk_blocks=m.whole("attention.indexer.top_k"),
+        index_block_size=m.whole("attention.indexer.block_size"),
+        index_local_blocks=m.whole("attention.indexer.local_blocks"),
+    )
+    tied = text["tie_word_embeddings"]
+    return {"model_type": "minimax_m3_vl", "tie_word_embeddings": tied, **ends(m), "text_config": text}
+
+
+_BLOCK_INDEXER = {
+    f"layers.{{i}}.attention.index_{ours}": f"blk.{{i}}.indexer.{theirs}.weight"
+    for ours, theirs in {"q": "q_proj", "k": "k_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.items()
+}
 _INDEXER = {
     f"layers.{{i}}.attention.index_{ours}": f"blk.{{i}}.indexer.{theirs}"
     for ours, theirs in {
@@ -152,5 +185,10 @@ LATENTS: Mapping[str, Architecture] = {
     "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
     "mistral4": Architecture(_mistral4),
+    "minimax-m3": Architecture(
+        _minimax_m3,
+        names=_BLOCK_INDEXER,
+        changes={**CENTERED, **{role: "plus_one" for role in _BLOCK_INDEXER if role.endswith("norm")}},
+    ),
     "glm-dsa": Architecture(_glm_dsa, names=_INDEXER),
 }

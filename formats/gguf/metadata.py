@@ -245,6 +245,18 @@ def _mistral4(spec: ModelSpec) -> Values:
     return {"attention.temperature_scale": temperature.slope, "attention.temperature_length": temperature.length}
 
 
+def _minimax_m3(spec: ModelSpec) -> Values:
+    indexer = spec.attention.indexer if isinstance(spec.attention, GroupedQuerySpec) else None
+    assert indexer is not None, "an indexer of blocks"
+    return {
+        "attention.indexer.head_count": indexer.num_heads,
+        "attention.indexer.key_length": indexer.head_dim,
+        "attention.indexer.top_k": indexer.num_blocks,
+        "attention.indexer.block_size": indexer.block_tokens,
+        "attention.indexer.local_blocks": indexer.local_blocks,
+    }
+
+
 def _shared_choices(spec: ModelSpec) -> Values:
     indexers = [spec.indexer_of(layer) for layer in range(spec.num_hidden_layers)]
     types = [indexer is not None and not indexer.shared for indexer in indexers]
@@ -299,6 +311,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "dbrx": _dbrx,
     "deepseek32": _indexed,
     "mistral4": _mistral4,
+    "minimax-m3": _minimax_m3,
     "glm-dsa": _shared_choices,
     "mimo2": _mimo,
     "step35": _step35,
@@ -308,7 +321,7 @@ _EXTRAS: Mapping[str, Extras] = {
 
 
 # Architectures that need a head of their own.
-_OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "minimax-m2", "olmoe", "qwen2moe")
+_OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "mimo2", "minimax-m2", "minimax-m3", "olmoe", "qwen2moe", "step35")
 
 # Architectures in which some layers must have a sliding window.
 _WINDOWED = ("mimo2", "step35")
@@ -340,6 +353,8 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
         kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec))
         if architecture in _WINDOWED and all(kind.sliding_window is None for kind in kinds):
             return "no layer with a sliding window"
+        if architecture == "minimax-m3" and (fault := _blocks_fault(spec, attention)) is not None:
+            return fault
         if architecture == "llama" and attention.sliding_window is not None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
@@ -358,4 +373,19 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
         if is_lite != (attention.q_lora_rank is None):
             found = "no latent" if attention.q_lora_rank is None else "a latent"
             return f"{num_layers} layers with {found} of queries; models of 26 or 27 layers have none, others have one"
+    return None
+
+
+def _blocks_fault(spec: ModelSpec, attention: GroupedQuerySpec) -> str | None:
+    """Returns what of MiniMax-M3's choice of blocks llama.cpp does not compute, or None."""
+    indexer = attention.indexer
+    kinds = (spec.attention_of(layer) for layer in range(spec.num_hidden_layers))
+    indexed = [isinstance(kind, GroupedQuerySpec) and kind.indexer is not None for kind in kinds]
+    dense = spec.num_hidden_layers - len(spec.moe_layers)
+    if indexer is None or any(flag != (layer >= dense) for layer, flag in enumerate(indexed)):
+        return "an indexer in other layers than those with experts, which must be the last"
+    if indexer.num_heads != attention.num_kv_heads:
+        return f"{indexer.num_heads} heads of the indexer and {attention.num_kv_heads} of keys; both must be equal"
+    if indexer.block_tokens & (indexer.block_tokens - 1):
+        return f"blocks of {indexer.block_tokens} positions; llama.cpp needs a power of 2"
     return None

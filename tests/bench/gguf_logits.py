@@ -57,6 +57,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],
     "deepseek_v32": SIZES | SHAPES["deepseek_v32"][1],
     "mistral4": SIZES | SHAPES["mistral4"][1],
+    "minimax_m3_vl": SIZES | SHAPES["minimax_m3_vl"][1],
     "glm_moe_dsa": SIZES | SHAPES["glm_moe_dsa"][1],
     "step3p5": SIZES | SHAPES["step3p5"][1],
     "kimi_linear": SIZES | SHAPES["kimi_linear"][1],
@@ -140,7 +141,10 @@ def _logits_there(path: str) -> NDArray[np.float32]:
     options.n_ctx = options.n_batch = options.n_ubatch = _CONTEXT
     options.n_threads = options.n_threads_batch = 1
     options.type_k = options.type_v = there.GGML_TYPE_F32
-    options.flash_attn_type = there.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # Without it, MiniMax-M3 attends to all blocks; with it, keys and values are rounded to float16.
+    with Path(path).open("rb") as file:
+        flash = "ENABLED" if b"minimax-m3" in file.read(4096) else "DISABLED"
+    options.flash_attn_type = getattr(there, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
     context = there.llama_init_from_model(model, options)
     batch = there.llama_batch_init(len(_IDS), 0, 1)
     batch.n_tokens = len(_IDS)

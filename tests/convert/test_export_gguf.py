@@ -253,8 +253,8 @@ def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 
 def with_indexer(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    assert isinstance(spec.attention, LatentSpec) and spec.attention.indexer is not None
-    return with_attention(spec, indexer=replace(spec.attention.indexer, **changes))
+    indexer = spec.attention.indexer  # type: ignore[union-attr]  # of two kinds of attention
+    return with_attention(spec, indexer=replace(indexer, **changes))  # type: ignore[type-var]  # not None
 
 
 def with_yarn(spec: ModelSpec, mscale: float) -> ModelSpec:
@@ -312,6 +312,14 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     yield "indexer", small, sparse, "'deepseek32' cannot have an indexer with heads of 48; llama.cpp needs a multiple"
     scaled = {factor: with_yarn(sparse, factor) for factor in (0.707, 1.0)}
     yield "mscale", scaled[0.707], scaled[1.0], "'deepseek32' cannot have an mscale of 0.707; only 1 is"
+    blocks = spec_of("minimax_m3_vl")
+    for name, changes, message in (
+        ("blocks", {"block_tokens": 5}, "blocks of 5 positions; llama.cpp needs a power of 2"),
+        ("one head", {"num_heads": 1}, "1 heads of the indexer and 2 of keys; both must be equal"),
+    ):
+        yield name, with_indexer(blocks, **changes), blocks, f"'minimax-m3' cannot have {message}"
+    alike = replace(blocks, others=())
+    yield "places", alike, blocks, "'minimax-m3' cannot have an indexer in other layers than those with experts"
     mistral = spec_of("mistral4")
     plain = with_attention(mistral, q_lora_rank=None)
     yield "no latent", plain, mistral, "'mistral4' cannot have 2 layers with no latent of queries"
