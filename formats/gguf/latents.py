@@ -165,6 +165,28 @@ def _minimax_m3(m: Metadata) -> Values:
     return {"model_type": "minimax_m3_vl", "tie_word_embeddings": tied, **ends(m), "text_config": text}
 
 
+def _minimax01(m: Metadata) -> Values:
+    is_lightning = [m.has_tensor(f"blk.{layer}.attn_norm_2.weight") for layer in range(num_layers(m))]
+    factor = m.number("residual_scale")
+    factors = {f"{half}_{name}_factor": value for half in _HALVES for name, value in (("alpha", factor), ("beta", 1.0))}
+    return decoder(
+        m,
+        "minimax",
+        head_dim=head_dim(m),
+        rotary_dim=m.whole("rope.dimension_count"),
+        num_local_experts=m.whole("expert_count"),
+        num_experts_per_tok=m.whole("expert_used_count"),
+        intermediate_size=m.whole("feed_forward_length"),
+        layer_types=["linear_attention" if flag else "full_attention" for flag in is_lightning],
+        **factors,
+    )
+
+
+_HALVES = ("full_attn", "linear_attn", "mlp")
+_LIGHTNING = {
+    f"layers.{{i}}.mixer.{ours}": f"blk.{{i}}.{theirs}.weight"
+    for ours, theirs in {"qkv": "attn_qkv", "gate": "attn_gate", "out_norm": "attn_norm_2", "o": "attn_output"}.items()
+}
 _BLOCK_INDEXER = {
     f"layers.{{i}}.attention.index_{ours}": f"blk.{{i}}.indexer.{theirs}.weight"
     for ours, theirs in {"q": "q_proj", "k": "k_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.items()
@@ -185,6 +207,7 @@ LATENTS: Mapping[str, Architecture] = {
     "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
     "mistral4": Architecture(_mistral4),
+    "minimax-01": Architecture(_minimax01, names=_LIGHTNING),
     "minimax-m3": Architecture(
         _minimax_m3,
         names=_BLOCK_INDEXER,

@@ -15,8 +15,10 @@ from moe_pack.formats.parts import (
     GroupedQuerySpec,
     KimiDeltaSpec,
     LatentSpec,
+    LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    NormedStateSpec,
     RopeSpec,
     ShortConvSpec,
     YarnSpec,
@@ -109,7 +111,7 @@ def _log_multiplier(attention: LatentSpec, scaling: YarnSpec) -> float:
 
 def _by_layer(spec: ModelSpec, heads: int) -> int | list[int]:
     """Returns the heads of keys, for each layer where some have another mixer or neither; 0 for those."""
-    if (spec.mixer is None and spec.halves is None) or isinstance(spec.mixer, GatedDeltaSpec):
+    if (spec.mixer is None and spec.halves is None) or isinstance(spec.mixer, GatedDeltaSpec | LightningSpec):
         return heads
     return [heads if attends(spec, layer) else 0 for layer in range(spec.num_hidden_layers)]
 
@@ -257,6 +259,12 @@ def _minimax_m3(spec: ModelSpec) -> Values:
     }
 
 
+def _minimax01(spec: ModelSpec) -> Values:
+    assert isinstance(spec.residual, NormedStateSpec), "MiniMax's residual"
+    recurrent = [spec.mixer_of(layer) is not None for layer in range(spec.num_hidden_layers)]
+    return {"residual_scale": spec.residual.attention.state, "attention.recurrent_layers": recurrent}
+
+
 def _shared_choices(spec: ModelSpec) -> Values:
     indexers = [spec.indexer_of(layer) for layer in range(spec.num_hidden_layers)]
     types = [indexer is not None and not indexer.shared for indexer in indexers]
@@ -311,6 +319,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "dbrx": _dbrx,
     "deepseek32": _indexed,
     "mistral4": _mistral4,
+    "minimax-01": _minimax01,
     "minimax-m3": _minimax_m3,
     "glm-dsa": _shared_choices,
     "mimo2": _mimo,

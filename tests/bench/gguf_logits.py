@@ -57,6 +57,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],
     "deepseek_v32": SIZES | SHAPES["deepseek_v32"][1],
     "mistral4": SIZES | SHAPES["mistral4"][1],
+    "minimax": SIZES | SHAPES["minimax"][1],
     "minimax_m3_vl": SIZES | SHAPES["minimax_m3_vl"][1],
     "glm_moe_dsa": SIZES | SHAPES["glm_moe_dsa"][1],
     "step3p5": SIZES | SHAPES["step3p5"][1],

@@ -72,6 +72,14 @@ WRITTEN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {"scoring_func": "sigmoid"},
     "glm_moe_dsa": {"scoring_func": "sigmoid"},
+    "minimax": {
+        "architectures": ["MiniMaxText01ForCausalLM"],
+        **{
+            f"layernorm_{half}_{name}": value
+            for half in ("full_attention", "linear_attention", "mlp")
+            for name, value in (("alpha", 3.5), ("beta", 1.0))
+        },
+    },
     "minimax_m3_vl": {
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
         "scoring_func": "sigmoid",
@@ -241,6 +249,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_block_size": 4,
         },
     ),
+    "minimax": (
+        "Q4_0",
+        {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 32,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "rotary_dim": 8,
+            **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 3.5),
+            **dict.fromkeys(("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0),
+        },
+    ),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
@@ -311,7 +335,8 @@ def convert_there(llama_cpp: Path, folder: Path, out: Path) -> None:
         self.gguf_writer.add_token_types([1] * VOCAB)
         self.gguf_writer.add_token_merges([])
 
-    made = type(found.__name__, (found,), {"set_vocab": set_vocab, "model_arch": found.model_arch})
+    own = {"set_vocab": set_vocab, "model_arch": found.model_arch, "_get_suppress_tokens": lambda self: None}
+    made = type(found.__name__, (found,), own)
     if hasattr(made, "no_mtp"):
         made.no_mtp = True
     with torch.inference_mode():
@@ -353,6 +378,9 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "checkpoint")
         write(Tiny(family, "golden", SIZES | sizes), folder)
+        weights = load_file(folder / "model.safetensors")
+        kept = {name: weight for name, weight in weights.items() if not re.search(r"slope_rate|_decay$", name)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         values = json.loads((folder / "config.json").read_text())
         values |= WRITTEN.get(family, {})
         values = {key: value for key, value in values.items() if (key, value) != ("rope_parameters", None)}
