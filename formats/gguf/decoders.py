@@ -54,6 +54,13 @@ def _qwen3_moe(m: Metadata) -> Values:
     return decoder(m, "qwen3_moe", **sizes, head_dim=head_dim(m), attention_bias=False)
 
 
+def _qwen3_vl_moe(m: Metadata) -> Values:
+    """Returns the text model of Qwen3-VL in the object that multimodal configs have around it."""
+    values = _qwen3_moe(m) | {"model_type": "qwen3_vl_moe_text"}
+    text = {key: value for key, value in values.items() if key not in ("norm_topk_prob", "tie_word_embeddings")}
+    return {"model_type": "qwen3_vl_moe", "tie_word_embeddings": values["tie_word_embeddings"], "text_config": text}
+
+
 def _olmoe(m: Metadata) -> Values:
     sizes = experts(m, norm_topk_prob=False, intermediate_size=m.whole("feed_forward_length"))
     return decoder(m, "olmoe", **(sizes | {"moe_intermediate_size": None}))
@@ -301,6 +308,7 @@ DECODERS: Mapping[str, Architecture] = {
     "llama": Architecture(_mixtral, changes=PAIRS),
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3moe": Architecture(_qwen3_moe),
+    "qwen3vlmoe": Architecture(_qwen3_vl_moe),
     "olmoe": Architecture(_olmoe),
     "deepseek2": Architecture(_deepseek2),
     "gpt-oss": Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),

@@ -304,6 +304,16 @@ def _dbrx(spec: ModelSpec) -> Values:
     return {"attention.clamp_kqv": spec.attention.clip}
 
 
+def _text_sections(spec: ModelSpec) -> Values:
+    """Returns which pairs of rotary positions follow time, height and width, which are equal in a text.
+
+    Every third pair, so that each has one: llama.cpp does not rotate the pairs of none. Published files have 24, 20 and
+    20, by which two of 64 have none.
+    """
+    pairs = spec.rotation.rotary_dim // 2
+    return {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
+
+
 def _ernie(spec: ModelSpec) -> Values:
     return {"interleave_moe_layer_step": 1}
 
@@ -325,6 +335,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "mimo2": _mimo,
     "step35": _step35,
     "kimi-linear": _kimi_linear,
+    "qwen3vlmoe": _text_sections,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
 }
 

@@ -38,6 +38,7 @@ EXPLAINED = {
     "rope.scaling.type": "none is what a missing key means",
     "moe_every_n_layers": "which no code of llama.cpp reads in Step 3.5",
     "nextn_predict_layers": "0 is what a missing key means",
+    "n_deepstack_layers": "of the vision part, which packs do not have",
     "rope.freq_base": "of no layer in Granite's hybrid without positions",
     "expert_shared_feed_forward_length": "ERNIE's is divided by the heads there, and no such file loads",
 }

@@ -40,6 +40,7 @@ BANDS = {
     "high_freq_factor": 32.0,
     "original_max_position_embeddings": 32,
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
 # Keys that published configs have and transformers 5 does not write; llama.cpp's converter reads them.
 WRITTEN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -270,6 +271,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
     "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Q4_0", EXPERTS),
+    "qwen3_vl_moe": (
+        "Q4_0",
+        EXPERTS
+        | {
+            "num_experts": 3,
+            "moe_intermediate_size": 96,
+            "head_dim": 16,
+            "mlp_only_layers": [],
+            "rope_parameters": MROPE,
+        },
+    ),
     "olmoe": ("Q4_1", EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4}),
     "deepseek_v2": ("Q5_1", ROUTED | LATENT | {"rope_parameters": YARN | SCALED}),
     "deepseek_v3": ("Q8_0", ROUTED | LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
@@ -285,7 +297,7 @@ _KEPT_HERE = re.compile(
     r"router|mlp\.gate\.|\.gate\.weight|gate\.wg|conv|kv_b_proj|A_log|shared_expert_gate|bias|sinks|in_proj_ba"
     r"|in_proj_[ab]\.|dt_proj|self_attn\.b_proj"
 )
-_TRANSPOSED = {"gpt_oss": r"experts\.(gate_up_proj|down_proj)$", "llama4_text": r"experts\.(gate_up_proj|down_proj)$"}
+_TRANSPOSED = dict.fromkeys(("gpt_oss", "llama4_text", "qwen3_vl_moe"), r"experts\.(gate_up_proj|down_proj)$")
 
 
 def is_whole(shape: tuple[int, ...]) -> bool:
@@ -299,6 +311,16 @@ def rounded(values: torch.Tensor, kind: Any) -> torch.Tensor:
 
     raw = gguf.quants.quantize(values.contiguous().numpy(), kind)
     return torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(values.shape))
+
+
+def transpose_experts(folder: Path) -> None:
+    """Transposes the experts of a checkpoint that transformers wrote as it has them, which published ones do not."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensors[name].transpose(-1, -2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def round_checkpoint(folder: Path, family: str, kind: Any) -> None:
@@ -385,6 +407,8 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
         values |= WRITTEN.get(family, {})
         values = {key: value for key, value in values.items() if (key, value) != ("rope_parameters", None)}
         (folder / "config.json").write_text(json.dumps(values))
+        if family == "qwen3_vl_moe":
+            transpose_experts(folder)
         convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))
         quantize_there(Path(scratch, "f32.gguf"), golden / f"{family}.gguf", kind)
         round_checkpoint(folder, family, kind)
