@@ -117,7 +117,7 @@ def _type_of(is_matrix: bool, is_expert: bool, num_cols: int, kind: GgufType) ->
 
 
 def _units(source: PackSource, places: Sequence[AnyPlacement], kind: GgufType) -> Iterator[ExportUnit]:
-    """Yields the units of all tensors: a dense tensor, or those of all experts of a layer."""
+    """Yields the units of all tensors: one tensor, or those of all experts of a layer."""
     by_layer: dict[int, list[ExpertPlacement]] = {}
     for place in places:
         if isinstance(place, ExpertPlacement):
@@ -231,9 +231,9 @@ class _LayerUnit:
             plain = self.source.expert(self.layer, expert, torch.float32)
             for place, (name, kind, _) in zip(self.places, self.tensors, strict=True):
                 if place.is_bias:
-                    values = plain.biases[place.matrix][None]
+                    values = torch.cat([plain.biases[matrix] for matrix in place.matrices])[None]
                 else:
-                    values = plain.matrices[place.matrix]
-                    values = values.T if place.matrix == "down" else values
+                    values = torch.cat([plain.matrices[matrix] for matrix in place.matrices])
+                    values = values.T if place.matrices == ("down",) else values
                 raw = encode_rows(values.contiguous().numpy(), kind).reshape(-1)
                 put(name, expert * len(raw), raw)

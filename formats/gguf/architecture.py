@@ -6,18 +6,13 @@ are the words in between: a family's file says what a role is called in its chec
 code has as a constant; those values stand in the tables. Source: llama.cpp, conversion/ and src/models/.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.rows import Rows
-from moe_pack.formats.parts.rope import Llama3Spec, RopeSpec
 
 Values = dict[str, Any]
 # What was done to a tensor: rotated heads in pairs of neighbours (`pairs`), one added (`plus_one`), -exp (`decay`).
@@ -69,9 +64,6 @@ EXPERT_TENSORS = {"gate": "blk.{i}.ffn_gate_exps", "up": "blk.{i}.ffn_up_exps", 
 GATE_UP_EXPERTS = "blk.{i}.ffn_gate_up_exps"  # both in one tensor, which newer converters write if they are asked to
 
 
-FACTORS = "rope_freqs.weight"  # by which the frequencies of rotary positions are divided
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One value of `general.architecture`.
@@ -79,7 +71,7 @@ class Architecture:
     `config` makes the values of `config.json`. `names`: roles whose GGUF names are not those of `TENSOR_NAMES`.
     `changes`: what was done to the values of roles.   `makers`: roles that several tensors make, or that are in another
     order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.   `fuses_qkv`: whether llama.cpp needs
-    queries, keys and values in one tensor.
+    queries, keys and values in one tensor.   `fuses_gate_up`: whether its converter has the experts' gate and up so.
     """
 
     config: Callable[[Metadata], Values]
@@ -88,7 +80,7 @@ class Architecture:
     makers: Mapping[str, Maker] = field(default_factory=dict)
     keeps_mxfp4: bool = False
     fuses_qkv: bool = False
-    has_factors: bool = False
+    fuses_gate_up: bool = False
 
 
 # Rotary positions by neighbours: rows of queries and keys were reordered.
@@ -150,52 +142,6 @@ def rope(m: Metadata) -> Values:
         if m.has("rope.scaling.yarn_attn_factor"):
             scaling["attention_factor"] = m.number("rope.scaling.yarn_attn_factor")
     return {"rope_theta": m.number("rope.freq_base", 10000.0), "rope_scaling": scaling}
-
-
-def rope_factors(rope: RopeSpec, count: int) -> NDArray[np.float32]:
-    """Returns by what the frequencies of rotary positions are divided, and 1 behind the last, float32 [count]."""
-    scaling = rope.scaling
-    assert isinstance(scaling, Llama3Spec), "a scaling by bands"
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position_embeddings * _frequencies(rope.theta, rope.rotary_dim) / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0, 1)  # of the frequency as it is
-    found = np.ones(count)
-    found[: len(turns)] = 1 / ((1 - share) / scaling.factor + share)
-    return found.astype(np.float32)
-
-
-def with_factors(values: Values, head_dim: int, factors: NDArray[np.float32]) -> Values | None:
-    """Returns the values of a config with the scaling by bands whose factors these are; None if they are of none.
-
-    The lower bound is one turn in the original context, as in all published models.
-    """
-    group = values["rope_parameters"].get("full_attention")
-    if group is None or not len(factors) or factors.max() <= 1:
-        return None
-    theta, dim = group["rope_theta"], int(head_dim * group["partial_rotary_factor"])
-    frequencies, own = _frequencies(theta, dim), factors[: dim // 2].astype(np.float64)
-    factor = float(own.max())
-    is_mixed = (own > 1) & (own < factor)
-    if is_mixed.sum() < 2 or len(own) != len(frequencies):
-        return None
-    share = (1 / own - 1 / factor) / (1 - 1 / factor)
-    # A straight line: share = (turns - 1) / (high - 1), and turns are context * frequency / (2 pi).
-    slope, start = (float(each) for each in np.polyfit(frequencies[is_mixed], share[is_mixed], 1))
-    high = round(1 - 1 / start, 3)
-    context = round(slope * (high - 1) * 2 * math.pi)
-    if not 1 < high < 1e6 or not 0 < context < 2**31:
-        return None
-    rope = RopeSpec(theta, dim, interleaved=False, scaling=Llama3Spec("llama3", factor, 1.0, high, context))
-    if not np.allclose(rope_factors(rope, len(factors)), factors, rtol=1e-5, atol=0):
-        return None
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
-    scaled = {**group, **scaling, "original_max_position_embeddings": context}
-    return {**values, "rope_parameters": {**values["rope_parameters"], "full_attention": scaled}}
-
-
-def _frequencies(theta: float, rotary_dim: int) -> NDArray[np.float64]:
-    powers: NDArray[np.float64] = theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-    return powers
 
 
 def ends(m: Metadata) -> Values:

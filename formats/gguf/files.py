@@ -22,18 +22,16 @@ from moe_pack.formats.families.family import ExpertNames, Family, Stored, named,
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
-    FACTORS,
     GATE_UP_EXPERTS,
     TENSOR_NAMES,
     Architecture,
     Change,
     Values,
-    head_dim,
     num_layers,
-    with_factors,
 )
 from moe_pack.formats.gguf.decoders import DECODERS
-from moe_pack.formats.gguf.header import GgufTensor, Metadata, part_paths, read_headers
+from moe_pack.formats.gguf.factors import rope_factors
+from moe_pack.formats.gguf.header import FACTORS, GgufTensor, Metadata, part_paths, read_headers
 from moe_pack.formats.gguf.hybrids import HYBRIDS
 from moe_pack.formats.gguf.latents import LATENTS
 from moe_pack.formats.gguf.rows import (
@@ -51,12 +49,13 @@ from moe_pack.formats.gguf.rows import (
     can_dequantize,
 )
 from moe_pack.formats.gguf.tokenizer import tokenizer_files
+from moe_pack.formats.gguf.windowed import WINDOWED
 from moe_pack.formats.manifest import SourceFile
 from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
 from moe_pack.formats.safetensors import TensorEntry
 
 _MAX_HEADER_BYTES = 256 << 20
-ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS}
+ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
 _CLASSES: Mapping[str, str] = {
     "afmoe": "AfmoeForCausalLM",
@@ -200,11 +199,6 @@ class GgufFiles(CheckpointFiles):
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
         if types == {"MXFP4"} and self._architecture.keeps_mxfp4:
             values["quantization_config"] = {"quant_method": "mxfp4"}
-        if self._architecture.has_factors and (tensor := self._stored.get(FACTORS)) is not None:
-            scaled = with_factors(values, head_dim(self.metadata), self._rows(tensor).floats(0, 1)[0])
-            if scaled is not None:
-                self._used.add(FACTORS)
-                return scaled
         return values
 
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -215,6 +209,7 @@ class GgufFiles(CheckpointFiles):
         if not self._entries:
             family, spec, _ = read_spec(Config(self._config, "config.json"))
             self._tensors = dict(self._all_tensors(family, spec))
+            self._check_factors(spec)
             self._check_left_out()
             for name, tensor in self._tensors.items():
                 num_bytes = tensor.rows.num_rows * tensor.rows.row_bytes
@@ -467,6 +462,22 @@ class GgufFiles(CheckpointFiles):
             raise CheckpointError(
                 f"{self._paths[tensor.file].name}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)} by the metadata"
+            )
+
+    def _check_factors(self, spec: ModelSpec) -> None:
+        """Checks that the factors of rotary positions are those of the model.
+
+        Raises:  CheckpointError if they are missing, or others.
+        """
+        expected = rope_factors(spec)
+        if expected is None:
+            return
+        tensor = self._take(FACTORS)
+        self._check(tensor, expected.shape)
+        if not np.allclose(self.metadata.factors, expected, rtol=1e-5, atol=0):
+            raise CheckpointError(
+                f"{self._paths[tensor.file].name}: tensor {FACTORS!r} has other factors than the published models of "
+                f"architecture {self.metadata.architecture!r}; their rotary positions are not supported"
             )
 
     def _check_left_out(self) -> None:

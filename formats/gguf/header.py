@@ -1,11 +1,11 @@
 """What the header of a GGUF file says: its metadata, and name, type, shape and place of each tensor.
 
-The `gguf` package of llama.cpp reads the header. Only headers are read here, never tensors. Source: the format's
-specification, ggml/docs/gguf.md.
+The `gguf` package of llama.cpp reads the header. Of the tensors, only factors of rotary positions are read here, which
+`config.json` has. Source: the format's specification, ggml/docs/gguf.md.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from moe_pack.formats import CheckpointError
 
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+FACTORS = "rope_freqs.weight"  # a number for each pair of rotary positions, by which its frequency is divided
 _FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError, MemoryError)
 
 
@@ -58,15 +59,22 @@ class GgufTensor:
 
 
 class Metadata:
-    """The metadata of a model by key, and the shapes of its tensors, which say what no key says.
+    """The metadata of a model by key, the shapes of its tensors and its `FACTORS`, which say what no key says.
 
     A key without a prefix is one of the architecture: `block_count` is `llama.block_count`.
     """
 
-    def __init__(self, place: str, values: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
+    def __init__(
+        self,
+        place: str,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, GgufTensor],
+        factors: Sequence[float] = (),
+    ) -> None:
         self.place = place
         self._values = values
         self.tensors = tensors
+        self.factors = factors
 
     @cached_property
     def architecture(self) -> str:
@@ -157,6 +165,7 @@ def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     Raises:  CheckpointError if a file is no GGUF file, or is cut short, or a tensor is in two parts.
     """
     tensors: dict[str, GgufTensor] = {}
+    factors: tuple[float, ...] = ()
     values: dict[str, Any] = {}
     for number, path in enumerate(paths):
         reader = _open(path)
@@ -170,12 +179,20 @@ def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
                 raise CheckpointError(f"{path.name}: tensor {tensor.name!r} has shape {list(shape)}")
             offset, num_bytes = int(tensor.data_offset), int(tensor.n_bytes)
             tensors[tensor.name] = GgufTensor(tensor.name, tensor.tensor_type.name, shape, number, offset, num_bytes)
+            if tensor.name == FACTORS:
+                factors = _factors(path, tensor)
     if not paths or not isinstance(values.get("general.architecture"), str):
         raise CheckpointError(f"{paths[0].name}: metadata has no key 'general.architecture'")
     count = values.get("split.count")
     if isinstance(count, int) and count not in (0, len(paths)):
         raise CheckpointError(f"{paths[0].name}: is one of {count} parts; keep their names as llama.cpp made them")
-    return Metadata(paths[0].name, values, tensors), tensors
+    return Metadata(paths[0].name, values, tensors, factors), tensors
+
+
+def _factors(path: Path, tensor: Any) -> tuple[float, ...]:
+    if tensor.tensor_type.name != "F32":
+        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is {tensor.tensor_type.name}, expected F32")
+    return tuple(float(str(value)) for value in np.asarray(tensor.data).reshape(-1))
 
 
 def _content(field: Any) -> Any:

@@ -22,6 +22,7 @@ from moe_pack.formats.gguf.architecture import (
     rope,
     windows,
 )
+from moe_pack.formats.gguf.factors import bands
 from moe_pack.formats.gguf.header import Metadata
 
 
@@ -72,13 +73,16 @@ def _step35(m: Metadata) -> Values:
     layers, kinds = num_layers(m), windows(m, 4)
     heads = dict(zip(kinds, m.each("attention.head_count", layers), strict=True))
     shares = {"full_attention": 0.5, "sliding_attention": 1.0}  # constants of llama.cpp's code
-    most = next(iter(heads.values()))
+    most, size = next(iter(heads.values())), head_dim(m)
+    ropes = _ropes(m, {kind: shares[kind] for kind in kinds})
+    if (full := ropes.get("full_attention")) is not None:
+        full |= bands(m.factors, full["rope_theta"], int(size * shares["full_attention"]))
     return decoder(
         m,
         "step3p5",
         num_attention_heads=heads.get("full_attention", most),
         num_sliding_attention_heads=heads.get("sliding_attention", most),
-        head_dim=head_dim(m),
+        head_dim=size,
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=kinds,
         mlp_layer_types=_sparse_layers(m),
@@ -90,7 +94,7 @@ def _step35(m: Metadata) -> Values:
         swiglu_limits_shared=_limits(m, "swiglu_clamp_shexp"),
         rope_theta=None,
         rope_scaling=None,
-        rope_parameters=_ropes(m, {kind: shares[kind] for kind in kinds}),
+        rope_parameters=ropes,
     )
 
 
@@ -204,7 +208,7 @@ _INDEXER = {
 
 LATENTS: Mapping[str, Architecture] = {
     "mimo2": Architecture(_mimo2),
-    "step35": Architecture(_step35, changes=CENTERED, has_factors=True),
+    "step35": Architecture(_step35, changes=CENTERED),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
     "mistral4": Architecture(_mistral4),
     "minimax-01": Architecture(_minimax01, names=_LIGHTNING),

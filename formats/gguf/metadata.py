@@ -190,36 +190,62 @@ def _windows(spec: ModelSpec) -> Values:
 
 
 def _by_kind(spec: ModelSpec) -> Values:
-    """Returns the keys of models whose layers with a window have heads and rotary positions of their own."""
+    """Returns the keys of models whose layers with a window have heads and rotary positions of their own.
+
+    The usual keys are those of layers without a window; those of layers with one end in `_swa`.
+    """
     kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
-    sliding, heads, bases = list[bool](), list[int](), dict[bool, float]()
-    for layer, attention in enumerate(kinds):
-        assert isinstance(attention, GroupedQuerySpec), "attention with windows"
-        rope, flag = spec.rope_of(layer), attention.sliding_window is not None
-        assert rope is not None, "rotary positions"
-        sliding.append(flag)
-        heads.append(attention.num_kv_heads)
-        bases[flag] = rope.theta
-    full = spec.rope_of(sliding.index(False)) if False in sliding else spec.rope
-    windows = [each.sliding_window or 0 for each in kinds if isinstance(each, GroupedQuerySpec)]
-    return {
-        **_rope(full),
-        "rope.freq_base_swa": bases.get(True),
-        "attention.head_count_kv": heads,
-        "attention.sliding_window": max(*windows, 1),
+    attentions = [kind for kind in kinds if isinstance(kind, GroupedQuerySpec)]
+    assert len(attentions) == len(kinds), "attention with windows"
+    sliding = [attention.window(layer) is not None for layer, attention in enumerate(attentions)]
+    full = sliding.index(False) if False in sliding else 0
+    own, rope = attentions[full], spec.rope_of(full)
+    heads = [attention.num_heads for attention in attentions]
+    values: Values = {
+        "attention.head_count": _one_if_alike(heads),
+        "attention.head_count_kv": _one_if_alike([attention.num_kv_heads for attention in attentions]),
+        "attention.key_length": own.head_dim,
+        "attention.value_length": own.value_dim,
         "attention.sliding_window_pattern": sliding,
+        **_rope(rope),
+    }
+    if True in sliding:
+        windowed = attentions[sliding.index(True)]
+        rope_there = spec.rope_of(sliding.index(True))
+        values |= {
+            "attention.sliding_window": windowed.sliding_window,
+            "attention.key_length_swa": windowed.head_dim,
+            "attention.value_length_swa": windowed.value_dim,
+        }
+        if rope_there is not None:
+            values |= {"rope.freq_base_swa": rope_there.theta, "rope.dimension_count_swa": rope_there.rotary_dim}
+    return values
+
+
+def _one_if_alike(values: list[int]) -> int | list[int]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _windowed(spec: ModelSpec) -> Values:
+    """Returns the keys of architectures that must have a window, and heads of keys for each layer."""
+    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
+    heads = [each.num_kv_heads for each in kinds if isinstance(each, GroupedQuerySpec)]
+    return {
+        "attention.sliding_window": spec.max_position_embeddings,
+        **_by_kind(spec),
+        "attention.head_count_kv": heads,
     }
 
 
 def _mimo(spec: ModelSpec) -> Values:
     assert isinstance(spec.attention, GroupedQuerySpec), "MiMo's attention"
-    return {"attention.value_scale": spec.attention.value_scale, **_by_kind(spec)}
+    return {"attention.value_scale": spec.attention.value_scale, **_windowed(spec)}
 
 
 def _step35(spec: ModelSpec) -> Values:
     kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
     values = {
-        **_by_kind(spec),
+        **_windowed(spec),
         "attention.head_count": [each.num_heads for each in kinds if isinstance(each, GroupedQuerySpec)],
         "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
     }
@@ -304,6 +330,19 @@ def _dbrx(spec: ModelSpec) -> Values:
     return {"attention.clamp_kqv": spec.attention.clip}
 
 
+def _gemma4(spec: ModelSpec) -> Values:
+    assert spec.shared_expert is not None, "a dense expert next to routed ones"
+    return {
+        **_by_kind(spec),
+        "feed_forward_length": spec.shared_expert.intermediate_size,
+        "expert_shared_feed_forward_length": None,
+        "expert_shared_count": None,
+        "attention.shared_kv_layers": 0,
+        "embedding_length_per_layer_input": 0,
+        "final_logit_softcapping": spec.logits_softcap or 0.0,  # without the key llama.cpp takes 30
+    }
+
+
 def _text_sections(spec: ModelSpec) -> Values:
     """Returns which pairs of rotary positions follow time, height and width, which are equal in a text.
 
@@ -335,6 +374,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "mimo2": _mimo,
     "step35": _step35,
     "kimi-linear": _kimi_linear,
+    "gemma4": _gemma4,
     "qwen3vlmoe": _text_sections,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
 }

@@ -1,8 +1,9 @@
 """Where a model's weights lie in a GGUF file: the inverse of what `GgufFiles` reads.
 
 A `Placement` names a GGUF tensor and says which values of the model it has: those of a dense role, perhaps in another
-order, or those of a matrix of all experts of a layer. Nothing here reads or writes weights. The order that an
-architecture's `makers` undo is found by running them on tensors whose values are their own places.
+order, or those of matrices of all experts of a layer, or factors of rotary positions. Nothing here reads or writes
+weights. The order that an architecture's `makers` undo is found by running them on tensors whose values are their own
+places.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,14 @@ from moe_pack.formats import Matrix, ModelSpec, dense_roles
 from moe_pack.formats.families.family import role_key
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
-    FACTORS,
+    GATE_UP_EXPERTS,
     TENSOR_NAMES,
     Architecture,
     Change,
     Maker,
-    rope_factors,
 )
-from moe_pack.formats.gguf.header import Metadata
+from moe_pack.formats.gguf.factors import rope_factors
+from moe_pack.formats.gguf.header import FACTORS, Metadata
 from moe_pack.formats.gguf.rows import Bytes, Rows
 from moe_pack.formats.parts import (
     DenseRole,
@@ -32,7 +33,6 @@ from moe_pack.formats.parts import (
     LatentSpec,
     Mamba2Spec,
     MambaSpec,
-    RopeSpec,
     ShortConvSpec,
 )
 
@@ -67,12 +67,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """A GGUF tensor with a matrix, or its bias, of all experts of a layer."""
+    """A GGUF tensor with a matrix, or gate and up, or the bias of a matrix, of all experts of a layer."""
 
     name: str
     shape: tuple[int, ...]
     layer: int
-    matrix: Matrix
+    matrices: tuple[Matrix, ...]
     is_bias: bool = False
 
 
@@ -93,17 +93,15 @@ AnyPlacement = Placement | ExpertPlacement | ConstantPlacement
 
 
 def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) -> Iterator[AnyPlacement]:
-    """Yields all tensors of a model: dense ones, then those of experts, layer by layer.
+    """Yields all tensors of a model: factors of rotary positions, dense ones, then those of experts, layer by layer.
 
     Args:    spec: of the source, without repeated neurons.   metadata: that is written, which makers read.
     Raises:  NoPlaceError if the architecture lacks one.
     """
     orders: dict[str, list[tuple[str, Places | None, Places | None]]] = {}
     fused: list[Placement] = []
-    ropes = [(attention, rope) for attention, rope in spec.attention_kinds if rope and rope.scaling]
-    for attention, rope in ropes if architecture.has_factors else ():
-        assert isinstance(attention, GroupedQuerySpec) and isinstance(rope, RopeSpec), "rotary positions of heads"
-        yield ConstantPlacement(FACTORS, rope_factors(rope, attention.head_dim // 2))
+    if (factors := rope_factors(spec)) is not None:
+        yield ConstantPlacement(FACTORS, factors)
     for role in dense_roles(spec):
         for place in _of_role(spec, role, architecture, metadata, orders):
             if not architecture.fuses_qkv or role.name.rpartition(".")[2] not in ("q", "k", "v"):
@@ -114,7 +112,7 @@ def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) 
                 yield _joined(fused)
                 fused = []
     for layer in spec.moe_layers:
-        yield from _of_experts(spec, layer)
+        yield from _of_experts(spec, layer, architecture.fuses_gate_up)
 
 
 def _of_role(
@@ -176,14 +174,18 @@ def _joined(parts: list[Placement]) -> Placement:
     return replace(parts[0], name=name, shape=(rows, *parts[0].shape[1:]), roles=roles)
 
 
-def _of_experts(spec: ModelSpec, layer: int) -> Iterator[ExpertPlacement]:
+def _of_experts(spec: ModelSpec, layer: int, fuses_gate_up: bool) -> Iterator[ExpertPlacement]:
     count, f, d = spec.router.num_experts, spec.expert.source_size, spec.hidden_size
-    for matrix in spec.expert.matrices:
+    matrices = spec.expert.matrices
+    if fuses_gate_up:
+        yield ExpertPlacement(f"{GATE_UP_EXPERTS.format(i=layer)}.weight", (count, 2 * f, d), layer, ("gate", "up"))
+        matrices = ("down",)
+    for matrix in matrices:
         shape = (d, f) if matrix == "down" else (f, d)
         name = EXPERT_TENSORS[matrix].format(i=layer)
-        yield ExpertPlacement(f"{name}.weight", (count, *shape), layer, matrix)
+        yield ExpertPlacement(f"{name}.weight", (count, *shape), layer, (matrix,))
         if matrix in spec.expert.bias:
-            yield ExpertPlacement(f"{name}.bias", (count, shape[0]), layer, matrix, is_bias=True)
+            yield ExpertPlacement(f"{name}.bias", (count, shape[0]), layer, (matrix,), is_bias=True)
 
 
 def _shape(spec: ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import CheckpointError, ModelSpec, RunError
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.gguf.architecture import Architecture, Values, head_dim, with_factors
+from moe_pack.formats.gguf.architecture import Architecture, Values
 from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, gguf_package
 from moe_pack.formats.gguf.metadata import model_metadata, not_loaded
@@ -76,11 +76,9 @@ def _model(spec: ModelSpec, name: str, architecture: Architecture) -> GgufModel:
 def _read_back(model: GgufModel, architecture: Architecture) -> ModelSpec:
     """Returns the model that the reader of GGUF files finds in the metadata and the tensors' shapes."""
     tensors = {place.name: GgufTensor(place.name, "F32", place.shape, 0, 0, 0) for place in model.placements}
-    metadata = Metadata(model.architecture, model.metadata, tensors)
-    values = architecture.config(metadata)
-    for place in model.placements:
-        if isinstance(place, ConstantPlacement):
-            values = with_factors(values, head_dim(metadata), place.values) or values
+    constants = [place.values for place in model.placements if isinstance(place, ConstantPlacement)]
+    factors = constants[0].tolist() if constants else ()
+    values = architecture.config(Metadata(model.architecture, model.metadata, tensors, factors))
     return read_spec(Config(values, model.architecture))[1]
 
 

@@ -271,6 +271,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
     "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Q4_0", EXPERTS),
+    "gemma4_text": (
+        "Q4_0",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_experts": 3,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "qwen3_vl_moe": (
         "Q4_0",
         EXPERTS
@@ -407,6 +421,10 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
         values |= WRITTEN.get(family, {})
         values = {key: value for key, value in values.items() if (key, value) != ("rope_parameters", None)}
         (folder / "config.json").write_text(json.dumps(values))
+        (folder / "config.json").write_text(json.dumps(values | WRITTEN.get(family, {})))
+        if family == "gemma4_text":  # whose vocabulary says how many rows of the embedding are kept
+            words = {"model": {"vocab": {f"t{number}": number for number in range(VOCAB)}}, "added_tokens": []}
+            (folder / "tokenizer.json").write_text(json.dumps(words))
         if family == "qwen3_vl_moe":
             transpose_experts(folder)
         convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))

@@ -1,0 +1,78 @@
+"""GGUF architectures whose layers with a window have heads, or rotary positions, of their own.
+
+Keys of layers with a window end in `_swa`. Source: llama.cpp, conversion/ and src/models/.
+"""
+
+from collections.abc import Mapping
+
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.gguf.architecture import Architecture, Values, decoder, experts, num_layers, rope, windows
+from moe_pack.formats.gguf.factors import STILL
+from moe_pack.formats.gguf.header import Metadata
+
+
+def _ropes(m: Metadata) -> Values:
+    """Returns the rotary positions of each kind of layer; those with a window are never scaled."""
+    found = rope(m)
+    full = {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
+    sliding = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", found["rope_theta"])}
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+def _gemma4(m: Metadata) -> Values:
+    kinds = windows(m, 6)
+    full = kinds.index("full_attention")
+    kv_heads = dict(zip(kinds, m.each("attention.head_count_kv", num_layers(m)), strict=True))
+    factors = m.factors
+    if not factors:
+        raise CheckpointError(f"{m.place}: tensor 'rope_freqs.weight' is missing")
+    rotated = sum(factor < STILL for factor in factors)
+    ropes = _ropes(m)
+    ropes["full_attention"] |= {
+        "rope_type": "proportional",
+        "partial_rotary_factor": rotated / len(factors),
+        "factor": factors[0],
+    }
+    return decoder(
+        m,
+        "gemma4_text",
+        num_key_value_heads=kv_heads.get("sliding_attention", kv_heads["full_attention"]),
+        num_global_key_value_heads=kv_heads["full_attention"],
+        head_dim=m.whole("attention.key_length_swa"),
+        global_head_dim=m.whole("attention.key_length"),
+        attention_k_eq_v=not m.has_tensor(f"blk.{full}.attn_v.weight"),
+        enable_moe_block=True,
+        hidden_size_per_layer_input=m.whole("embedding_length_per_layer_input", 0),
+        num_kv_shared_layers=m.whole("attention.shared_kv_layers", 0),
+        hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh",
+        **(experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count"))),
+        intermediate_size=m.whole("feed_forward_length"),
+        final_logit_softcapping=m.number("final_logit_softcapping", 0.0) or None,
+        sliding_window=m.whole("attention.sliding_window"),
+        layer_types=kinds,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=ropes,
+    )
+
+
+_GEMMA4_NAMES = {
+    f"layers.{{i}}.{role}": f"blk.{{i}}.{name}"
+    for role, name in {
+        "shared_norm": "ffn_norm.weight",
+        "shared_post_norm": "post_ffw_norm_1.weight",
+        "experts_norm": "pre_ffw_norm_2.weight",
+        "experts_post_norm": "post_ffw_norm_2.weight",
+        "shared.gate": "ffn_gate.weight",
+        "shared.up": "ffn_up.weight",
+        "shared.down": "ffn_down.weight",
+        "router_scale": "ffn_gate_inp.scale",
+        "router_expert_scale": "ffn_down_exps.scale",
+        "scale": "layer_output_scale.weight",
+    }.items()
+}
+
+WINDOWED: Mapping[str, Architecture] = {
+    "gemma4": Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
+}
