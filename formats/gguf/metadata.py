@@ -41,7 +41,7 @@ def model_metadata(spec: ModelSpec, architecture: str) -> Values:
         "leading_dense_block_count": spec.moe_layers[0],
         **_experts(spec),
         **_attention(spec),
-        **_rope(spec.rope),
+        **_rope(spec.rope, isinstance(spec.attention, LatentSpec)),
         **_mixer(spec),
     }
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
@@ -121,7 +121,8 @@ def attends(spec: ModelSpec, layer: int) -> bool:
     return spec.has_first(layer) and spec.mixer_of(layer) is None
 
 
-def _rope(rope: RopeSpec | None) -> Values:
+def _rope(rope: RopeSpec | None, is_latent: bool = False) -> Values:
+    """Returns the keys of rotary positions. `is_latent`: of latent attention, whose scale says YaRN's factor."""
     if rope is None:
         return {}
     values: Values = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.rotary_dim}
@@ -133,6 +134,11 @@ def _rope(rope: RopeSpec | None) -> Values:
             "rope.scaling.yarn_beta_fast": scaling.beta_fast,
             "rope.scaling.yarn_beta_slow": scaling.beta_slow,
         }
+        usual = 0.1 * math.log(scaling.factor) + 1
+        if not is_latent and not math.isclose(scaling.attention_factor, usual, rel_tol=1e-6):
+            # llama.cpp's converter writes the first, and llama.cpp multiplies its own factor by the second.
+            values["rope.scaling.yarn_attn_factor"] = scaling.attention_factor
+            values["rope.scaling.attn_factor"] = scaling.attention_factor / usual
     return values
 
 
@@ -374,6 +380,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "mimo2": _mimo,
     "step35": _step35,
     "kimi-linear": _kimi_linear,
+    "mellum": _by_kind,
     "gemma4": _gemma4,
     "qwen3vlmoe": _text_sections,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},
@@ -381,7 +388,18 @@ _EXTRAS: Mapping[str, Extras] = {
 
 
 # Architectures that need a head of their own.
-_OWN_HEAD = ("dbrx", "gpt-oss", "kimi-linear", "mimo2", "minimax-m2", "minimax-m3", "olmoe", "qwen2moe", "step35")
+_OWN_HEAD = (
+    "dbrx",
+    "gpt-oss",
+    "kimi-linear",
+    "mellum",
+    "mimo2",
+    "minimax-m2",
+    "minimax-m3",
+    "olmoe",
+    "qwen2moe",
+    "step35",
+)
 
 # Architectures in which some layers must have a sliding window.
 _WINDOWED = ("mimo2", "step35")
@@ -415,6 +433,8 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
             return "no layer with a sliding window"
         if architecture == "minimax-m3" and (fault := _blocks_fault(spec, attention)) is not None:
             return fault
+        if architecture == "mellum" and len({rope.theta for _, rope in spec.attention_kinds if rope is not None}) > 1:
+            return "other rotary bases in layers with a window"
         if architecture == "llama" and attention.sliding_window is not None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:

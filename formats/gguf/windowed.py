@@ -6,7 +6,16 @@ Keys of layers with a window end in `_swa`. Source: llama.cpp, conversion/ and s
 from collections.abc import Mapping
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.gguf.architecture import Architecture, Values, decoder, experts, num_layers, rope, windows
+from moe_pack.formats.gguf.architecture import (
+    Architecture,
+    Values,
+    decoder,
+    experts,
+    head_dim,
+    num_layers,
+    rope,
+    windows,
+)
 from moe_pack.formats.gguf.factors import STILL
 from moe_pack.formats.gguf.header import Metadata
 
@@ -57,6 +66,21 @@ def _gemma4(m: Metadata) -> Values:
     )
 
 
+def _mellum(m: Metadata) -> Values:
+    kinds = windows(m, 4) if m.whole("attention.sliding_window", 0) else ["full_attention"] * num_layers(m)
+    return decoder(
+        m,
+        "mellum",
+        head_dim=head_dim(m),
+        **experts(m, norm_topk_prob=True),
+        sliding_window=m.get("attention.sliding_window"),
+        layer_types=kinds,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=_ropes(m),
+    )
+
+
 _GEMMA4_NAMES = {
     f"layers.{{i}}.{role}": f"blk.{{i}}.{name}"
     for role, name in {
@@ -74,5 +98,6 @@ _GEMMA4_NAMES = {
 }
 
 WINDOWED: Mapping[str, Architecture] = {
+    "mellum": Architecture(_mellum),
     "gemma4": Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
 }

@@ -54,6 +54,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "deepseek_v2": SIZES | ROUTED | LATENT | {"num_hidden_layers": 27, "rope_parameters": YARN | SCALED},
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
     "afmoe": SIZES | SHAPES["afmoe"][1],
+    "mellum": SIZES | SHAPES["mellum"][1],
     "qwen3_vl_moe": SIZES | SHAPES["qwen3_vl_moe"][1],
     "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],
     "deepseek_v32": SIZES | SHAPES["deepseek_v32"][1],

@@ -296,6 +296,11 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     lite = replace(latent, num_hidden_layers=27, moe_layers=tuple(range(1, 27)))
     other = with_attention(lite, q_lora_rank=32)
     yield "lite", other, lite, "'deepseek2' cannot have 27 layers with a latent of queries"
+    mellum = spec_of("mellum")
+    (full,) = mellum.others
+    assert full.rope is not None
+    based = replace(mellum, others=(replace(full, rope=replace(full.rope, theta=2e4)),))
+    yield "bases", based, mellum, "'mellum' cannot have other rotary bases in layers with a window"
     groups = with_router(ranked, n_group=2, topk_group=1)
     yield "groups", groups, ranked, "'deepseek2' cannot have groups of experts that compete by their best expert"
     minimax = spec_of("minimax_m2")

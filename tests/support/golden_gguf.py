@@ -285,6 +285,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mellum": (
+        "Q4_0",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_experts": 3,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse"] * 3,
+            "rope_parameters": {
+                "full_attention": YARN | {"attention_factor": 1.3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "qwen3_vl_moe": (
         "Q4_0",
         EXPERTS
