@@ -105,8 +105,7 @@ def decoder(m: Metadata, model_type: str, **others: Any) -> Values:
     embedding = m.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{m.place}: tensor 'token_embd.weight' is missing")
-    heads = m.get("attention.head_count")  # a list of those of each layer, where layers differ
-    heads = max(heads) if isinstance(heads, list) else m.whole("attention.head_count")
+    heads = m.most("attention.head_count")  # a list of those of each layer, where layers differ
     kv_heads = m.get("attention.head_count_kv")  # likewise; 0 for layers that have none
     values = {
         "model_type": model_type,
@@ -152,8 +151,7 @@ def ends(m: Metadata) -> Values:
 
 def head_dim(m: Metadata) -> int:
     """Returns the number of values of a head."""
-    size = m.get("attention.key_length")
-    return m.whole("attention.key_length") if size else m.whole("embedding_length") // m.whole("attention.head_count")
+    return m.whole("attention.key_length", m.whole("embedding_length") // m.most("attention.head_count"))
 
 
 def experts(m: Metadata, count: str = "num_experts", **others: Any) -> Values:
@@ -207,17 +205,18 @@ def latent(m: Metadata, model_type: str, **others: Any) -> Values:
     return values | others
 
 
-def windows(m: Metadata, period: int) -> list[str]:
+def windows(m: Metadata, period: int, full_first: bool = False) -> list[str]:
     """Returns whether each layer's attention is `sliding_attention` or `full_attention`.
 
     `sliding_window_pattern` says it for each layer, or after how many layers one is full; `period` if it is missing.
+    `full_first`: such a layer comes before the others, not after them.
     """
     found = m.get("attention.sliding_window_pattern")
     if isinstance(found, list):
         sliding = [bool(flag) for flag in m.each("attention.sliding_window_pattern", num_layers(m))]
     else:
         step = found if isinstance(found, int) and found > 0 else period
-        sliding = [(layer + 1) % step != 0 for layer in range(num_layers(m))]
+        sliding = [(layer + (0 if full_first else 1)) % step != 0 for layer in range(num_layers(m))]
     return ["sliding_attention" if flag else "full_attention" for flag in sliding]
 
 

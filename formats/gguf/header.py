@@ -114,6 +114,11 @@ class Metadata:
         """Returns a list."""
         return self._typed(key, None, (list,), "a list")  # type: ignore[no-any-return]  # checked there
 
+    def most(self, key: str) -> int:
+        """Returns a whole number, or the largest of a list of them."""
+        value = self.get(key)
+        return max(value) if isinstance(value, list) and value else self.whole(key)
+
     def each(self, key: str, count: int) -> list[Any]:
         """Returns a value for each of `count` layers: a list, of which later values are left out, or one for all."""
         value = self.get(key)

@@ -349,6 +349,11 @@ def _gemma4(spec: ModelSpec) -> Values:
     }
 
 
+def _laguna(spec: ModelSpec) -> Values:
+    heads = [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)]
+    return {**_by_kind(spec), "attention.head_count": heads}
+
+
 def _text_sections(spec: ModelSpec) -> Values:
     """Returns which pairs of rotary positions follow time, height and width, which are equal in a text.
 
@@ -381,6 +386,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "step35": _step35,
     "kimi-linear": _kimi_linear,
     "mellum": _by_kind,
+    "laguna": _laguna,
     "gemma4": _gemma4,
     "qwen3vlmoe": _text_sections,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},

@@ -12,6 +12,7 @@ from moe_pack.formats.gguf.architecture import (
     decoder,
     experts,
     head_dim,
+    needs_sigmoid,
     num_layers,
     rope,
     windows,
@@ -81,6 +82,36 @@ def _mellum(m: Metadata) -> Values:
     )
 
 
+def _laguna(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    layers, size = num_layers(m), head_dim(m)
+    heads = m.each("attention.head_count", layers)
+    has_windows = m.whole("attention.sliding_window", 0) > 0
+    ropes, sizes = _ropes(m), {"full_attention": m.whole("rope.dimension_count", size)}
+    sizes["sliding_attention"] = m.whole("rope.dimension_count_swa", sizes["full_attention"])
+    for kind, rotated in sizes.items():
+        ropes[kind] |= {"partial_rotary_factor": rotated / size}
+    gate = m.tensors.get("blk.0.attn_gate.weight")
+    dense = m.whole("leading_dense_block_count")
+    return decoder(
+        m,
+        "laguna",
+        head_dim=size,
+        num_attention_heads_per_layer=heads,
+        **experts(m, intermediate_size=m.whole("feed_forward_length")),
+        shared_expert_intermediate_size=m.whole("expert_shared_feed_forward_length"),
+        moe_routed_scaling_factor=m.number("expert_weights_scale", 1.0),
+        norm_topk_prob=m.flag("expert_weights_norm", True),
+        mlp_layer_types=["dense"] * dense + ["sparse"] * (layers - dense),
+        gating="per-head" if gate is not None and gate.shape[0] == heads[0] else "per-element",
+        sliding_window=m.get("attention.sliding_window"),
+        layer_types=windows(m, 4, full_first=True) if has_windows else ["full_attention"] * layers,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=ropes,
+    )
+
+
 _GEMMA4_NAMES = {
     f"layers.{{i}}.{role}": f"blk.{{i}}.{name}"
     for role, name in {
@@ -99,5 +130,6 @@ _GEMMA4_NAMES = {
 
 WINDOWED: Mapping[str, Architecture] = {
     "mellum": Architecture(_mellum),
+    "laguna": Architecture(_laguna),
     "gemma4": Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
 }

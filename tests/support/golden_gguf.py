@@ -300,6 +300,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "laguna": (
+        "Q4_0",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_experts": 3,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_attention_heads_per_layer": [2, 4, 4],
+            "rope_parameters": {
+                "full_attention": YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
     "qwen3_vl_moe": (
         "Q4_0",
         EXPERTS
