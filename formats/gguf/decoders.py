@@ -283,7 +283,12 @@ def _cohere2_moe(m: Metadata) -> Values:
 
 
 def _llama4(m: Metadata) -> Values:
+    """Scout's positions are scaled; of its bands, metadata says nothing, and they are those of the published model."""
     no_windows = m.get("attention.sliding_window") == 0
+    scaled: Values = {}
+    if m.factors:
+        bands = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+        scaled = {"rope_scaling": {"rope_type": "llama3", "factor": max(m.factors), **bands}}
     return decoder(
         m,
         "llama4_text",
@@ -299,6 +304,7 @@ def _llama4(m: Metadata) -> Values:
         attn_scale=0.1,
         floor_scale=8192,
         no_rope_layers=[int(no_windows or (layer + 1) % 4 != 0) for layer in range(num_layers(m))],
+        **scaled,
     )
 
 

@@ -35,6 +35,13 @@ _IDS = [(11 * i * i + 5 * i + 3) % 64 for i in range(24)]
 _CONTEXT = 128
 _STATES = SIZES | {name: size for name, size in EXPERTS.items() if name != "intermediate_size"} | DELTA
 _STATES |= {"linear_value_head_dim": DELTA["linear_key_head_dim"]}  # the others are tests of refusals
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+}
 # Sizes that llama.cpp loads, of families whose tiny checkpoints in the tests have others.
 _LOADED: dict[str, dict[str, Any]] = {
     "qwen3_next": _STATES | {"intermediate_size": 64},
@@ -42,15 +49,8 @@ _LOADED: dict[str, dict[str, Any]] = {
     "nemotron_h": SIZES
     | SHAPES["nemotron_h"][1]
     | {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "moe", "full_attention"], "use_bias": False},
-    "llama4_text": SIZES
-    | SHAPES["llama4_text"][1]
-    | {
-        "num_hidden_layers": 4,
-        "no_rope_layers": [1, 1, 1, 0],
-        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
-        "attn_scale": 0.1,
-        "attn_temperature_tuning": True,
-    },
+    "llama4_text": SIZES | SHAPES["llama4_text"][1] | _LLAMA4,
+    "llama4_text-scout": SIZES | SHAPES["llama4_text-scout"][1] | _LLAMA4,
     "deepseek_v2": SIZES | ROUTED | LATENT | {"num_hidden_layers": 27, "rope_parameters": YARN | SCALED},
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
     "afmoe": SIZES | SHAPES["afmoe"][1],
@@ -89,8 +89,9 @@ def _models() -> Iterator[Tiny]:
     for tiny in TINY:
         if not tiny.fused and not tiny.four:  # which are the same model under other names
             yield tiny
-    for family, config in _LOADED.items():
-        yield Tiny(family, "sizes that llama.cpp loads", config)
+    for name, config in _LOADED.items():
+        family, _, variant = name.partition("-")
+        yield Tiny(family, variant or "sizes that llama.cpp loads", config)
 
 
 def _compare(tiny: Tiny) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from moe_pack.convert.export import ExportWork, compare_export, export_gguf
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, YarnSpec
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Llama3Spec, YarnSpec
 from moe_pack.formats.writer import Step
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
@@ -303,6 +303,10 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     assert full.rope is not None
     based = replace(mellum, others=(replace(full, rope=replace(full.rope, theta=2e4)),))
     yield "bases", based, mellum, "'mellum' cannot have other rotary bases in layers with a window"
+    scout = spec_of("llama4_text-scout")
+    assert scout.rope is not None and isinstance(scout.rope.scaling, Llama3Spec)
+    bands = replace(scout, rope=replace(scout.rope, scaling=replace(scout.rope.scaling, high_freq_factor=4.0)))
+    yield "bands", bands, scout, "llama.cpp's architecture 'llama4' has another rope.scaling.high_freq_factor"
     groups = with_router(ranked, n_group=2, topk_group=1)
     yield "groups", groups, ranked, "'deepseek2' cannot have groups of experts that compete by their best expert"
     minimax = spec_of("minimax_m2")

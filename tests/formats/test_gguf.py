@@ -459,29 +459,41 @@ def test_factors_of_rotary_positions_that_no_scaling_has_are_refused(tmp_path: P
 
 def test_factors_of_rotary_positions_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     name, kinds = "rope_freqs.weight", gguf.GGMLQuantizationType
-    own = next(
-        np.array(each.data) for each in gguf.GGUFReader(GOLDEN / "gemma4_text.gguf").tensors if each.name == name
+    gemma, scout = GOLDEN / "gemma4_text.gguf", GOLDEN / "llama4_text-scout.gguf"
+    own, bands = (
+        next(np.array(each.data) for each in gguf.GGUFReader(path).tensors if each.name == name)
+        for path in (gemma, scout)
     )
-    changes: dict[str, tuple[Any, str]] = {
-        "missing": (None, f"tensor '{name}' is missing"),
-        "type": ((np.minimum(own, 2).astype(np.float16), kinds.F16), f"tensor '{name}' is F16, expected F32"),
-        "number": ((own[:-1], kinds.F32), f"tensor '{name}' has shape [15], expected [16] by the metadata"),
+    assert set(bands.tolist()) == {1.0, 16.0}
+    changes: dict[str, tuple[Path, Any, str]] = {
+        "missing": (gemma, None, f"tensor '{name}' is missing"),
+        "type": (
+            gemma,
+            (np.minimum(own, 2).astype(np.float16), kinds.F16),
+            f"tensor '{name}' is F16, expected F32",
+        ),
+        "number": (gemma, (own[:-1], kinds.F32), f"tensor '{name}' has shape [15], expected [16] by the metadata"),
         "value": (
+            gemma,
             (np.where(np.arange(16) == 1, 2, own).astype(np.float32), kinds.F32),
             f"tensor '{name}' has other factors than the published models of architecture 'gemma4'",
         ),
+        "bands": (
+            scout,
+            (np.minimum(bands, np.arange(1, len(bands) + 1)).astype(np.float32), kinds.F32),
+            f"tensor '{name}' has other factors than the published models of architecture 'llama4'",
+        ),
     }
-    for title, (value, message) in changes.items():
+    for title, (source, value, message) in changes.items():
         with case(title):
 
             def change(tensors: dict[str, Any], value: Any = value) -> None:
                 del tensors[name]
                 tensors |= {} if value is None else {name: value}
 
-            path = rewritten(tmp_path / f"{title}.gguf", GOLDEN / "gemma4_text.gguf", tensors=change)
-            assert message in refusal(path)
-    same = rewritten(tmp_path / "same.gguf", GOLDEN / "gemma4_text.gguf")
-    Checkpoint(GgufFiles(same)).close()
+            assert message in refusal(rewritten(tmp_path / f"{title}.gguf", source, tensors=change))
+    for source in (gemma, scout):
+        Checkpoint(GgufFiles(rewritten(tmp_path / source.name, source))).close()
 
 
 def test_a_head_that_is_missing_is_the_embedding(tmp_path: Path) -> None:

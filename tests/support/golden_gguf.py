@@ -1,10 +1,10 @@
 """Makes the tiny GGUF files of `tests/data/gguf`, and what transformers says of their weights.
 
-    python tests/support/golden_gguf.py LLAMA_CPP [FAMILY ...]
+    python tests/support/golden_gguf.py LLAMA_CPP [SHAPE ...]
 
 LLAMA_CPP is a source tree of llama.cpp, whose converter writes the files from checkpoints of random weights. Then every
 matrix is quantized, in the file as llama.cpp has it and in the checkpoint as transformers has it; both go row by row,
-so that the values are the same. `FAMILY.npz` has the logits of transformers, float32, for the tokens `ids`.
+so that the values are the same. `SHAPE.npz` has the logits of transformers, float32, for the tokens `ids`.
 """
 
 import json
@@ -129,6 +129,15 @@ DBRX = {
     "moe_normalize_expert_weights": 1.0,
     "ffn_act_fn": {"name": "silu"},
 }
+LLAMA4 = {
+    "num_local_experts": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8192,
+    "floor_scale": 8192,
+}
+SCOUT = BANDS | {"factor": 16.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Q4_0", EXPERTS | DELTA),
     "qwen3_5_moe_text": ("Q5_0", EXPERTS | DELTA),
@@ -175,15 +184,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["sparse", "sparse"],
         },
     ),
-    "llama4_text": (
+    "llama4_text": ("Q4_0", LLAMA4),
+    "llama4_text-scout": (
         "Q4_0",
-        {
-            "num_local_experts": 4,
-            "intermediate_size": 32,
-            "intermediate_size_mlp": 64,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 8192,
-            "floor_scale": 8192,
+        LLAMA4
+        | {
+            "interleave_moe_layer_step": 1,
+            "rope_parameters": SCOUT | {"rope_theta": 5e5},
         },
     ),
     "afmoe": ("Q4_0", EXPERTS | {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}),
@@ -436,12 +443,13 @@ def quantize_there(path: Path, out: Path, kind: Any) -> None:
 
 
 @torch.no_grad()
-def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
-    """Makes the files of one family."""
+def make(llama_cpp: Path, name: str, golden: Path = GOLDEN) -> None:
+    """Makes the files of one shape: a family, perhaps with the name of a variant behind a hyphen."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]  # its converter needs the package of its own version
     import gguf
 
-    type_name, sizes = SHAPES[family]
+    type_name, sizes = SHAPES[name]
+    family = name.partition("-")[0]
     kind = gguf.GGMLQuantizationType[type_name]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "checkpoint")
@@ -453,17 +461,16 @@ def make(llama_cpp: Path, family: str, golden: Path = GOLDEN) -> None:
         values |= WRITTEN.get(family, {})
         values = {key: value for key, value in values.items() if (key, value) != ("rope_parameters", None)}
         (folder / "config.json").write_text(json.dumps(values))
-        (folder / "config.json").write_text(json.dumps(values | WRITTEN.get(family, {})))
         if family == "gemma4_text":  # whose vocabulary says how many rows of the embedding are kept
             words = {"model": {"vocab": {f"t{number}": number for number in range(VOCAB)}}, "added_tokens": []}
             (folder / "tokenizer.json").write_text(json.dumps(words))
         if family == "qwen3_vl_moe":
             transpose_experts(folder)
         convert_there(llama_cpp, folder, Path(scratch, "f32.gguf"))
-        quantize_there(Path(scratch, "f32.gguf"), golden / f"{family}.gguf", kind)
+        quantize_there(Path(scratch, "f32.gguf"), golden / f"{name}.gguf", kind)
         round_checkpoint(folder, family, kind)
         logits = oracle(folder)(IDS).numpy()
-    np.savez_compressed(golden / f"{family}.npz", logits=logits, ids=np.array(IDS))
+    np.savez_compressed(golden / f"{name}.npz", logits=logits, ids=np.array(IDS))
 
 
 if __name__ == "__main__":
