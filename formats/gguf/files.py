@@ -477,7 +477,7 @@ class GgufFiles(CheckpointFiles):
         if not np.allclose(self.metadata.factors, expected, rtol=1e-5, atol=0):
             raise CheckpointError(
                 f"{self._paths[tensor.file].name}: tensor {FACTORS!r} has other factors than the published models of "
-                f"architecture {self.metadata.architecture!r}; their rotary positions are not supported"
+                f"architecture {self.metadata.architecture!r}; take its safetensors checkpoint, whose config says them"
             )
 
     def _check_left_out(self) -> None:

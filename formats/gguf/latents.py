@@ -210,7 +210,7 @@ LATENTS: Mapping[str, Architecture] = {
     "mimo2": Architecture(_mimo2),
     "step35": Architecture(_step35, changes=CENTERED),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
-    "mistral4": Architecture(_mistral4),
+    "mistral4": Architecture(_mistral4, fuses_gate_up=True),
     "minimax-01": Architecture(_minimax01, names=_LIGHTNING),
     "minimax-m3": Architecture(
         _minimax_m3,

@@ -61,9 +61,6 @@ def values_of(path: Path) -> dict[str, NDArray[np.float32]]:
         shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
         raw = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         found[tensor.name] = np.asarray(raw, np.float32).reshape(shape)
-    for name in [name for name in found if "gate_up" in name]:  # both of which llama.cpp's converter has in one
-        gate, up = np.split(found.pop(name), 2, axis=1)
-        found |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
     return found
 
 
