@@ -18,7 +18,10 @@ from models import DEMO_MODEL, TinyMixtral
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import CheckpointError, Pack, RangeReader
@@ -100,12 +103,13 @@ def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers()
 
 def test_config_json_names_the_class_of_the_model() -> None:
     """Without it, vLLM takes the model for one that embeds text, and llama.cpp's converter takes none."""
+    classes = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    classes |= {"deepseek": "DeepseekForCausalLM", "step3p5": "Step3p5ForCausalLM"}  # not in transformers
     for path in sorted(GOLDEN.glob("*.gguf")):
         with case(path.stem), closing(GgufFiles(path)) as files:
             values = json.loads(files.read_file("config.json").tobytes())
             kind = values["model_type"]
-            expected = "DeepseekForCausalLM" if kind == "deepseek" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-            assert values["architectures"] == [expected]
+            assert values["architectures"] == [classes[kind]]
 
 
 def test_each_type_is_read_in_any_range_as_llama_cpp_dequantizes_it(tmp_path: Path) -> None:
