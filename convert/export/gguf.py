@@ -210,6 +210,8 @@ def _of_heads(whole: Tensor, place: Placement) -> Rows:
 def _changed(values: NDArray[np.float32], place: Placement) -> NDArray[np.float32]:
     if place.change == "plus_one":
         return values + np.float32(1)
+    if place.change == "exp":
+        return np.exp(values)
     return -np.exp(values) if place.change == "decay" else values
 
 

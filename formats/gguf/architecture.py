@@ -15,8 +15,9 @@ from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.rows import Rows
 
 Values = dict[str, Any]
-# What was done to a tensor: rotated heads in pairs of neighbours (`pairs`), one added (`plus_one`), -exp (`decay`).
-Change = Literal["pairs", "plus_one", "decay"]
+# What was done to a tensor: rotated heads in pairs of neighbours (`pairs`), one added (`plus_one`), exp
+# (`exp`), -exp (`decay`).
+Change = Literal["pairs", "plus_one", "exp", "decay"]
 
 # Makes the rows of a role of a layer: from what gives the rows of one of its tensors, and the metadata.
 Maker = Callable[[Callable[[str], Rows], Metadata], Rows]

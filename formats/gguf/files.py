@@ -59,6 +59,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, *
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
 _CLASSES: Mapping[str, str] = {
     "afmoe": "AfmoeForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "dbrx": "DbrxForCausalLM",
     "deepseek": "DeepseekForCausalLM",
@@ -538,6 +539,8 @@ def _undone(rows: Rows, change: Change, spec: ModelSpec) -> Rows:
     """Returns rows as they were before llama.cpp's converter changed them."""
     if change == "plus_one":
         return Changed(rows, lambda values: values - np.float32(1))
+    if change == "exp":
+        return Changed(rows, np.log)
     if change == "decay":
         return Changed(rows, lambda values: np.log(-values))
     assert change == "pairs" and isinstance(spec.attention, GroupedQuerySpec), change

@@ -292,7 +292,7 @@ _SSM = _mixer(
 _DELTA = _SSM | _mixer(
     {"ba": "ssm_ba.weight", "z": "attn_gate.weight", "b": "ssm_beta.weight", "a": "ssm_alpha.weight"}
 )
-_KIMI_DELTA = _SSM | _mixer(
+KIMI_DELTA = _SSM | _mixer(
     {
         "q": "attn_q.weight",
         "k": "attn_k.weight",
@@ -334,5 +334,5 @@ HYBRIDS: Mapping[str, Architecture] = {
     "nemotron_h_moe": Architecture(
         _nemotron_h, names=_SSM | {"layers.{i}.mlp_norm": "blk.{i}.attn_norm.weight"}, changes=_DECAY
     ),
-    "kimi-linear": Architecture(_kimi_linear, names=_KIMI_DELTA, changes=_DECAY),
+    "kimi-linear": Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY),
 }

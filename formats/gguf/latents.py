@@ -24,6 +24,7 @@ from moe_pack.formats.gguf.architecture import (
 )
 from moe_pack.formats.gguf.factors import bands
 from moe_pack.formats.gguf.header import Metadata
+from moe_pack.formats.gguf.hybrids import KIMI_DELTA
 
 
 def _sparse_layers(m: Metadata) -> list[str]:
@@ -186,6 +187,26 @@ def _minimax01(m: Metadata) -> Values:
     )
 
 
+def _bailingmoe3(m: Metadata) -> Values:
+    needs_sigmoid(m)
+    has_latent = [m.has_tensor(f"blk.{layer}.attn_kv_a_mqa.weight") for layer in range(num_layers(m))]
+    values = latent(
+        m,
+        "bailing_hybrid",
+        num_experts=m.whole("expert_count"),
+        layer_types=["full_attention" if flag else "linear_attention" for flag in has_latent],
+        head_dim=m.whole("kda.head_dim"),
+        short_conv_kernel_size=m.whole("ssm.conv_kernel"),
+        kda_safe_gate=m.flag("kda.safe_gate", True),
+        kda_lower_bound=m.number("kda.gate_lower_bound"),
+        expert_swiglu_limit_list=_limits(m, "swiglu_clamp_exp"),
+        share_expert_swiglu_limit_list=_limits(m, "swiglu_clamp_shexp"),
+    )
+    del values["n_routed_experts"]
+    return values
+
+
+_FULL_RANK = {"layers.{i}.mixer.decay": "blk.{i}.ssm_f_a.weight", "layers.{i}.mixer.gate": "blk.{i}.ssm_g_a.weight"}
 _HALVES = ("full_attn", "linear_attn", "mlp")
 _LIGHTNING = {
     f"layers.{{i}}.mixer.{ours}": f"blk.{{i}}.{theirs}.weight"
@@ -211,6 +232,7 @@ LATENTS: Mapping[str, Architecture] = {
     "step35": Architecture(_step35, changes=CENTERED),
     "deepseek32": Architecture(_deepseek32, names=_INDEXER),
     "mistral4": Architecture(_mistral4, fuses_gate_up=True),
+    "bailingmoe3": Architecture(_bailingmoe3, names=KIMI_DELTA | _FULL_RANK, changes={"layers.{i}.mixer.a_log": "exp"}),
     "minimax-01": Architecture(_minimax01, names=_LIGHTNING),
     "minimax-m3": Architecture(
         _minimax_m3,

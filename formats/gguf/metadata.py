@@ -255,11 +255,16 @@ def _step35(spec: ModelSpec) -> Values:
         "attention.head_count": [each.num_heads for each in kinds if isinstance(each, GroupedQuerySpec)],
         "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
     }
-    if limits := spec.expert.limits:
-        for name in ("routed", "unrouted"):
-            found = {layer: getattr(limit, name) for limit in limits for layer in limit.layers or ()}
-            each = [found.get(layer) or 0.0 for layer in range(spec.num_hidden_layers)]
-            values[f"swiglu_clamp_{'exp' if name == 'routed' else 'shexp'}"] = each
+    return values | _limits(spec)
+
+
+def _limits(spec: ModelSpec) -> Values:
+    """Returns the limits of the neurons of each layer, if any has one; 0 is none."""
+    values: Values = {}
+    for name, key in (("routed", "exp"), ("unrouted", "shexp")):
+        found = {layer: getattr(limit, name) for limit in spec.expert.limits for layer in limit.layers or ()}
+        if spec.expert.limits:
+            values[f"swiglu_clamp_{key}"] = [found.get(layer) or 0.0 for layer in range(spec.num_hidden_layers)]
     return values
 
 
@@ -295,6 +300,16 @@ def _minimax01(spec: ModelSpec) -> Values:
     assert isinstance(spec.residual, NormedStateSpec), "MiniMax's residual"
     recurrent = [spec.mixer_of(layer) is not None for layer in range(spec.num_hidden_layers)]
     return {"residual_scale": spec.residual.attention.state, "attention.recurrent_layers": recurrent}
+
+
+def _bailing(spec: ModelSpec) -> Values:
+    assert isinstance(spec.mixer, KimiDeltaSpec) and spec.mixer.lower_bound is not None, "bounded decays"
+    return {
+        "attention.value_length": spec.mixer.head_dim,
+        "kda.safe_gate": True,
+        "kda.gate_lower_bound": spec.mixer.lower_bound,
+        **_limits(spec),
+    }
 
 
 def _shared_choices(spec: ModelSpec) -> Values:
@@ -379,6 +394,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "dbrx": _dbrx,
     "deepseek32": _indexed,
     "mistral4": _mistral4,
+    "bailingmoe3": _bailing,
     "minimax-01": _minimax01,
     "minimax-m3": _minimax_m3,
     "glm-dsa": _shared_choices,
@@ -410,7 +426,7 @@ _OWN_HEAD = (
 # Architectures in which some layers must have a sliding window.
 _WINDOWED = ("mimo2", "step35")
 # Architectures with latent attention whose scaled rotary positions are not those of the model.
-_UNSCALED = ("glm-dsa",)
+_UNSCALED = ("bailingmoe3", "glm-dsa")
 
 
 def not_loaded(spec: ModelSpec, architecture: str) -> str | None:

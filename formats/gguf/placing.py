@@ -194,7 +194,7 @@ def _shape(spec: ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
     if isinstance(mixer, KimiDeltaSpec) and part.endswith("_conv"):
         return (1, mixer.head_width, 1, mixer.conv_kernel)
     if isinstance(mixer, KimiDeltaSpec) and part == "a_log":
-        return (1, 1, mixer.num_heads, 1)
+        return (mixer.num_heads, 1) if mixer.full_rank else (1, 1, mixer.num_heads, 1)
     if isinstance(mixer, GatedDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec) and part == "conv":
         return (role.shape[0] // mixer.conv_kernel, mixer.conv_kernel)
     if isinstance(mixer, Mamba2Spec) and part in ("a_log", "skip"):

@@ -316,7 +316,7 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     assert step.rope is not None
     whole = replace(step, rope=replace(step.rope, rotary_dim=8))
     yield "rotated", whole, step, "llama.cpp's architecture 'step35' has another rope.rotary_dim"
-    sparse, shared = spec_of("deepseek_v32"), spec_of("glm_moe_dsa")
+    sparse = spec_of("deepseek_v32")
     small = with_indexer(sparse, head_dim=48)
     yield "indexer", small, sparse, "'deepseek32' cannot have an indexer with heads of 48; llama.cpp needs a multiple"
     scaled = {factor: with_yarn(sparse, factor) for factor in (0.707, 1.0)}
@@ -332,7 +332,9 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     mistral = spec_of("mistral4")
     plain = with_attention(mistral, q_lora_rank=None)
     yield "no latent", plain, mistral, "'mistral4' cannot have 2 layers with no latent of queries"
-    yield "yarn", with_yarn(shared, 1.0), shared, "'glm-dsa' cannot have scaled rotary positions"
+    for name in ("glm_moe_dsa", "bailing_hybrid"):
+        plain = spec_of(name)
+        yield name, with_yarn(plain, 1.0), plain, "cannot have scaled rotary positions"
     qwen = spec_of("qwen3_moe")
     other = with_router(qwen, normalize=False)
     yield "weights", other, qwen, "llama.cpp's architecture 'qwen3moe' has another router.normalize"

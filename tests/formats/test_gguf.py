@@ -223,6 +223,7 @@ def test_a_prediction_layer_keeps_its_tensors(tmp_path: Path) -> None:
         "exaone_moe": "mtp.blk.2.",
         "mimo_v2_flash": "model.mtp.blk.2.",
         "step3p5": "model.layers.3.",
+        "bailing_hybrid": "model.layers.2.",
         "deepseek_v32": "model.layers.2.",
     }
     for family, begin in cases.items():

@@ -81,6 +81,21 @@ WRITTEN: dict[str, dict[str, Any]] = {
             for name, value in (("alpha", 3.5), ("beta", 1.0))
         },
     },
+    "bailing_hybrid": {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "first_k_dense_replace": 0,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "kda_lower_bound": -5.0,
+        "kda_safe_gate": True,
+        "layer_group_size": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "no_kda_lora": True,
+        "norm_topk_prob": True,
+        "n_group": 2,
+        "num_experts": 4,
+        "score_function": "sigmoid",
+        "short_conv_kernel_size": 4,
+    },
     "minimax_m3_vl": {
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
         "scoring_func": "sigmoid",
@@ -110,7 +125,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_intermediate_size": [32, 32], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
 }
 # Whose published config.json transformers 5 would give to llama.cpp's converter under names that this does not know.
-AS_WRITTEN = ("mimo_v2_flash", "step3p5")
+AS_WRITTEN = ("bailing_hybrid", "mimo_v2_flash", "step3p5")
 # The type of a family's matrices, and its sizes.
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -273,6 +288,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **dict.fromkeys(("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0),
         },
     ),
+    "bailing_hybrid": (
+        "Q4_0",
+        EXPERTS
+        | LATENT
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layer_group_size": 2,
+            "first_k_dense_replace": 0,
+            "num_experts_per_token": 2,
+            "num_expert_group": 2,
+            "topk_group": 1,
+            "expert_swiglu_limit_list": [0, 0.25],
+            "share_expert_swiglu_limit_list": [0.75, 0],
+        },
+    ),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
@@ -348,7 +380,7 @@ _KEPT_THERE = re.compile(
 )
 _KEPT_HERE = re.compile(
     r"router|mlp\.gate\.|\.gate\.weight|gate\.wg|conv|kv_b_proj|A_log|shared_expert_gate|bias|sinks|in_proj_ba"
-    r"|in_proj_[ab]\.|dt_proj|self_attn\.b_proj"
+    r"|in_proj_[ab]\.|dt_proj|(self_attn|attention)\.b_proj"
 )
 _TRANSPOSED = dict.fromkeys(("gpt_oss", "llama4_text", "qwen3_vl_moe"), r"experts\.(gate_up_proj|down_proj)$")
 
