@@ -73,6 +73,7 @@ class Architecture:
     `changes`: what was done to the values of roles.   `makers`: roles that several tensors make, or that are in another
     order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.   `fuses_qkv`: whether llama.cpp needs
     queries, keys and values in one tensor.   `fuses_gate_up`: whether its converter has the experts' gate and up so.
+    `fuses_shared`: whether llama.cpp needs those of the shared expert so, under the name of up.
     """
 
     config: Callable[[Metadata], Values]
@@ -82,6 +83,7 @@ class Architecture:
     keeps_mxfp4: bool = False
     fuses_qkv: bool = False
     fuses_gate_up: bool = False
+    fuses_shared: bool = False
 
 
 # Rotary positions by neighbours: rows of queries and keys were reordered.

@@ -319,6 +319,10 @@ class GgufFiles(CheckpointFiles):
             tensor = taken[0]
         elif key == "layers.{i}.attention.kv_b" and name not in self._stored:
             rows, tensor = self._latent(role, layer)
+        elif self._architecture.fuses_shared and key.endswith((".shared.gate", ".shared.up")):
+            tensor = self._take(f"blk.{layer}.ffn_up_shexp.weight")
+            self._check(tensor, (2 * role.shape[0], role.shape[1]))
+            rows = Part(self._rows(tensor), role.shape[0] if key.endswith("up") else 0, role.shape[0])
         elif name not in self._stored and key.rpartition(".")[2] in ("q", "k", "v"):
             rows, tensor = self._of_fused(role, layer)
         else:

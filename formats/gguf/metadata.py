@@ -190,9 +190,14 @@ def _granite(spec: ModelSpec) -> Values:
 
 
 def _windows(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, GroupedQuerySpec), "attention with windows"
     layers = range(spec.num_hidden_layers)
-    return {"attention.sliding_window_pattern": [spec.attention.window(layer) is not None for layer in layers]}
+    return {"attention.sliding_window_pattern": [_has_window(spec, layer) for layer in layers]}
+
+
+def _has_window(spec: ModelSpec, layer: int) -> bool:
+    attention = spec.attention_of(layer)
+    assert isinstance(attention, GroupedQuerySpec), "attention with windows"
+    return attention.window(layer) is not None
 
 
 def _by_kind(spec: ModelSpec) -> Values:
@@ -364,6 +369,20 @@ def _gemma4(spec: ModelSpec) -> Values:
     }
 
 
+def _granite_swa(spec: ModelSpec) -> Values:
+    layers = range(spec.num_hidden_layers)
+    kinds = [kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec)]
+    ropes = [rope for _, rope in spec.attention_kinds if rope is not None]
+    windows = [kind.sliding_window for kind in kinds if kind.sliding_window is not None]
+    return {
+        **_rope(ropes[0]),
+        **_granite(spec),
+        **_windows(spec),
+        "attention.sliding_window": max(windows, default=spec.max_position_embeddings),
+        "attention.rope_pattern": [spec.rope_of(layer) is not None for layer in layers],
+    }
+
+
 def _laguna(spec: ModelSpec) -> Values:
     heads = [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)]
     return {**_by_kind(spec), "attention.head_count": heads}
@@ -403,6 +422,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "kimi-linear": _kimi_linear,
     "mellum": _by_kind,
     "laguna": _laguna,
+    "granite_swa": _granite_swa,
     "gemma4": _gemma4,
     "qwen3vlmoe": _text_sections,
     "qwen35moe": lambda spec: {"rope.dimension_sections": _SECTIONS},

@@ -37,6 +37,8 @@ from moe_pack.formats.parts import (
 )
 
 Places = NDArray[np.int64]
+# What `fuses_qkv` and `fuses_shared` join, and the name of the whole.
+_JOINS = ((("attn_q", "attn_k", "attn_v"), "attn_qkv"), (("ffn_gate_shexp", "ffn_up_shexp"), "ffn_up_shexp"))
 _KEYS_AND_VALUES = "layers.{i}.attention.kv_b"
 
 
@@ -99,17 +101,20 @@ def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) 
     Raises:  NoPlaceError if the architecture lacks one.
     """
     orders: dict[str, list[tuple[str, Places | None, Places | None]]] = {}
+    is_needed = (architecture.fuses_qkv, architecture.fuses_shared)
+    joins = [join for join, needed in zip(_JOINS, is_needed, strict=True) if needed]
     fused: list[Placement] = []
     if (factors := rope_factors(spec)) is not None:
         yield ConstantPlacement(FACTORS, factors)
     for role in dense_roles(spec):
         for place in _of_role(spec, role, architecture, metadata, orders):
-            if not architecture.fuses_qkv or role.name.rpartition(".")[2] not in ("q", "k", "v"):
+            join = next((join for join in joins if any(f".{name}.weight" in place.name for name in join[0])), None)
+            if join is None:
                 yield place
                 continue
             fused.append(place)
-            if len(fused) == 3:
-                yield _joined(fused)
+            if len(fused) == len(join[0]):
+                yield _joined(fused, *join)
                 fused = []
     for layer in spec.moe_layers:
         yield from _of_experts(spec, layer, architecture.fuses_gate_up)
@@ -166,12 +171,12 @@ def _latent(attention: object, layer: int, role: DenseRole) -> Iterator[Placemen
         yield Placement(f"blk.{layer}.{name}.weight", shape, (role,), True, keys=keys, values=values)
 
 
-def _joined(parts: list[Placement]) -> Placement:
-    """Returns the tensor with queries, keys and values of a layer, one after the other."""
+def _joined(parts: list[Placement], names: tuple[str, ...], name: str) -> Placement:
+    """Returns the tensor with several of a layer, one after the other."""
     roles = tuple(role for part in parts for role in part.roles)
     rows = sum(part.shape[0] for part in parts)
-    name = parts[0].name.replace("attn_q.", "attn_qkv.")
-    return replace(parts[0], name=name, shape=(rows, *parts[0].shape[1:]), roles=roles)
+    full = parts[0].name.replace(f"{names[0]}.", f"{name}.")
+    return replace(parts[0], name=full, shape=(rows, *parts[0].shape[1:]), roles=roles)
 
 
 def _of_experts(spec: ModelSpec, layer: int, fuses_gate_up: bool) -> Iterator[ExpertPlacement]:

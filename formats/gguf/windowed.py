@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.architecture import (
+    PAIRS,
     Architecture,
     Values,
     decoder,
@@ -17,6 +18,7 @@ from moe_pack.formats.gguf.architecture import (
     rope,
     windows,
 )
+from moe_pack.formats.gguf.decoders import granite
 from moe_pack.formats.gguf.factors import STILL
 from moe_pack.formats.gguf.header import Metadata
 
@@ -112,6 +114,18 @@ def _laguna(m: Metadata) -> Values:
     )
 
 
+def _granite_swa(m: Metadata) -> Values:
+    layers = num_layers(m)
+    rotates = m.each("attention.rope_pattern", layers) if m.has("attention.rope_pattern") else [True] * layers
+    values = granite(m, "granitemoe_swa")
+    return values | {
+        "shared_intermediate_size": values.get("shared_intermediate_size", 0),
+        "sliding_window": m.whole("attention.sliding_window"),
+        "layer_types": windows(m, 4, full_first=True),
+        "layer_rope_theta": [values["rope_theta"] if flag else 0 for flag in rotates],
+    }
+
+
 _GEMMA4_NAMES = {
     f"layers.{{i}}.{role}": f"blk.{{i}}.{name}"
     for role, name in {
@@ -131,5 +145,6 @@ _GEMMA4_NAMES = {
 WINDOWED: Mapping[str, Architecture] = {
     "mellum": Architecture(_mellum),
     "laguna": Architecture(_laguna),
+    "granite_swa": Architecture(_granite_swa, changes=PAIRS, fuses_gate_up=True, fuses_shared=True),
     "gemma4": Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
 }

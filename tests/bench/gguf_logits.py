@@ -55,6 +55,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
     "afmoe": SIZES | SHAPES["afmoe"][1],
     "mellum": SIZES | SHAPES["mellum"][1],
+    "granitemoe_swa": SIZES | SHAPES["granitemoe_swa"][1],
     "laguna": SIZES | SHAPES["laguna"][1],
     "qwen3_vl_moe": SIZES | SHAPES["qwen3_vl_moe"][1],
     "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],

@@ -300,6 +300,13 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     assert full.rope is not None
     based = replace(mellum, others=(replace(full, rope=replace(full.rope, theta=2e4)),))
     yield "bases", based, mellum, "'mellum' cannot have other rotary bases in layers with a window"
+    swash = spec_of("granitemoe_swa")
+    other = next(each for each in swash.others if each.rope is not None)
+    assert other.rope is not None
+    bases = tuple(
+        replace(each, rope=replace(other.rope, theta=2e4)) if each is other else each for each in swash.others
+    )
+    yield "Swash", replace(swash, others=bases), swash, "llama.cpp's architecture 'granite_swa' has another others"
     scout = spec_of("llama4_text-scout")
     assert scout.rope is not None and isinstance(scout.rope.scaling, Llama3Spec)
     bands = replace(scout, rope=replace(scout.rope, scaling=replace(scout.rope.scaling, high_freq_factor=4.0)))

@@ -71,6 +71,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "rope_scaling": BANDS,
         "partial_rotary_factors": [0.5, 1.0, 1.0],
     },
+    "granitemoe_swa": {"no_rope_layers": [1, 0, 1]},
     "deepseek_v32": {"scoring_func": "sigmoid"},
     "glm_moe_dsa": {"scoring_func": "sigmoid"},
     "minimax": {
@@ -354,6 +355,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
             },
+        },
+    ),
+    "granitemoe_swa": (
+        "Q4_0",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 32,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "layer_rope_theta": [1e5, 0, 1e5],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         },
     ),
     "qwen3_vl_moe": (
