@@ -54,6 +54,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "deepseek_v2": SIZES | ROUTED | LATENT | {"num_hidden_layers": 27, "rope_parameters": YARN | SCALED},
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
     "afmoe": SIZES | SHAPES["afmoe"][1],
+    "dots1": SIZES | SHAPES["dots1"][1] | {"num_key_value_heads": 4},
     "mellum": SIZES | SHAPES["mellum"][1],
     "granitemoe_swa": SIZES | SHAPES["granitemoe_swa"][1],
     "laguna": SIZES | SHAPES["laguna"][1],
