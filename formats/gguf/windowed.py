@@ -58,7 +58,7 @@ def _gemma4(m: Metadata) -> Values:
         num_kv_shared_layers=m.whole("attention.shared_kv_layers", 0),
         hidden_act=None,
         hidden_activation="gelu_pytorch_tanh",
-        **(experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count"))),
+        **experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count")),
         intermediate_size=m.whole("feed_forward_length"),
         final_logit_softcapping=m.number("final_logit_softcapping", 0.0) or None,
         sliding_window=m.whole("attention.sliding_window"),
