@@ -472,7 +472,7 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
     if isinstance(attention, GroupedQuerySpec):
         kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec))
         if architecture in _WINDOWED and all(kind.sliding_window is None for kind in kinds):
-            return "no layer with a sliding window"
+            return "only layers without a sliding window"
         if architecture == "minimax-m3" and (fault := _blocks_fault(spec, attention)) is not None:
             return fault
         if architecture == "mellum" and len({rope.theta for _, rope in spec.attention_kinds if rope is not None}) > 1:

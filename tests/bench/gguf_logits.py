@@ -42,8 +42,25 @@ _LLAMA4 = {
     "attn_scale": 0.1,
     "attn_temperature_tuning": True,
 }
+# Golden files of sizes that llama.cpp loads.
+_GOLDEN = (
+    "afmoe",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "granitemoe_swa",
+    "kimi_linear",
+    "laguna",
+    "lfm2_moe",
+    "mellum",
+    "minimax",
+    "minimax_m3_vl",
+    "mistral4",
+    "qwen3_vl_moe",
+    "step3p5",
+)
 # Sizes that llama.cpp loads, of families whose tiny checkpoints in the tests have others.
 _LOADED: dict[str, dict[str, Any]] = {
+    **{name: SIZES | SHAPES[name][1] for name in _GOLDEN},
     "qwen3_next": _STATES | {"intermediate_size": 64},
     "qwen3_5_moe_text": _STATES,
     "nemotron_h": SIZES
@@ -53,20 +70,7 @@ _LOADED: dict[str, dict[str, Any]] = {
     "llama4_text-scout": SIZES | SHAPES["llama4_text-scout"][1] | _LLAMA4,
     "deepseek_v2": SIZES | ROUTED | LATENT | {"num_hidden_layers": 27, "rope_parameters": YARN | SCALED},
     "jamba": SIZES | SHAPES["jamba"][1] | {"mamba_proj_bias": False},
-    "afmoe": SIZES | SHAPES["afmoe"][1],
     "dots1": SIZES | SHAPES["dots1"][1] | {"num_key_value_heads": 4},
-    "mellum": SIZES | SHAPES["mellum"][1],
-    "granitemoe_swa": SIZES | SHAPES["granitemoe_swa"][1],
-    "laguna": SIZES | SHAPES["laguna"][1],
-    "qwen3_vl_moe": SIZES | SHAPES["qwen3_vl_moe"][1],
-    "lfm2_moe": SIZES | SHAPES["lfm2_moe"][1],
-    "deepseek_v32": SIZES | SHAPES["deepseek_v32"][1],
-    "mistral4": SIZES | SHAPES["mistral4"][1],
-    "minimax": SIZES | SHAPES["minimax"][1],
-    "minimax_m3_vl": SIZES | SHAPES["minimax_m3_vl"][1],
-    "glm_moe_dsa": SIZES | SHAPES["glm_moe_dsa"][1],
-    "step3p5": SIZES | SHAPES["step3p5"][1],
-    "kimi_linear": SIZES | SHAPES["kimi_linear"][1],
 }
 
 

@@ -318,7 +318,7 @@ def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:
     yield "tied", tied, replace(mixtral, tied_head=True), "'minimax-m2' cannot have a head that is the embedding"
     mimo = spec_of("mimo_v2_flash")
     assert isinstance(mimo.attention, GroupedQuerySpec) and mimo.attention.sliding_window is None
-    yield "no window", replace(mimo, others=()), mimo, "'mimo2' cannot have no layer with a sliding window"
+    yield "no window", replace(mimo, others=()), mimo, "'mimo2' cannot have only layers without a sliding window"
     step = spec_of("step3p5")
     assert step.rope is not None
     whole = replace(step, rope=replace(step.rope, rotary_dim=8))
