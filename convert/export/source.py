@@ -158,11 +158,18 @@ def _expert_tensors(model: SourceModel, dtype: Dtype | None, by_expert: bool) ->
 def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNames:
     """Returns the names of a layer's experts without codes: the source's if it has such names.
 
+    If checkpoints without codes have all experts of a layer in one tensor, they are so here, whatever a source in codes
+    or a GGUF file has: transformers reads no other.
     Raises:  RunError if the family has none.
     """
-    own = expert_spelling(model.family, model.spec, model.shapes(), layer)
-    for names in (own, *known_spellings(model.family, model.spec, layer)):
-        if not names.scales and (not by_expert or _is_by_expert(names)):
+    own, known = (
+        expert_spelling(model.family, model.spec, model.shapes(), layer),
+        known_spellings(model.family, model.spec, layer),
+    )
+    if _is_by_expert(own) and not by_expert and not _is_by_expert(known[0]):
+        own = known[0]
+    for names in (own, *known):
+        if not names.scales and not names.of_gguf and (not by_expert or _is_by_expert(names)):
             return names
     family = model.family.model_type
     if by_expert:

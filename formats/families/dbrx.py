@@ -100,7 +100,7 @@ DBRX = Family(
             transposed="down",
             one_matrix=True,
         ),
-        EXPERT_NAMES,  # of GGUF files, where each matrix of an expert is a tensor of its own
+        replace(EXPERT_NAMES, of_gguf=True),
     ),
     ignored_keys=frozenset({"emb_pdrop", "resid_pdrop"}),
     old_keys={

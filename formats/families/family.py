@@ -59,7 +59,8 @@ class ExpertNames:
     `[E rows, columns]` if it is `one_matrix`. A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`),
     or as `[in, out]` if `transposed`, which may also be down alone. If gate and up have the same name, the neurons of
     gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
-    same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks.
+    same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks. `of_gguf`:
+    what our reader of GGUF files calls the matrices, where no checkpoint has one tensor for each.
     """
 
     matrices: Mapping[Matrix, str]
@@ -68,6 +69,7 @@ class ExpertNames:
     transposed: bool | Literal["down"] = False
     one_matrix: bool = False
     scales: Mapping[Matrix, str] = field(default_factory=dict)
+    of_gguf: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,11 +105,12 @@ GPT_OSS = Family(
                 "down": _EXPERTS + "down_proj_scales",
             },
         ),
-        ExpertNames({matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS),
+        ExpertNames({matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS, of_gguf=True),
         ExpertNames(
             {matrix: f"{name}.blocks" for matrix, name in _EACH.items()},
             biases=_EACH_BIAS,
             scales={matrix: f"{name}.scales" for matrix, name in _EACH.items()},
+            of_gguf=True,
         ),
     ),
 )

@@ -43,13 +43,17 @@ def _layer_kinds(config: Config) -> tuple[str, ...]:
     return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
 
 
+_ROUTER = GRANITEMOESHARED.dense_names["layers.{i}.router"]
+assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
     GRANITEMOESHARED,
     model_type="granitemoe_swa",
     short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
     read_config=_read_config,
+    expert_names=GRANITEMOESHARED.expert_names[::-1],
     dense_names={
         **GRANITEMOESHARED.dense_names,
+        "layers.{i}.router": _ROUTER[::-1],  # transformers does not read the older names of this family
         "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
     },
 )

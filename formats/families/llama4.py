@@ -6,13 +6,12 @@ see all of it, without positions.
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats import MATRICES, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.readers import (
     DENSE_NAMES,
-    EXPERT_NAMES,
     attention_bias,
     read_decoder,
     read_grouped_query,
@@ -112,7 +111,8 @@ LLAMA4_TEXT = Family(
             },
             transposed=True,
         ),
-        EXPERT_NAMES,  # of GGUF files, where each matrix of an expert is a tensor of its own
+        # What vLLM reads of checkpoints in codes; the reader of GGUF files takes it too.
+        ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in MATRICES}),
     ),
 )
 LLAMA4 = within(

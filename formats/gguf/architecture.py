@@ -74,6 +74,7 @@ class Architecture:
     order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.   `fuses_qkv`: whether llama.cpp needs
     queries, keys and values in one tensor.   `fuses_gate_up`: whether its converter has the experts' gate and up so.
     `fuses_shared`: whether llama.cpp needs those of the shared expert so, under the name of up.
+    `one_row`: roles whose vectors are one row in the family's checkpoints.
     """
 
     config: Callable[[Metadata], Values]
@@ -84,6 +85,7 @@ class Architecture:
     fuses_qkv: bool = False
     fuses_gate_up: bool = False
     fuses_shared: bool = False
+    one_row: tuple[str, ...] = ()
 
 
 # Rotary positions by neighbours: rows of queries and keys were reordered.

@@ -244,8 +244,18 @@ def _hunyuan(m: Metadata) -> Values:
     )
 
 
+# As the published config has them; transformers does not read the usual ones of this family.
+_DBRX_KEYS = {
+    "hidden_size": "d_model",
+    "max_position_embeddings": "max_seq_len",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
+
+
 def _dbrx(m: Metadata) -> Values:
     values = decoder(m, "dbrx", rms_norm_eps=None, hidden_act=None, num_key_value_heads=None)
+    values = {_DBRX_KEYS.get(key, key): value for key, value in values.items()}
     theta, clip = m.number("rope.freq_base"), m.number("attention.clamp_kqv")
     experts = {"moe_num_experts": m.whole("expert_count"), "moe_top_k": m.whole("expert_used_count")}
     return values | {
@@ -253,7 +263,8 @@ def _dbrx(m: Metadata) -> Values:
         "ffn_config": {
             "ffn_act_fn": {"name": "silu"},
             "ffn_hidden_size": m.whole("feed_forward_length"),
-            "moe_normalize_expert_weights": 1,
+            "hidden_size": m.whole("embedding_length"),
+            "moe_normalize_expert_weights": 1.0,
             **experts,
         },
     }
@@ -324,7 +335,7 @@ DECODERS: Mapping[str, Architecture] = {
     "exaone-moe": Architecture(_exaone_moe),
     "minimax-m2": Architecture(_minimax_m2),
     "hy_v3": Architecture(_hy_v3, names={"layers.{i}.router_bias": "blk.{i}.exp_probs_b"}),
-    "ernie4_5-moe": Architecture(_ernie4_5_moe),
+    "ernie4_5-moe": Architecture(_ernie4_5_moe, one_row=("layers.{i}.router_bias",)),
     "granitemoe": Architecture(_granitemoe, changes=PAIRS),
     "deepseek": Architecture(_deepseek, changes=PAIRS),
     "hunyuan-moe": Architecture(_hunyuan),

@@ -51,7 +51,15 @@ from moe_pack.formats.gguf.rows import (
 from moe_pack.formats.gguf.tokenizer import tokenizer_files
 from moe_pack.formats.gguf.windowed import WINDOWED
 from moe_pack.formats.manifest import SourceFile
-from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
+from moe_pack.formats.parts import (
+    DenseRole,
+    GatedDeltaSpec,
+    GroupedQuerySpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+)
 from moe_pack.formats.safetensors import TensorEntry
 
 _MAX_HEADER_BYTES = 256 << 20
@@ -337,8 +345,23 @@ class GgufFiles(CheckpointFiles):
                 f"{list(role.shape)} by the metadata"
             )
         change = self._architecture.changes.get(key)
-        shape = role.shape if way.parts == 1 else (way.parts, *role.shape)
+        shape = self._checkpoint_shape(spec, key, role) if way.parts == 1 else (way.parts, *role.shape)
         return _Tensor(rows if change is None else _undone(rows, change, spec), shape, self._paths[tensor.file].name)
+
+    def _checkpoint_shape(self, spec: ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
+        """Returns the shape of a role's tensor in the family's checkpoints, where some vectors have more dimensions."""
+        mixer, part = spec.mixer, key.rpartition(".mixer.")[2]
+        if key in self._architecture.one_row:
+            return (1, *role.shape)
+        if isinstance(mixer, GatedDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec) and part == "conv":
+            return (role.shape[0] // mixer.conv_kernel, 1, mixer.conv_kernel)
+        if isinstance(mixer, KimiDeltaSpec) and part.endswith("_conv"):
+            return (mixer.head_width, 1, mixer.conv_kernel)
+        if isinstance(mixer, KimiDeltaSpec) and part == "a_log" and not mixer.full_rank:
+            return (1, 1, mixer.num_heads, 1)
+        if isinstance(mixer, MambaSpec) and part == "a_log":
+            return (mixer.channels, mixer.state_size)
+        return role.shape
 
     def _name(self, key: str, layer: int) -> str:
         template = self._architecture.names.get(key) or TENSOR_NAMES.get(key)

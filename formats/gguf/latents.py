@@ -131,15 +131,22 @@ def _glm_dsa(m: Metadata) -> Values:
 def _mistral4(m: Metadata) -> Values:
     if (gating := m.whole("expert_gating_func", 1)) != 1:
         raise CheckpointError(f"{m.place}: {m.architecture}.expert_gating_func is {gating}, expected 1 (softmax)")
-    values = latent(m, "mistral4")
-    # Files that llama.cpp made of Hugging Face's checkpoints lack the key; the value is that of the published model.
-    sharpened = {"llama_4_scaling_beta": m.number("attention.temperature_scale", 0.1)}
-    if values["rope_scaling"] is not None:
-        values["rope_scaling"] |= sharpened
-        context = values["rope_scaling"].get("original_max_position_embeddings")
-        if m.whole("attention.temperature_length", context) != context:
-            raise CheckpointError(f"{m.place}: {m.architecture}.attention.temperature_length is not {context}")
-    return values
+    whole = m.whole("attention.key_length_mla")
+    values = latent(m, "mistral4", head_dim=whole, qk_head_dim=whole)
+    if (scaling := values.pop("rope_scaling")) is None:
+        return values
+    context = scaling.get("original_max_position_embeddings")
+    if m.whole("attention.temperature_length", context) != context:
+        raise CheckpointError(f"{m.place}: {m.architecture}.attention.temperature_length is not {context}")
+    return values | {
+        "rope_parameters": scaling
+        | {
+            "rope_theta": values.pop("rope_theta"),
+            "partial_rotary_factor": m.whole("rope.dimension_count") / whole,
+            # Files that llama.cpp made of Hugging Face's checkpoints lack the key; the published model has this value.
+            "llama_4_scaling_beta": m.number("attention.temperature_scale", 0.1),
+        }
+    }
 
 
 def _minimax_m3(m: Metadata) -> Values:
