@@ -446,7 +446,7 @@ def test_what_cannot_be_exported_is_refused(new_folder: Callable[[], Path]) -> N
     pack(odd, folder / "pack", width=8, group=16)
     fused = new_folder()
     (fused / "source").mkdir()
-    write(Tiny("gpt_oss", "as it comes"), fused / "source")
+    write(Tiny("gpt_oss", "as it comes", {"intermediate_size": 64}), fused / "source")
     in_16_bit(fused / "source")
     exported(fused / "source", fused)
     for place, arguments, message in [
