@@ -88,6 +88,8 @@ class Architecture:
     one_row: tuple[str, ...] = ()
 
 
+# The router of DeepSeek-V3 in its published config. transformers needs no such key; vLLM makes no bias without.
+PUBLISHED_SIGMOID: Mapping[str, str] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # Rotary positions by neighbours: rows of queries and keys were reordered.
 PAIRS: Mapping[str, Change] = {"layers.{i}.attention.q": "pairs", "layers.{i}.attention.k": "pairs"}
 # Norms whose weights models store less 1.

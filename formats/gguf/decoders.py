@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.architecture import (
     PAIRS,
+    PUBLISHED_SIGMOID,
     Architecture,
     Values,
     decoder,
@@ -72,9 +73,9 @@ def _deepseek2(m: Metadata) -> Values:
         raise CheckpointError(f"{m.place}: expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid)")
     # Files without the key are those of V2, or of models of V3's kind, which have a bias of the router.
     if gating == 2 or (gating == 0 and any(".exp_probs_b" in name for name in m.tensors)):
-        return latent(m, "deepseek_v3")
+        return latent(m, "deepseek_v3", **PUBLISHED_SIGMOID)
     method = "group_limited_greedy" if m.whole("expert_group_count", 1) > 1 else "greedy"
-    return latent(m, "deepseek_v2", topk_method=method)
+    return latent(m, "deepseek_v2", topk_method=method, scoring_func="softmax")
 
 
 def _gpt_oss(m: Metadata) -> Values:
@@ -129,6 +130,9 @@ def _afmoe(m: Metadata) -> Values:
         m,
         "afmoe",
         head_dim=head_dim(m),
+        score_func="sigmoid",
+        n_group=1,
+        topk_group=1,
         **experts(m, intermediate_size=m.whole("feed_forward_length")),
         num_dense_layers=m.whole("leading_dense_block_count", 0),
         num_shared_experts=m.whole("expert_shared_count"),
@@ -161,6 +165,8 @@ def _minimax_m2(m: Metadata) -> Values:
         "minimax_m2",
         head_dim=head_dim(m),
         rotary_dim=m.whole("rope.dimension_count"),
+        scoring_func="sigmoid",
+        use_routing_bias=True,
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("expert_feed_forward_length"),
@@ -179,6 +185,8 @@ def _hy_v3(m: Metadata) -> Values:
         route_norm=m.flag("expert_weights_norm", True),
         router_scaling_factor=m.number("expert_weights_scale", 1.0),
         first_k_dense_replace=1,
+        expert_hidden_dim=size,
+        qk_norm=True,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.architecture import (
     CENTERED,
+    PUBLISHED_SIGMOID,
     Architecture,
     Values,
     decoder,
@@ -116,7 +117,7 @@ def _indexer(m: Metadata) -> Values:
 
 def _deepseek32(m: Metadata) -> Values:
     needs_sigmoid(m)
-    return latent(m, "deepseek_v32", **_indexer(m))
+    return latent(m, "deepseek_v32", **_indexer(m), **PUBLISHED_SIGMOID)
 
 
 def _glm_dsa(m: Metadata) -> Values:
@@ -125,7 +126,7 @@ def _glm_dsa(m: Metadata) -> Values:
     if full is None:  # files of GLM-5 and 5.1, and the first of 5.2, do not say it
         full = [m.has_tensor(f"blk.{layer}.indexer.attn_k.weight") for layer in range(num_layers(m))]
     kinds = ["full" if flag else "shared" for flag in full]
-    return latent(m, "glm_moe_dsa", **_indexer(m), indexer_types=kinds)
+    return latent(m, "glm_moe_dsa", **_indexer(m), **PUBLISHED_SIGMOID, indexer_types=kinds)
 
 
 def _mistral4(m: Metadata) -> Values:

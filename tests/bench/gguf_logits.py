@@ -105,7 +105,7 @@ def _compare(tiny: Tiny) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write(tiny, folder / "checkpoint")
-        _tokenizer().save(str(folder / "checkpoint" / "tokenizer.json"))
+        few_tokens().save(str(folder / "checkpoint" / "tokenizer.json"))
         with closing(Checkpoint(folder / "checkpoint")) as checkpoint:
             try:
                 architecture = gguf_model(checkpoint.spec).architecture
@@ -130,7 +130,7 @@ def _compare(tiny: Tiny) -> dict[str, Any] | None:
         }
 
 
-def _tokenizer() -> Tokenizer:
+def few_tokens() -> Tokenizer:
     """Returns a tokenizer of few tokens, without which llama.cpp loads no file."""
     vocabulary = {"a": 0, "b": 1, "ab": 2} | {f"t{number}": number for number in range(3, 64)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
