@@ -162,10 +162,8 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
     or a GGUF file has: transformers reads no other.
     Raises:  RunError if the family has none.
     """
-    own, known = (
-        expert_spelling(model.family, model.spec, model.shapes(), layer),
-        known_spellings(model.family, model.spec, layer),
-    )
+    own = expert_spelling(model.family, model.spec, model.shapes(), layer)
+    known = known_spellings(model.family, model.spec, layer)
     if _is_by_expert(own) and not by_expert and not _is_by_expert(known[0]):
         own = known[0]
     for names in (own, *known):
