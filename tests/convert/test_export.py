@@ -6,6 +6,7 @@ The judges are the source's own tensors, transformers, and the compressed-tensor
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from coded import (
     quantize_fp8,
     quantize_packed,
 )
-from families import TINY, Tiny, original, token_ids, write
+from families import BASE, TINY, Tiny, original, token_ids, write
 from models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
 from profiles import profiled, random_tokens
 from safetensors.torch import load_file, save_file
@@ -468,3 +469,23 @@ def test_a_synthetic_pack_has_nothing_to_export(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     with Pack(tmp_path / "pack") as opened, pytest.raises(RunError, match="is synthetic"):
         export_plain(opened, tmp_path / "out", None)
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
+def test_experts_that_have_codes_one_by_one_are_in_one_tensor_again(family: str, tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    tiny = Tiny(family, "as it comes", {key: size for key, size in sizes.items() if key in BASE[family]})
+    (tmp_path / "source").mkdir()
+    write(tiny, tmp_path / "source")
+    exported(tmp_path / "source", tmp_path)
+    with Pack(tmp_path / "pack") as opened:
+        export_compressed(opened, tmp_path / "coded", "f32", 8)
+    assert any(".experts.0." in name for name in tensors_of(tmp_path / "coded"))
+    (tmp_path / "again").mkdir()
+    out = exported(tmp_path / "coded", tmp_path / "again")
+    assert set(tensors_of(out)) == set(tensors_of(tmp_path / "source"))
+    with torch.no_grad():
+        theirs = original(out)(torch.tensor([IDS]), use_cache=False).logits[0]
+    with closing(Checkpoint(out)) as checkpoint:
+        ours = Decoder(CheckpointWeights(checkpoint), 128).logits(IDS)
+    assert (theirs - ours).abs().max() < 2e-5
