@@ -43,6 +43,7 @@ def _layer_kinds(config: Config) -> tuple[str, ...]:
     return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
 
 
+# transformers does not read the older names in this family.
 _ROUTER = GRANITEMOESHARED.dense_names["layers.{i}.router"]
 assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
@@ -53,7 +54,7 @@ GRANITEMOE_SWA = replace(
     expert_names=GRANITEMOESHARED.expert_names[::-1],
     dense_names={
         **GRANITEMOESHARED.dense_names,
-        "layers.{i}.router": _ROUTER[::-1],  # transformers does not read the older names of this family
+        "layers.{i}.router": _ROUTER[::-1],
         "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
     },
 )
