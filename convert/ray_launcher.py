@@ -30,6 +30,7 @@ from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.errors import MoePackError, PartBusyError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.system import FolderLock
 from moe_pack.formats.version import VERSION
 
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
@@ -38,6 +39,7 @@ _LOCAL_STORE_BYTES = 128 << 20  # of Ray's own objects, in a cluster that we sta
 _PROBE_S = 120.0  # within which every machine must answer
 _LOCK_PATIENCE_S = 180.0  # a network file system keeps the lock of a machine that died, NFS for some 90 s
 _LAST_PARTS_S = 20.0  # within which the other parts should end once one has returned
+_KILL_S = 10.0  # within which Ray kills the parts of a process that has disconnected
 _POLL_S = 0.5
 _MARKER = "conversion.json-of-driver-"  # begins the name of the file by which machines recognize the folder
 
@@ -164,7 +166,7 @@ class Cluster:
             ) from fault
 
     def close(self) -> None:
-        """Disconnects from the cluster."""
+        """Disconnects from the cluster; may be called again."""
         self._ray.shutdown()
 
     def num_parts(self, each: Resources) -> int:
@@ -221,7 +223,11 @@ class Cluster:
         stage: Stage,
         done: Callable[[], tuple[int, str]],
     ) -> None:
-        """Runs all parts of a job until the result is complete. If it is interrupted, it ends all parts.
+        """Runs all parts of a job until the result is complete.
+
+        If parts still run at the end, of an error for example, this disconnects from the cluster, by which Ray kills
+        them. It does not cancel them: `ray.cancel` of a task that is just ending can abort this process (Ray 2.60:
+        "Tried to complete task that was not pending").
 
         Args:    stage, done: what the progress shows, how much of it is there now, and what was made last.
         Raises:  what a part raises; RunError if all parts have died too often.
@@ -260,14 +266,9 @@ class Cluster:
                         end = end or time.monotonic() + _LAST_PARTS_S
             progress.end()
         finally:
-            self._cancel(list(running))
-
-    def _cancel(self, refs: list[Any]) -> None:
-        """Kills the processes of parts, and waits until they are gone. Their folder can be continued."""
-        for ref in refs:
-            self._ray.cancel(ref, force=True)
-        if refs:
-            self._ray.wait(refs, num_returns=len(refs), timeout=10)
+            if running:
+                self.close()
+                _wait_until_unused(job.output)
 
     def _nodes(self) -> list[_Node]:
         nodes = list[_Node]()
@@ -314,6 +315,18 @@ def _run_part(job: Job, part: Part) -> None:
             if time.monotonic() > end:
                 raise
             time.sleep(1.0)
+
+
+def _wait_until_unused(folder: Path) -> None:
+    """Waits until no part has locked a folder, for `_KILL_S` at most."""
+    end = time.monotonic() + _KILL_S
+    while time.monotonic() < end:
+        try:
+            return FolderLock(folder).close()
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:  # without locks there, nothing says it
+            return
 
 
 def _probed(marker: Path) -> _Probe:

@@ -98,10 +98,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
-    end = time.monotonic() + 20
-    while workers() and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not workers(), "processes of parts are left"
+    assert_no_workers()
 
 
 def start(command: str, source: Path, out: Path, *options: object) -> subprocess.Popen[str]:
@@ -132,6 +129,14 @@ def workers() -> list[psutil.Process]:
         if title.startswith("ray::moe-pack"):
             found.append(process)
     return found
+
+
+def assert_no_workers() -> None:
+    """Waits 20 s for the ends of all processes in which parts run."""
+    end = time.monotonic() + 20
+    while workers() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not workers(), "processes of parts are left"
 
 
 def wait_for_workers(driver: subprocess.Popen[str], num_workers: int = 1) -> list[psutil.Process]:
@@ -215,6 +220,7 @@ def test_an_error_of_ours_ends_all_parts_and_ctrl_c_leaves_the_folder_to_be_cont
         time.sleep(0.01)
     driver.send_signal(2)
     assert "interrupted; the finished part is kept" in finish(driver, code=130)
+    assert_no_workers()  # Ray kills parts of a command that ends
     assert not (out / "manifest.json").exists()
     finish(start("convert", source, out, *PACK, "--profile", whole / "profile", *ray))
     assert different_files(files_in(out), files_in(whole / "pack")) == []
