@@ -36,7 +36,7 @@ from moe_pack.formats.version import VERSION
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
 MAX_RETRIES = 8  # of a part whose process or machine dies
 _LOCAL_STORE_BYTES = 128 << 20  # of Ray's own objects, in a cluster that we start
-_PROBE_S = 120.0  # within which every machine must answer
+_PROBE_S = 300.0  # within which a machine must answer: parts have Ray's low priority, and load torch first
 _LOCK_PATIENCE_S = 180.0  # a network file system keeps the lock of a machine that died, NFS for some 90 s
 _LAST_PARTS_S = 20.0  # within which the other parts should end once one has returned
 _KILL_S = 10.0  # within which Ray kills the parts of a process that has disconnected
@@ -198,7 +198,8 @@ class Cluster:
         except OSError as fault:
             raise RunError(f"{job.output}: cannot be used as output folder ({fault.strerror})") from fault
         try:
-            probes = {node.name: self._probe(node, marker) for node in self._nodes()}
+            asked = {node.name: self._ask(node, marker) for node in self._nodes()}
+            probes = {name: self._answer(name, ref) for name, ref in asked.items()}
         finally:
             marker.unlink(missing_ok=True)
         if blind := [name for name, probe in probes.items() if not probe.sees_folder]:
@@ -279,17 +280,27 @@ class Cluster:
                 nodes.append(_Node(node["NodeID"], name, int(has.get("CPU", 0)), int(has.get("memory", 0))))
         return nodes
 
-    def _probe(self, node: _Node, marker: Path) -> _Probe:
+    def _ask(self, node: _Node, marker: Path) -> Any:
+        """Starts a probe on a machine, and returns its reference."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        ref = self._ray.remote(_probed).options(num_cpus=0, scheduling_strategy=place, max_retries=0).remote(marker)
+        task = self._ray.remote(_probed).options(num_cpus=0, scheduling_strategy=place, max_retries=0)
+        return task.remote(marker)
+
+    def _answer(self, name: str, ref: Any) -> _Probe:
+        """Waits for the probe of a machine."""
         try:
             return self._ray.get(ref, timeout=_PROBE_S)  # type: ignore[no-any-return]  # ray.get has no types here
+        except self._ray.exceptions.GetTimeoutError as fault:
+            raise RunError(
+                f"--ray: {name} gave no answer within {_PROBE_S:.0f} s; it may be busy with other work, or load "
+                "packages from a slow disk; run the same command again"
+            ) from fault
         except self._ray.exceptions.RayError as fault:
             raise RunError(
-                f"--ray: {node.name} cannot run moe-pack ({_first_line(fault)}); install the same moe-pack, with the "
-                "same packages, on all machines"
+                f"--ray: {name} cannot run moe-pack ({_first_line(fault)}); install the same moe-pack, with the same "
+                "packages, on all machines"
             ) from fault
 
 

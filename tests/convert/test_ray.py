@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")  # without it, what Ray does depends on files in the home folder
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # with Ray's 15, parts hardly run while other tests do
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
         from ray.cluster_utils import Cluster
@@ -101,8 +102,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert_no_workers()
 
 
-def start(command: str, source: Path, out: Path, *options: object) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "moe_pack.convert.cli", command, source, "-o", out, *options]
+def start(
+    command: str, source: Path, out: Path, *options: object, program: Sequence[str] = ("-m", "moe_pack.convert.cli")
+) -> subprocess.Popen[str]:
+    arguments = [sys.executable, *program, command, source, "-o", out, *options]
     return subprocess.Popen(
         [str(argument) for argument in arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -213,6 +216,11 @@ def test_an_error_of_ours_ends_all_parts_and_ctrl_c_leaves_the_folder_to_be_cont
 
     said = finish(start("convert", source, out, "--workers", "2", *ray), code=1)
     assert re.search(r"a part needs 2 CPUs .* no machine of the cluster has both", said)
+
+    impatient = "from moe_pack.convert import ray_launcher; ray_launcher._PROBE_S = 0.001; "
+    program = ("-c", f"{impatient}from moe_pack.convert.cli.main import main; main()")
+    said = finish(start("convert", source, out, *PACK, *ray, program=program), code=1)
+    assert "gave no answer within 0 s" in " ".join(said.split())
 
     driver = start("convert", source, out, *PACK, "--profile", whole / "profile", *ray)
     wait_for_workers(driver)
