@@ -9,6 +9,7 @@ the same tokens. It makes no part itself, and learns the progress from the folde
 """
 
 import platform
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -36,6 +37,7 @@ from moe_pack.formats.version import VERSION
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
 MAX_RETRIES = 8  # of a part whose process or machine dies
 _LOCAL_STORE_BYTES = 128 << 20  # of Ray's own objects, in a cluster that we start
+_CONNECT_S = 10.0  # within which the port of a head node must answer; Ray itself tries for many minutes
 _PROBE_S = 300.0  # within which a machine must answer: parts have Ray's low priority, and load torch first
 _LOCK_PATIENCE_S = 180.0  # a network file system keeps the lock of a machine that died, NFS for some 90 s
 _LAST_PARTS_S = 20.0  # within which the other parts should end once one has returned
@@ -156,6 +158,7 @@ class Cluster:
         except ImportError as fault:
             raise RunError("--ray: the package ray is not installed; run pip install 'moe-pack[ray]'") from fault
         self._ray: Any = ray
+        _check_address(address)
         started = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES} if address == "local" else {}
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
@@ -326,6 +329,24 @@ def _run_part(job: Job, part: Part) -> None:
             if time.monotonic() > end:
                 raise
             time.sleep(1.0)
+
+
+def _check_address(address: str) -> None:
+    """Checks that something listens at HOST:PORT.
+
+    Raises:  RunError if nothing does.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as fault:
+        reason = (fault.strerror or _first_line(fault)) if isinstance(fault, OSError) else f"{port!r} is no port"
+        raise RunError(
+            f"--ray {address}: nothing answers there ({reason}); give HOST:PORT of the head node, as ray start --head "
+            "printed it, or auto on a machine of the cluster"
+        ) from fault
 
 
 def _wait_until_unused(folder: Path) -> None:

@@ -68,6 +68,19 @@ def test_without_ray_a_message_names_the_extra(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out").exists()
 
 
+def test_where_nothing_answers_ray_does_not_try_for_minutes(tmp_path: Path) -> None:
+    source = TinyMixtral().write(tmp_path / "source")
+    for address, reason in (
+        ("127.0.0.1:1", "Connection refused"),
+        ("127.0.0.1:head", "'head' is no port"),
+        ("[::1]:1", ""),  # the reason depends on whether the machine has IPv6
+    ):
+        # in processes of their own: the first import of Ray decides how a process authenticates
+        said = " ".join(finish(start("convert", source, tmp_path / "out", "--ray", address), code=1).split())
+        assert f"--ray {address}: nothing answers there (" in said and reason in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return MODEL.write_with_tokenizer(tmp_path_factory.mktemp("ray") / "source")
