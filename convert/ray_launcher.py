@@ -357,7 +357,7 @@ def _wait_until_unused(folder: Path) -> None:
             return FolderLock(folder).close()
         except BlockingIOError:
             time.sleep(0.05)
-        except OSError:  # without locks there, nothing says it
+        except OSError:  # its file system has no locks, so nothing tells when parts are gone
             return
 
 

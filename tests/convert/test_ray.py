@@ -128,6 +128,15 @@ def start(
     )
 
 
+def with_patience(limit: str, seconds: float) -> Sequence[str]:
+    """Returns a program that is moe-pack, but for one of the launcher's limits."""
+    return (
+        "-c",
+        f"from moe_pack.convert import ray_launcher; ray_launcher.{limit} = {seconds}; "
+        "from moe_pack.convert.cli.main import main; main()",
+    )
+
+
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == code, output
@@ -176,6 +185,11 @@ def test_a_cluster_makes_the_profile_and_the_pack_of_one_process(
 
     said = finish(start("convert", source, tmp_path / "pack", *PACK, "--profile", whole / "profile", *ray))
     assert "already contains the pack" in said
+
+    program = with_patience("_LAST_PARTS_S", 0.0)  # what is left of the other part is killed, and the pack is complete
+    finish(start("convert", source, tmp_path / "at once", *PACK, "--profile", whole / "profile", *ray, program=program))
+    assert different_files(files_in(tmp_path / "at once"), files_in(whole / "pack")) == []
+    assert_no_workers()
 
 
 @pytest.mark.slow
@@ -230,8 +244,7 @@ def test_an_error_of_ours_ends_all_parts_and_ctrl_c_leaves_the_folder_to_be_cont
     said = finish(start("convert", source, out, "--workers", "2", *ray), code=1)
     assert re.search(r"a part needs 2 CPUs .* no machine of the cluster has both", said)
 
-    impatient = "from moe_pack.convert import ray_launcher; ray_launcher._PROBE_S = 0.001; "
-    program = ("-c", f"{impatient}from moe_pack.convert.cli.main import main; main()")
+    program = with_patience("_PROBE_S", 0.001)
     said = finish(start("convert", source, out, *PACK, *ray, program=program), code=1)
     assert "gave no answer within 0 s" in " ".join(said.split())
 
