@@ -24,6 +24,7 @@ from moe_pack.calib.forward import (
     Tokens,
     check_arrays,
     kept_sequences,
+    packed_source_digest,
     read_all_arrays,
     source_digest,
     stack_tokens,
@@ -46,6 +47,7 @@ from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
 from moe_pack.formats import (
     MATRICES,
     ModelSpec,
+    Pack,
     PackError,
     PlanError,
     RangeReader,
@@ -57,6 +59,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
+from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime.offload import PathStatistics
 
 VERSION = 9
@@ -213,6 +216,19 @@ class Profile:
     @property
     def _level(self) -> Level:
         return "fast" if self.facts.sensitivity == "fast" else "full"
+
+    def check_source_of(self, pack: Pack) -> None:
+        """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.
+
+        Raises:  PlanError if it was made from another one; PackError if the pack's account of its source is damaged.
+        """
+        spec = with_repeats(pack.spec, 0)
+        if (self.spec, self.facts.source) != (spec, packed_source_digest(pack)):
+            what = "another model" if self.spec != spec else "another checkpoint of this model"
+            raise PlanError(
+                f"{pack.folder}: was made from {what} than the profile {self.folder}; "
+                "give a pack and a profile of the same checkpoint"
+            )
 
     def has(self, name: str) -> bool:
         """Returns whether the profile lists this file."""

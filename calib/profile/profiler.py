@@ -48,7 +48,6 @@ from moe_pack.calib.forward import (
     made_with,
     num_held_out,
     num_kept_sequences,
-    packed_source_digest,
     read_all_arrays,
     source_digest,
     stack_tokens,
@@ -103,7 +102,6 @@ from moe_pack.formats import (
     ConversionError,
     ModelSpec,
     Pack,
-    PlanError,
     Progress,
     RangeReader,
     canonical,
@@ -114,7 +112,7 @@ from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import tensor_sidecar_bytes
-from moe_pack.formats.spec import first_moe_layers, with_repeats
+from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import give_back_freed
 from moe_pack.runtime.model import CheckpointWeights, embed
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing
@@ -579,7 +577,7 @@ def attach(pack: Pack, profile: Profile) -> Routing:
 
     Raises:  PlanError if the profile is of another checkpoint; ConversionError if another process writes in the folder.
     """
-    _check_same(pack, profile)
+    profile.check_source_of(pack)
     routing = routing_of(profile)
     write_routing(pack, routing)
     return routing
@@ -651,12 +649,3 @@ def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
     """Returns the place of the first held-out tokens: whole sequences of `length`, or a part of a longer one."""
     first = profile.num_tokens - profile.num_held_out_tokens
     return slice(first, first + min(profile.facts.text.num_held_out, most_tokens // length) * length)
-
-
-def _check_same(pack: Pack, profile: Profile) -> None:
-    spec = with_repeats(pack.spec, 0)
-    if (profile.spec, profile.facts.source) != (spec, packed_source_digest(pack)):
-        what = "another model" if profile.spec != spec else "another checkpoint of this model"
-        raise PlanError(
-            f"--profile {profile.folder}: the profile is of {what}; profile the one from which {pack.folder} was made"
-        )

@@ -15,7 +15,7 @@ from importlib.resources import files
 import numpy as np
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
-from moe_pack.calib.forward import Array, packed_source_digest
+from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Losses, Profile, losses_of
 from moe_pack.calib.report import figures, readings
 from moe_pack.calib.report.readings import nats
@@ -84,11 +84,7 @@ def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> Measu
 
     Raises:  PlanError if it was made from another one, or nothing was measured; PackError if its files are damaged.
     """
-    if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
-        raise PlanError(
-            f"--pack {pack.folder}: was not made from the checkpoint of the profile {profile.folder}; "
-            "give a pack and a profile of the same checkpoint"
-        )
+    profile.check_source_of(pack)
     quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
     if quality is None:
         raise PlanError(

@@ -168,9 +168,9 @@ def test_it_is_attached_again_to_the_same_bytes(profile: Profile, packed: Path, 
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        (replace(SHAPE, seed=1), "of another checkpoint of this model"),
-        (replace(SHAPE, num_experts=4), "of another model"),
-        (replace(SHAPE, num_layers=3), "of another model"),
+        (replace(SHAPE, seed=1), "another checkpoint of this model"),
+        (replace(SHAPE, num_experts=4), "another model"),
+        (replace(SHAPE, num_layers=3), "another model"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(
@@ -180,7 +180,8 @@ def test_a_profile_of_something_else_is_refused(
     with Pack(tmp_path / "pack") as opened, pytest.raises(PlanError) as refused:
         attach(opened, profile)
     assert str(refused.value) == (
-        f"--profile {profile.folder}: the profile is {what}; profile the one from which {tmp_path / 'pack'} was made"
+        f"{tmp_path / 'pack'}: was made from {what} than the profile {profile.folder}; "
+        "give a pack and a profile of the same checkpoint"
     )
     assert not (tmp_path / "pack" / ROUTING_FILE).exists()
 
