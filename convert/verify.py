@@ -1,28 +1,19 @@
-"""Compares a finished pack with its checkpoint, describes it, and checks it against limits.
+"""Compares a finished pack with its checkpoint, and describes it.
 
-Three parts, for the commands `verify`, `inspect` and `check`:
-
-- comparison: every weight of a pack with the checkpoint's, and the logits of both on some text;
-- description: the model, bytes by part, formats by layer and expert, as facts for a table or for JSON;
-- checks: whether a pack is intact, comes from its source, and keeps within limits. A failed check says what was found
-  and what is allowed; a check that cannot be made is skipped, with the reason.
+- comparison, for `verify`: every weight of a pack with the checkpoint's, and the logits of both on some text;
+- description, for `inspect`: the model, bytes by part, formats by layer and expert, as facts for a table or for JSON.
 """
 
 import math
-import re
-import xml.etree.ElementTree as ET
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality, check_source
+from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.calib.quantize import LayerRotation
-from moe_pack.convert.account import totals
 from moe_pack.convert.rounding import heavy_losses, read_rounding
 from moe_pack.formats import (
     MATRICES,
@@ -32,18 +23,13 @@ from moe_pack.formats import (
     Pack,
     PackError,
     PartFormat,
-    PlanError,
     Progress,
-    RunError,
     dump,
-    option,
-    size_text,
 )
-from moe_pack.formats.commands import Stage, read_size
+from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import UNUSED_FILE, DenseLayout, ngrams_file
-from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, RotationVectors, read_account
-from moe_pack.formats.pack import audit
+from moe_pack.formats.manifest import SOURCE_FILE, RotationVectors, read_account
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.safetensors import DTYPE_BYTES
 from moe_pack.formats.sidecar import read_sidecar
@@ -60,7 +46,7 @@ from moe_pack.runtime.model import (
     read_rows,
     read_vector,
 )
-from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing, divide_budget, expert_pages, routing_bytes
+from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
 
 # Least cosine between stored weights and the source's. With 2 bits and more it is at least 0.8. One-bit hqq over long
 # rows keeps little (0.07 at 4,096 weights a row); but an unrelated matrix of n weights stays within 6 / sqrt(n).
@@ -434,215 +420,3 @@ def _routing(pack: Pack) -> dict[str, Any] | None:
 def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:
     part = formats.of(matrix)
     return None if part is None else format_text(part)
-
-
-_DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions
-_NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 does not allow
-
-Status = Literal["passed", "failed", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """A check and its result: what was found and what is allowed, as texts for people."""
-
-    name: str
-    status: Status
-    found: str
-    allowed: str = ""
-
-
-def _percentage(text: str) -> float:
-    """Returns the share that `1%` stands for.
-
-    Raises:  ValueError if it is not a percentage of 0 or more.
-    """
-    try:
-        share = float(text.removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not text.endswith("%") or not 0 <= share < float("inf"):
-        raise ValueError(f"found {text!r}, expected a percentage such as 1% or 0.5%")
-    return share
-
-
-@dataclass(frozen=True, slots=True)
-class CheckLimits:
-    """Limits of a pack's loss, bytes and memory; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
-
-    max_kl: float | None = field(
-        default=None,
-        metadata=option(
-            "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
-        ),
-    )
-    max_ppl_increase: float | None = field(
-        default=None,
-        metadata=option(
-            "--max-ppl-increase",
-            parse=_percentage,
-            metavar="P%",
-            help="Largest growth of perplexity over the source's, such as 1%.",
-        ),
-    )
-    max_bytes: int | None = field(
-        default=None,
-        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Largest size of the pack, such as 26G."),
-    )
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--budget",
-            parse=read_size,
-            metavar="SIZE",
-            help="Memory in which moe-run must be able to run the pack, such as 11G.",
-        ),
-    )
-
-    @property
-    def of_loss(self) -> bool:
-        """Whether one of the limits is of loss."""
-        return self.max_kl is not None or self.max_ppl_increase is not None
-
-
-def check_schema(folder: Path) -> tuple[Pack | None, CheckResult]:
-    """Opens a pack, which the caller closes, and returns the check of its schema; the pack is None if that fails."""
-    try:
-        pack = Pack(folder)
-    except PackError as fault:
-        return None, CheckResult("schema", "failed", str(fault), "a valid pack")
-    manifest = pack.manifest
-    listed = f"format {manifest.version}, {len(manifest.files) + len(manifest.expert_files)} files"
-    return pack, CheckResult("schema", "passed", listed, "a valid pack")
-
-
-def _result_of(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
-    """Returns the check that passes unless `work` finds a fault; `work` returns what it found."""
-    try:
-        return CheckResult(name, "passed", work(), allowed)
-    except (PackError, PlanError) as fault:
-        return CheckResult(name, "failed", str(fault), allowed)
-
-
-def check_digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
-    """Checks that every byte is as it was written."""
-
-    def work() -> str:
-        audit(pack, progress)
-        return f"{pack.manifest.totals.content:,} bytes, root {pack.manifest.root[:16]}"
-
-    return _result_of("digests", "as written", work)
-
-
-def check_tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
-    """Checks that every tensor of the source and every byte of the pack is accounted for.
-
-    Meaning: `source.json` accounts for as many weights as the model has; every tensor left out has a reason; bytes by
-             part are those of the layout; a checkpoint, if given, has the same tensors and routers.
-    """
-    if pack.is_synthetic:
-        return CheckResult("tensors", "skipped", "a synthetic pack has no checkpoint")
-
-    def work() -> str:
-        if checkpoint is not None:
-            same_tensors(pack, checkpoint)
-            check_source(pack, checkpoint)
-        return _accounted(pack)
-
-    return _result_of("tensors", "as in the source" if checkpoint else "all accounted for", work)
-
-
-def _accounted(pack: Pack) -> str:
-    """Returns what `source.json` accounts for, as a text for people."""
-    tensors = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
-    num_weights, expected = sum(tensor.num_weights for tensor in tensors), num_parameters(pack.spec)
-    if num_weights != expected:
-        raise PackError(f"{SOURCE_FILE}: found {num_weights:,} weights in the pack, expected {expected:,}: the model's")
-    for tensor in tensors:
-        if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason):
-            raise PackError(
-                f"{SOURCE_FILE}: tensor {tensor.name!r}: found fate {tensor.fate} and reason {tensor.reason!r}, "
-                f"expected "
-                "a reason for a tensor that is left out, and for no other"
-            )
-    if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
-        raise PackError(f"{MANIFEST_FILE}: totals do not match the sizes of the files")
-    counts = {fate: sum(tensor.fate == fate for tensor in tensors) for fate in ("unused", "dropped")}
-    return f"{len(tensors)} tensors, {num_weights:,} weights" + "".join(
-        f"; {number} tensors {fate}" for fate, number in counts.items() if number
-    )
-
-
-def check_losses(quality: Quality | None, limits: CheckLimits, origin: str) -> list[CheckResult]:
-    """Checks that the upper ends of the 95% intervals of the loss are within the limits.
-
-    Args:    origin: of `quality`, in words; if there is no quality, why.
-    """
-    against = None if quality is None else quality.against
-    if against is None:
-        return [CheckResult(name, "skipped", origin) for name in ("kl", "perplexity")]
-    increase = against.perplexity_increase
-    return [
-        _check_loss("kl", against.kl, limits.max_kl, lambda x: f"{x:.4g} nats", origin),
-        _check_loss("perplexity", increase, limits.max_ppl_increase, lambda x: f"{x:+.3%}", origin),
-    ]
-
-
-def _check_loss(
-    name: str, loss: Estimate, limit: float | None, text: Callable[[float], str], origin: str
-) -> CheckResult:
-    if loss.upper is None:
-        found = f"{text(loss.value)}; too few tokens for an interval ({origin})"
-    else:
-        found = f"{text(loss.value)}, at most {text(loss.upper)} with 95% confidence ({origin})"
-    if limit is None:
-        return CheckResult(name, "skipped", found, "no limit")
-    is_within = loss.upper is not None and loss.upper <= limit
-    return CheckResult(name, "passed" if is_within else "failed", found, text(limit))
-
-
-def check_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
-    """Checks the size of the pack."""
-    content = pack.manifest.totals.content
-    if limits.max_bytes is None:
-        return CheckResult("bytes", "skipped", f"{content:,}", "no limit")
-    return CheckResult(
-        "bytes", "passed" if content <= limits.max_bytes else "failed", f"{content:,}", f"{limits.max_bytes:,}"
-    )
-
-
-def check_budget(pack: Pack, limits: CheckLimits) -> CheckResult:
-    """Checks that `moe-run` accepts the budget, with a context of 4,096 tokens or the model's positions."""
-    if limits.budget_bytes is None:
-        return CheckResult("budget", "skipped", "", "no limit")
-    allowed = size_text(limits.budget_bytes)
-    context = min(_DEFAULT_CONTEXT, pack.spec.max_position_embeddings)
-    try:
-        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
-    except RunError as fault:
-        return CheckResult("budget", "failed", str(fault), allowed)
-    share = plan.num_pages / int(expert_pages(pack.layout, plan.page_bytes).sum())
-    return CheckResult("budget", "passed", f"memory for {share:.0%} of experts, with a context of {context}", allowed)
-
-
-def junit_xml(checks: list[CheckResult], suite: str) -> bytes:
-    """Returns the checks as JUnit XML, one test case each."""
-    counts = {status: sum(check.status == status for check in checks) for status in ("failed", "skipped")}
-    facts = {"tests": str(len(checks)), "failures": str(counts["failed"]), "skipped": str(counts["skipped"])}
-    root = ET.Element("testsuites", facts)
-    cases = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts, "errors": "0"})
-    for check in checks:
-        case = ET.SubElement(cases, "testcase", {"classname": "moe-pack.check", "name": check.name})
-        message = _xml_text(f"found {check.found}" + (f", allowed {check.allowed}" if check.allowed else ""))
-        if check.status == "failed":
-            ET.SubElement(case, "failure", {"message": message}).text = message
-        elif check.status == "skipped":
-            ET.SubElement(case, "skipped", {"message": message})
-        else:
-            ET.SubElement(case, "system-out").text = message
-    ET.indent(root)
-    return b"<?xml version='1.0' encoding='utf-8'?>\n" + ET.tostring(root, encoding="unicode").encode() + b"\n"
-
-
-def _xml_text(text: str) -> str:
-    return _NO_XML.sub("?", text)

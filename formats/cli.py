@@ -31,28 +31,15 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class _Failure(click.ClickException):
-    """An error that prints one line on standard error and exits with 1."""
+    """An error that prints one line on standard error and exits with a code."""
 
-    exit_code = 1
-
-    def __init__(self, program: str, message: str) -> None:
+    def __init__(self, program: str, message: str, exit_code: int = 1) -> None:
         super().__init__(" ".join(message.split()))
         self._program = program
+        self.exit_code = exit_code
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"{self._program}: {self.message}", file=file, err=True)
-
-
-class _Interruption(_Failure):
-    """The end of a command by Ctrl-C, with the exit code that shells use for it."""
-
-    exit_code = 128 + signal.SIGINT
-
-
-class _Ended(_Failure):
-    """The end of a command by SIGTERM."""
-
-    exit_code = 128 + signal.SIGTERM
 
 
 class _Termination(KeyboardInterrupt):
@@ -82,10 +69,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def command_errors(interrupted: str) -> Callable[[C], C]:
-    """Wraps a command's body: our errors print one line and exit with 1, Ctrl-C exits with 130, SIGTERM with 143.
+def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
+    """Wraps a command's body: our errors print one line, Ctrl-C exits with 130, SIGTERM with 143.
 
-    Args:    interrupted: the line that Ctrl-C and SIGTERM print.
+    Args:    interrupted: the line that Ctrl-C and SIGTERM print.   exit_code: of our errors, but for wrong usage.
     """
 
     def wrap(body: C) -> C:
@@ -101,15 +88,15 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
             except MoePackError as fault:
                 if root.params.get("debug"):
                     raise
-                raise _Failure(program, str(fault)) from fault
+                raise _Failure(program, str(fault), exit_code) from fault
             except OSError as fault:
                 # Errors of our own files are MoePackErrors. If the reader of a pipe ends, click ends quietly.
                 if root.params.get("debug") or fault.filename is not None or fault.errno not in _FULL:
                     raise
                 raise _Failure(program, f"standard output: cannot be written ({fault.strerror})") from fault
             except KeyboardInterrupt as fault:
-                kind = _Ended if isinstance(fault, _Termination) else _Interruption
-                raise kind(program, interrupted) from fault
+                signal_number = signal.SIGTERM if isinstance(fault, _Termination) else signal.SIGINT
+                raise _Failure(program, interrupted, 128 + signal_number) from fault  # as shells have it
 
         return guarded  # type: ignore[return-value]  # functools.wraps keeps the body's signature
 

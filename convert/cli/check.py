@@ -1,14 +1,16 @@
 """The command `moe-pack check`: whether a finished pack is intact, comes from its source, and keeps within limits."""
 
 import json
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
-from moe_pack.convert import (
+from moe_pack.convert import find_checkpoint
+from moe_pack.convert.checks import (
     CheckLimits,
     CheckResult,
     check_budget,
@@ -17,13 +19,16 @@ from moe_pack.convert import (
     check_losses,
     check_schema,
     check_tensors,
-    find_checkpoint,
+    exit_code_of,
     junit_xml,
+    markdown_table,
+    timed,
 )
 from moe_pack.convert.cli.measure import measure_loss
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
-from moe_pack.formats import Pack, UsageError, dump, option
+from moe_pack.formats import Pack, PackError, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.sidecar import read_sidecar
@@ -51,7 +56,16 @@ class CheckOptions:
             help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the checks as JSON."))
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the checks as JSON, with numbers."))
+    summary: Path | None = field(
+        default=None,
+        metadata=option(
+            "--summary",
+            path="file",
+            metavar="FILE",
+            help="Also append the checks as a Markdown table to FILE, such as $GITHUB_STEP_SUMMARY.",
+        ),
+    )
     junit: Path | None = field(
         default=None,
         metadata=option("--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."),
@@ -80,75 +94,92 @@ class CheckOptions:
 @click.command("check", short_help="Check PACK for a pipeline; exit code 1 if a check fails.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @options_from(CheckOptions)
-@command_errors(interrupted="interrupted; finished measurements are kept; run the same command again to continue")
+@command_errors(
+    interrupted="interrupted; finished measurements are kept; run the same command again to continue", exit_code=3
+)
 def check_command(pack: Path, options: CheckOptions) -> None:
-    """Check PACK for a pipeline. The exit code is 1 if a check fails.
+    """Check PACK for a pipeline.
 
     Without options, check that the pack is intact: its schema, every digest, and the account of the source's tensors.
     With limits, also check the loss, the size and the memory.
 
     The loss is measured against --against, as moe-pack eval does. Without --against it is taken from the pack's
     quality.json. A loss is within its limit if the upper end of its 95% confidence interval is.
+
+    \b
+    Exit codes:
+      0  all checks passed
+      1  a check failed
+      2  the command is wrong
+      3  something could not be checked: the pack or its source cannot be had, or a loss is unknown
     """
     with ExitStack() as stack:
         checks, quality, root = _checked(pack_folder(pack), options, stack)
-    has_failed = any(check.status == "failed" for check in checks)
+    exit_code = exit_code_of(checks)
+    title = f"moe-pack check {pack}"
     if options.junit is not None:
-        write_output(options.junit, junit_xml(checks, f"moe-pack check {pack}"), "--junit")
+        write_output(options.junit, junit_xml(checks, title), "--junit")
+    if options.summary is not None:
+        write_output(options.summary, markdown_table(checks, title).encode(), "--summary", appends=True)
     if options.as_json:
-        facts = {"pack": str(pack), "root": root, "passed": not has_failed, "checks": [dump(check) for check in checks]}
+        facts = {"pack": str(pack), "root": root, "passed": exit_code == 0, "checks": [dump(check) for check in checks]}
         click.echo(json.dumps({**facts, "quality": None if quality is None else dump(quality)}, indent=2))
     else:
         for line in _check_lines(checks):
             click.echo(line)
-    if has_failed:
-        click.get_current_context().exit(1)
+    click.get_current_context().exit(exit_code)
 
 
 def _checked(
     folder: Path, options: CheckOptions, stack: ExitStack
 ) -> tuple[list[CheckResult], Quality | None, str | None]:
-    """Returns all checks, the pack's loss, and the pack's root."""
-    pack, schema = check_schema(folder)
-    if pack is None:
-        names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
-        return [schema, *(CheckResult(name, "skipped", "not a valid pack") for name in names)], None, None
-    stack.callback(pack.close)
-    stored = _stored_quality(pack, options)
+    """Returns all checks, the pack's loss, and the pack's root.
+
+    Raises:  PackError or CheckpointError if there is nothing to check the pack by, or no pack.
+    """
+    if not folder.exists():
+        raise PackError(f"{folder}: no such folder; give a pack")
     checkpoint = None
     if options.against is not None and options.evaluation.reference_file is None:
         checkpoint = Checkpoint(find_checkpoint(options.against))
         stack.callback(checkpoint.close)
+    pack, schema = check_schema(folder)
+    if pack is None:
+        names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
+        return [schema, *(CheckResult(name, "unchecked", "not a valid pack") for name in names)], None, None
+    stack.callback(pack.close)
     with TerminalProgress() as progress:
-        checks = [schema, check_digests(pack, progress), check_tensors(pack, checkpoint)]
+        checks = [
+            schema,
+            timed(lambda: check_digests(pack, progress)),
+            timed(lambda: check_tensors(pack, checkpoint)),
+        ]
     is_intact = all(check.status != "failed" for check in checks)
-    quality, origin = _quality(pack, stored, options, is_intact)
-    checks += check_losses(quality, options.limits, origin)
-    return [*checks, check_bytes(pack, options.limits), check_budget(pack, options.limits)], quality, pack.manifest.root
+    start = time.monotonic()
+    quality, origin = _quality(pack, options, is_intact)
+    seconds = time.monotonic() - start
+    kl, perplexity = check_losses(quality, options.limits, origin)
+    checks += [replace(kl, seconds=seconds), perplexity]  # one measurement gives both
+    checks += [check_bytes(pack, options.limits), check_budget(pack, options.limits)]
+    return checks, quality, pack.manifest.root
 
 
-def _stored_quality(pack: Pack, options: CheckOptions) -> Quality | None:
-    """Returns the content of the pack's `quality.json`, if it was measured on the pack as it is now.
-
-    Raises:  UsageError if there is a limit of loss and no loss to compare: before all bytes are read.
-    """
-    stored = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
-    if stored is None and options.limits.of_loss and options.against is None:
-        raise UsageError(
-            f"--max-kl/--max-ppl-increase: {pack.folder} has no {QUALITY_FILE} of its present content; "
-            "give the checkpoint or a reference with --against"
-        )
-    return stored
-
-
-def _quality(pack: Pack, stored: Quality | None, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
+def _quality(pack: Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
     """Returns the pack's loss and its origin in words; without a loss, why there is none."""
     if options.limits.of_loss and options.against is not None:
         if not is_intact:
             return None, "not measured, because an earlier check failed"
-        quality = measure_loss(pack, options.evaluation)
+        try:
+            quality = measure_loss(pack, options.evaluation)
+        except MoePackError as fault:
+            return None, str(fault)
         return quality, f"{quality.num_tokens:,} tokens"
-    return stored, "not measured" if stored is None else f"{stored.num_tokens:,} tokens, {QUALITY_FILE}"
+    stored = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    if stored is not None:
+        return stored, f"{stored.num_tokens:,} tokens, {QUALITY_FILE}"
+    if not options.limits.of_loss:
+        return None, "not measured"
+    return None, f"{QUALITY_FILE} does not have the loss of this content; give the checkpoint or a reference: --against"
 
 
 def _check_lines(checks: list[CheckResult]) -> list[str]:

@@ -475,13 +475,14 @@ def known_facts(folder: Path) -> MachineFacts | None:
     return load_facts(cache_folder(), nearest)
 
 
-def write_output(path: Path, content: bytes, option_name: str) -> None:
-    """Writes the file that an option names.
+def write_output(path: Path, content: bytes, option_name: str, appends: bool = False) -> None:
+    """Writes the file that an option names, or appends to it.
 
     Raises:  ConversionError if that fails.
     """
     try:
-        path.write_bytes(content)
+        with path.open("ab" if appends else "wb") as file:
+            file.write(content)
     except OSError as fault:
         raise ConversionError(
             f"{option_name} {path}: cannot be written ({fault.strerror}); give another file"

@@ -13,7 +13,7 @@ from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
 
 from moe_pack.calib.evaluate import Estimate, Quality, SourceQuality
-from moe_pack.convert import CheckLimits, CheckResult, check_losses, junit_xml
+from moe_pack.convert.checks import CheckLimits, CheckResult, check_losses, exit_code_of, junit_xml, markdown_table
 from moe_pack.convert.cli.main import main
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
@@ -71,7 +71,7 @@ def test_without_limits_integrity_alone_is_checked(made: Path) -> None:
     assert found["bytes"]["found"] == f"{content_bytes(made):,}" and found["bytes"]["allowed"] == "no limit"
 
 
-def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, packed: Path) -> None:
+def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, made: Path, packed: Path) -> None:
     limits = ["--max-kl", "1", "--max-ppl-increase", "90%", "--max-bytes", "1G", "--budget", "1G"]
     found = checked(packed, "--against", source, *limits, *SHORT)
     assert statuses(found) == "ppppppp"
@@ -81,6 +81,15 @@ def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, packe
         == f"{kl['value']:.4g} nats, at most {kl['value'] + kl['half_width']:.4g} nats with 95% confidence (508 tokens)"
     )
     assert found["kl"]["allowed"] == "1 nats" and found["perplexity"]["allowed"] == "+90.000%"
+    numbers = {name: [found[name][key] for key in ("value", "upper", "limit", "unit")] for name in NAMES[3:]}
+    increase = found["quality"]["against"]["perplexity_increase"]
+    assert numbers == {
+        "kl": [kl["value"], kl["value"] + kl["half_width"], 1.0, "nats"],
+        "perplexity": [increase["value"], increase["value"] + increase["half_width"], 0.9, "share"],
+        "bytes": [content_bytes(made), None, 1 << 30, "bytes"],  # without the quality.json that was written
+        "budget": [None, None, 1 << 30, "bytes"],
+    }
+    assert all(found[name]["seconds"] >= 0 for name in NAMES) and found["digests"]["seconds"] > 0
     assert (packed / "quality.json").exists()
 
 
@@ -115,13 +124,42 @@ def test_loss_measured_before_is_taken_from_beside_the_pack_and_said_to_be(sourc
     assert found["kl"]["status"] == "passed" and found["kl"]["found"].endswith("(508 tokens, quality.json)")
 
 
-def test_a_limit_of_loss_with_nothing_to_judge_it_by_is_wrong_usage(made: Path) -> None:
-    result = run("check", made, "--max-kl", "1")
-    assert result.exit_code == 2
-    assert result.stderr.endswith(
-        f"--max-kl/--max-ppl-increase: {made} has no quality.json of its present content; give the checkpoint or a "
-        "reference with --against\n"
-    )
+def test_a_limit_of_loss_that_nothing_was_measured_for_is_unchecked(made: Path, tmp_path: Path) -> None:
+    found = checked(made, "--max-kl", "1", "--junit", tmp_path / "check.xml", exit_code=3)
+    assert statuses(found) == "pppusss" and not found["passed"]
+    says = "quality.json does not have the loss of this content; give the checkpoint or a reference: --against"
+    assert (found["kl"]["found"], found["kl"]["limit"], found["perplexity"]["found"]) == (says, 1.0, says)
+    suite = ET.parse(tmp_path / "check.xml").getroot()[0]
+    assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+    assert suite[3][0].tag == "error" and suite[3][0].get("message") == f"{says}; allowed: 1 nats"
+    found = checked(made, "--max-kl", "1", "--max-bytes", "1K", exit_code=1)  # a failure counts for more
+    assert statuses(found) == "pppusfs"
+
+
+def test_a_loss_that_cannot_be_measured_is_unchecked(source: Path, packed: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, other / name)
+    pack(other, tmp_path / "strange", width=4)
+    kept = tmp_path / "kept"
+    assert run("eval", packed, "--against", source, "--tokens", "512", "--keep-reference", kept).exit_code == 0
+    found = checked(tmp_path / "strange", "--against", kept, "--max-kl", "1", exit_code=3)
+    assert statuses(found) == "pppusss" and "give one of the checkpoint that was packed" in found["kl"]["found"]
+
+
+def test_what_is_not_there_cannot_be_checked(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "no such folder": (tmp_path / "nowhere",),
+        "no such file or folder": (made, "--against", tmp_path / "nowhere", "--max-kl", "1"),
+        "config.json": (made, "--against", tmp_path / "empty", "--max-kl", "1"),
+        "cannot be written": (made, "--junit", tmp_path / "nowhere" / "check.xml"),
+    }
+    for says, arguments in cases.items():
+        with case(says):
+            result = run("check", *arguments)
+            assert (result.exit_code, result.stdout) == (3, "")
+            assert says in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_a_kept_reference_is_enough_to_measure_loss(source: Path, packed: Path, tmp_path: Path) -> None:
@@ -139,21 +177,21 @@ def test_a_damaged_byte_fails_and_loss_is_not_measured(source: Path, packed: Pat
     raw[-1] ^= 1
     path.write_bytes(raw)
     found = checked(packed, "--against", source, "--max-kl", "1", *SHORT, exit_code=1)
-    assert statuses(found) == "pfpssss"
+    assert statuses(found) == "pfpusss"
     assert found["digests"]["found"].startswith("experts-001.safetensors: pad.3 is not zero")
     assert found["kl"]["found"] == "not measured, because an earlier check failed"
 
 
 def test_what_is_no_pack_fails_and_nothing_else_is_looked_at(tmp_path: Path) -> None:
     found = checked(tmp_path, exit_code=1)
-    assert statuses(found) == "fssssss" and found["root"] is None
+    assert statuses(found) == "fuuuuuu" and found["root"] is None
     assert found["schema"]["found"].endswith("this is not a pack, or its conversion has not finished")
 
 
 def test_another_checkpoint_fails_the_account_of_tensors(made: Path, tmp_path: Path) -> None:
     other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
     found = checked(made, "--against", other, "--max-kl", "1", *SHORT, exit_code=1)
-    assert statuses(found) == "ppfssss" and "was made from another checkpoint" in found["tensors"]["found"]
+    assert statuses(found) == "ppfusss" and "was made from another checkpoint" in found["tensors"]["found"]
     fewer = TinyMixtral(num_layers=1, num_experts=4, vocab_size=4096).write(tmp_path / "fewer")
     assert "is missing there" in checked(made, "--against", fewer, exit_code=1)["tensors"]["found"]
 
@@ -202,7 +240,7 @@ def compared(kl: Estimate) -> Quality:
 
 @pytest.mark.parametrize(
     ("value", "half_width", "status"),
-    [(0.04, 0.01, "passed"), (0.04, 0.0101, "failed"), (0.01, None, "failed")],
+    [(0.04, 0.01, "passed"), (0.04, 0.0101, "failed"), (0.01, None, "unchecked")],
 )
 def test_the_upper_end_of_the_interval_must_be_within_the_limit(
     value: float, half_width: float | None, status: str
@@ -229,19 +267,41 @@ def test_junit_has_a_case_a_check(made: Path, tmp_path: Path) -> None:
 
 
 def test_junit_holds_characters_that_xml_cannot() -> None:
-    raw = junit_xml([CheckResult("schema", "failed", "a\x00b\x1b<&\ud800", "c")], "s")
-    failure = ET.fromstring(raw)[0][0][0]
-    assert failure.get("message") == "found a?b?<&?, allowed c"
+    raw = junit_xml([CheckResult("schema", "failed", "a\x00b\x1b<&\ud800", "c", seconds=0.25)], "s")
+    root = ET.fromstring(raw)
+    assert root[0][0][0].get("message") == "a?b?<&?; allowed: c"
+    assert [element.get("time") for element in (root, root[0], root[0][0])] == ["0.250"] * 3
 
 
-def test_a_report_that_cannot_be_written_is_an_error(made: Path, tmp_path: Path) -> None:
-    result = run("check", made, "--junit", tmp_path / "no" / "report.xml")
-    assert result.exit_code == 1
-    assert (
-        result.stderr
-        == f"moe-pack: --junit {tmp_path}/no/report.xml: cannot be written (No such file or directory); give another "
-        "file\n"
-    )
+def test_no_sentence_of_junit_has_a_gap(made: Path, tmp_path: Path) -> None:
+    assert run("check", made, "--junit", tmp_path / "check.xml").exit_code == 0
+    skipped = {case.get("name"): case[0].get("message") for case in ET.parse(tmp_path / "check.xml").getroot()[0][3:]}
+    assert skipped == {
+        "kl": "not measured; no limit",
+        "perplexity": "not measured; no limit",
+        "bytes": f"{content_bytes(made):,}; no limit",
+        "budget": "no limit",
+    }
+
+
+def test_a_summary_is_appended_as_a_table_whose_cells_hold_any_text(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    assert run("check", made, "--max-bytes", "1K", "--summary", path).exit_code == 1
+    lines = path.read_text("utf-8").splitlines()
+    assert lines[0] == "before" and lines[1].startswith("### moe-pack check ")
+    rows = [line.split(" | ") for line in lines[3:]]
+    assert [row[0].removeprefix("| ") for row in rows] == ["check", "---", *NAMES, ""][: len(rows)]
+    assert "❌ failed" in lines[3 + 2 + NAMES.index("bytes")]
+    odd = markdown_table([CheckResult("schema", "failed", "a|b\n<img> `c` *d* \\", "e")], "t")
+    assert odd.splitlines()[-2 if odd.endswith("\n\n") else -1].startswith("| schema | ❌ failed | a\\|b \\<img\\> ")
+
+
+def test_a_failure_counts_for_more_than_what_could_not_be_checked() -> None:
+    results = {status: CheckResult("kl", status, "") for status in ("passed", "failed", "skipped", "unchecked")}
+    codes = {"passed": 0, "skipped": 0, "failed": 1, "unchecked": 3}
+    assert {name: exit_code_of([result]) for name, result in results.items()} == codes
+    assert exit_code_of(list(results.values())) == 1
 
 
 def test_wrong_usage_is_said(made: Path) -> None:

@@ -3,10 +3,14 @@
 import re
 import shlex
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import pytest
+import yaml
 from cases import case
 from click.testing import CliRunner
+from hub_server import ask_here, running_hub
 from models import DEMO_MODEL, TESTS
 
 from moe_pack.convert.cli.main import main as moe_pack
@@ -14,7 +18,8 @@ from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
 ROOT = TESTS.parent
-PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md", "export.md")]
+PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "export.md")]
+CI_PAGE = ROOT / "docs" / "ci.md"
 LONG = ("moe-pack.md", "export.md")  # two minutes; half of one
 IN_README = {"moe-pack", "--target-vram"}  # a minute, which `make demo` takes already
 PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
@@ -105,10 +110,32 @@ def test_the_page_names_every_option_of_moe_serve() -> None:
             assert max(parameter.opts, key=len) in page
 
 
+def workflow_of(page: Path) -> dict[str, Any]:
+    """The workflow that a page shows."""
+    workflow: dict[str, Any] = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)[0])
+    return workflow
+
+
 def test_the_workflow_runs_the_commands_that_the_page_shows() -> None:
-    page = ROOT / "docs" / "ci.md"
-    steps = re.findall(r"^ {10}(moe-pack .*)$", page.read_text("utf-8"), re.MULTILINE)
-    assert [shlex.split(step) for step in steps] == shown_commands(page)
+    steps = workflow_of(CI_PAGE)["jobs"]["check"]["steps"]
+    lines = [step["run"].strip() for step in steps if step.get("run", "").startswith("moe-pack ")]
+    assert [shlex.split(line) for line in lines] == shown_commands(CI_PAGE)
+
+
+def test_the_workflow_of_checks_runs_on_packs_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {**workflow_of(CI_PAGE)["env"], "COMMIT": "main", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    small = ("--quantizer", "nearest", "--record-bits", "8", "--selector-bits", "8")
+    assert CliRunner().invoke(moe_pack, ["convert", str(DEMO_MODEL), "-o", "packed", *small]).exit_code == 0
+    repository, _, variant = names["PACK"].partition(":")
+    with running_hub() as server:
+        server.add(repository, tmp_path / "packed", f"{variant}/")
+        server.add(names["SOURCE"], DEMO_MODEL)
+        ask_here(server, tmp_path / "cache", monkeypatch)
+        for _, *arguments in shown_commands(CI_PAGE):
+            result = CliRunner(env=names).invoke(moe_pack, [Template(word).substitute(names) for word in arguments])
+            assert result.exit_code == 0, (arguments, result.output)
+    assert "| kl | ✅ passed |" in (tmp_path / "summary.md").read_text("utf-8")
 
 
 def test_links_between_pages_lead_somewhere() -> None:
