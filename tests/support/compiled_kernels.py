@@ -1,7 +1,7 @@
 """Kernels compiled for GPUs that are not here: public operations called with CPU tensors compile, and launch nothing.
 
-Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,t4,fp8] [--dims 4096] [--instructions] CAPABILITY...`),
-without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
+Run as a program without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile:
+`compiled_kernels.py [--only NAMES] [--widths 2,t4,fp8] [--dims 4096] [--instructions] CAPABILITY...`
 """
 
 import argparse
@@ -62,7 +62,7 @@ def compiled(
     dims: tuple[int, ...],
     selectors: tuple[Selector, ...] = SELECTORS,
 ) -> list[Compiled]:
-    """What all calls whose name contains `only` compile to, in a process of its own."""
+    """What all calls whose names contain one of `only`'s parts, between commas, compile to, in a process of its own."""
     command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
     command += ["--selectors", ",".join(selectors)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
@@ -244,7 +244,8 @@ def main() -> None:
     widths = tuple(int(name) if name.isdigit() else name for name in given.widths.split(","))
     dims = tuple(map(int, given.dims.split(",")))
     selectors = tuple(selector for selector in SELECTORS if selector in given.selectors.split(","))
-    chosen = [call for call in calls(widths, dims, selectors) if given.only in call[0]]
+    parts = given.only.split(",")
+    chosen = [call for call in calls(widths, dims, selectors) if any(part in call[0] for part in parts)]
     for capability in given.capabilities:
         for kernel in compile_calls(capability, chosen, given.instructions):
             sys.stdout.write(json.dumps(asdict(kernel)) + "\n")

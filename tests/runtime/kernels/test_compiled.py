@@ -103,42 +103,50 @@ def width_of(k: Compiled) -> int:
     return next((int(word[1:]) for word in k.call.split() if word[0] == "w" and word[1:].isdigit()), 16)
 
 
-def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None:
-    found = compiled((90,), "running up", (4,), (4096,))
-    assert {k.kernel for k in found} == {"_select_kernel", "_compact_kernel", "_neurons_kernel"}
-    assert faults(found) == []
-    narrow = [replace(k, loads={"load_words 16": 1, "load_words 8": 1, "load_x 16": 8}) for k in found]
+@pytest.fixture(scope="module")
+def usual() -> list[Compiled]:
+    """The usual kernels of a token, compiled in one process: its start takes as long as five of them."""
+    names = "running up w4,running up t6,running mixed up,rotate back d2880,route sigmoid,predict 256"
+    return compiled((90,), names, (4, 16, "t6"), (4096,))
+
+
+def of_call(found: list[Compiled], name: str) -> list[Compiled]:
+    """The kernels of the calls of this name, but for those that an earlier call compiled."""
+    return [k for k in found if name in k.call]
+
+
+def test_the_usual_kernels_compile_without_spills_and_load_codes_wide(usual: list[Compiled]) -> None:
+    assert faults(usual) == []
+    kernels = [k.kernel for k in of_call(usual, "running up w4")]
+    assert set(kernels) == {"_select_kernel", "_compact_kernel", "_neurons_kernel"}
+
+
+def test_loads_that_are_too_narrow_are_faults(usual: list[Compiled]) -> None:
+    four, mixed, trellis = (of_call(usual, name) for name in ("up w4", "mixed up", "up t6"))
+    narrow = [replace(k, loads={"load_words 16": 1, "load_words 8": 1, "load_x 16": 8}) for k in four]
     assert [fault.split(", ")[1] for fault in faults(narrow)] == ["_select_kernel"] * 2 + ["_neurons_kernel"]
-    assert len(faults([replace(found[0], stack_bytes=16, flushes=1)])) == 2
-
-
-def test_kernels_of_a_layer_of_mixed_kinds_compile_without_spills_in_one_launch_each() -> None:
-    found = compiled((90,), "running mixed up", (16,), (4096,))
-    assert [k.kernel for k in found] == ["_select_kernel"] * 2 + ["_compact_kernel"] * 2 + ["_neurons_kernel"]
-    assert faults(found) == []
-    narrow = [replace(k, loads={"load_words 2": 1}) for k in found]
+    narrow = [replace(k, loads={"load_words 2": 1}) for k in mixed]
     assert [fault.split(", ")[1] for fault in faults(narrow)] == ["_select_kernel"] * 2 + ["_neurons_kernel"]
-
-
-def test_kernels_of_a_trellis_compile_without_spills_and_load_blocks_and_entries_at_once() -> None:
-    found = compiled((90,), "running up", ("t6",), (4096,))
-    assert {k.kernel for k in found} == {"_select_kernel", "_compact_kernel", "_neurons_kernel"}
-    assert faults(found) == []
     for loads in ({"load_trellis 4": 5, "look_up 4": 32}, {"load_trellis 16": 1, "load_trellis 4": 1, "look_up 2": 64}):
-        assert len(faults([replace(k, loads=loads) for k in found])) == 3
+        assert len(faults([replace(k, loads=loads) for k in trellis])) == 3
+    assert len(faults([replace(four[0], stack_bytes=16, flushes=1)])) == 2
 
 
-def test_rotations_compile_without_spills_and_stay_in_registers() -> None:
-    (found,) = compiled((90,), "rotate back d2880", (16,), (4096,))
-    assert found.kernel == "_rotate_kernel" and faults([found]) == []
+def test_a_layer_of_mixed_kinds_takes_one_launch_a_step(usual: list[Compiled]) -> None:
+    kernels = [k.kernel for k in of_call(usual, "mixed up")]
+    assert kernels == ["_select_kernel"] * 2 + ["_neurons_kernel"]  # and the compact kernel of earlier calls
+
+
+def test_rotations_stay_in_registers(usual: list[Compiled]) -> None:
+    (found,) = of_call(usual, "rotate back d2880")
+    assert found.kernel == "_rotate_kernel"
     assert found.shared_bytes <= 1024  # a few values between warps, and no stage through memory
 
 
-def test_routers_and_predictions_compile_without_spills() -> None:
-    found = compiled((89,), "route sigmoid", (16,), (4096,)) + compiled((89,), "predict 256", (16,), (4096,))
-    assert faults(found) == []
+def test_routers_and_predictions_compile(usual: list[Compiled]) -> None:
     kernels = ["_rank_kernel"] * 2 + ["_add_routes_kernel", "_score_paths_kernel", "_enter_pulled_kernel"]
-    assert [k.kernel for k in found] == ["_route_kernel"] * 4 + kernels + ["_forget_pulled_kernel"] * 2
+    assert [k.kernel for k in of_call(usual, "route sigmoid")] == ["_route_kernel"] * 4
+    assert [k.kernel for k in of_call(usual, "predict")] == kernels + ["_forget_pulled_kernel"] * 2
 
 
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
