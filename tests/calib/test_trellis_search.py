@@ -91,11 +91,11 @@ def test_no_codes_of_two_steps_cost_less() -> None:
 def test_hardly_any_codes_of_three_steps_cost_less() -> None:
     for factors in ([], [random(6, 6, seed=1) / 2]):
         with case(len(factors)):
-            weights, scales, importance = random(3, 6), TRELLIS_UNITS[4] * (1 + uniform(3, 6)), torch.ones(6)
+            weights, scales, importance = random(1, 6), TRELLIS_UNITS[4] * (1 + uniform(1, 6)), torch.ones(6)
             of_columns = factors[0].triu(1) if factors else torch.zeros(6, 6)
             found = search(weights, scales, importance, 4, factors)
             exact = (importance.double(), 4, of_columns.double())
-            best = sum(best_of_all(weights[i].double(), scales[i].double(), *exact) for i in range(3))
+            best = best_of_all(weights[0].double(), scales[0].double(), *exact)
             # After two steps, an eighth or a quarter of 256 paths go on.
             assert float(corrected_cost_of(found, weights, scales, importance, of_columns).sum()) < 1.1 * best
 
@@ -230,7 +230,7 @@ LIMITS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
 @pytest.mark.skipif(not is_available(), reason="the extension was not built")
 @pytest.mark.parametrize("with_factor", [False, True])
 def test_the_extension_finds_what_torch_finds(with_factor: bool) -> None:
-    for width, num_steps in itertools.product(TRELLIS_WIDTHS, (1, 2, 33, 68)):
+    for width, num_steps in itertools.product(TRELLIS_WIDTHS, (1, 2, 68)):
         rows = hard_rows(width, num_steps)
         rows = rows if with_factor else rows._replace(factor=None)
         num_kept = num_steps - num_steps // 3

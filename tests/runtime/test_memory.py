@@ -36,15 +36,15 @@ def test_what_was_freed_between_things_in_use_is_given_back() -> None:
 
 
 HELD_AFTER_FREEING = """
-import torch
+import numpy as np
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.machine import anonymous_bytes
 {call}
-first = torch.ones(7 << 20)
-del first  # 28 MiB: glibc raises its bound
+first = np.ones(28 << 20, np.uint8)
+del first  # glibc raises its bound
 large, small = [], []
 for _ in range(10):
-    large.append(torch.ones(2 << 20))  # 8 MiB
+    large.append(np.ones(8 << 20, np.uint8))
     small.append(bytes(1 << 20))  # too large for a hole that imports left
 before = anonymous_bytes()
 del large
