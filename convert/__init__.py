@@ -1,33 +1,40 @@
 """Makes packs from checkpoints, measures what they lost, and checks them; makes synthetic packs."""
 
-from moe_pack.convert.account import check_calibration
-from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
-from moe_pack.convert.fixed_costs import measure_fixed_costs
-from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.matrix_bytes import (
-    SOURCE,
-    keep_source,
-    kept_text,
-    lossless_formats,
-    with_kept,
-)
-from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
-from moe_pack.convert.synthetic import (
-    SyntheticTraits,
-    link_memory_folder,
-    profiled_popularity,
-    skewed_popularity,
-    synthesize,
-    synthetic_layout,
-)
-from moe_pack.convert.verify import (
-    bits_per_weight,
-    compare_logits,
-    compare_weights,
-    describe,
-    format_runs,
-    same_tensors,
-)
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.convert.account import check_calibration
+    from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
+    from moe_pack.convert.fixed_costs import measure_fixed_costs
+    from moe_pack.convert.hub import find_checkpoint
+    from moe_pack.convert.matrix_bytes import (
+        SOURCE,
+        keep_source,
+        kept_text,
+        lossless_formats,
+        with_kept,
+    )
+    from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
+    from moe_pack.convert.synthetic import (
+        SyntheticTraits,
+        link_memory_folder,
+        profiled_popularity,
+        skewed_popularity,
+        synthesize,
+        synthetic_layout,
+    )
+    from moe_pack.convert.verify import (
+        bits_per_weight,
+        compare_logits,
+        compare_weights,
+        describe,
+        format_runs,
+        same_tensors,
+    )
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "MEMORY_BYTES",

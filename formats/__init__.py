@@ -1,35 +1,42 @@
 """Packs and checkpoints on disk: model specifications, the pack format, its readers and its writers."""
 
-from moe_pack.formats.commands import NO_PROGRESS, Progress, option, size_text
-from moe_pack.formats.errors import CheckpointError, ConversionError, PackError, PlanError, RunError, UsageError
-from moe_pack.formats.json_files import canonical, dump, load, parse
-from moe_pack.formats.layout import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
-from moe_pack.formats.pack import Pack
-from moe_pack.formats.plan import (
-    BF16,
-    ROW_GROUP,
-    ExpertFormat,
-    PartFormat,
-    Plan,
-    Quantizer,
-    part_format,
-    trellis_format,
-    uniform_plan,
-)
-from moe_pack.formats.safetensors import RangeReader
-from moe_pack.formats.spec import (
-    MATRICES,
-    ExpertSpec,
-    LimitedFunction,
-    Matrix,
-    ModelSpec,
-    NeuronFunction,
-    NormSpec,
-    RouterSpec,
-    Selector,
-    SharedExpertSpec,
-    dense_roles,
-)
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.formats.commands import NO_PROGRESS, Progress, option, size_text
+    from moe_pack.formats.errors import CheckpointError, ConversionError, PackError, PlanError, RunError, UsageError
+    from moe_pack.formats.json_files import canonical, dump, load, parse
+    from moe_pack.formats.layout import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
+    from moe_pack.formats.pack import Pack
+    from moe_pack.formats.plan import (
+        BF16,
+        ROW_GROUP,
+        ExpertFormat,
+        PartFormat,
+        Plan,
+        Quantizer,
+        part_format,
+        trellis_format,
+        uniform_plan,
+    )
+    from moe_pack.formats.safetensors import RangeReader
+    from moe_pack.formats.spec import (
+        MATRICES,
+        ExpertSpec,
+        LimitedFunction,
+        Matrix,
+        ModelSpec,
+        NeuronFunction,
+        NormSpec,
+        RouterSpec,
+        Selector,
+        SharedExpertSpec,
+        dense_roles,
+    )
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "BF16",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.errors import PlanError
-from moe_pack.formats.parts import added
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.spec import (
     MATRICES,
     Matrix,

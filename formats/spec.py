@@ -37,8 +37,8 @@ from moe_pack.formats.parts import (
     ResidualSpec,
     RopeSpec,
     ShortcutResidualSpec,
-    added,
 )
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.parts.attention import (
     attention_fault,
     attention_sizes,

@@ -1,33 +1,39 @@
 """Runs packs: the engine, its text, and what it reports."""
 
-from moe_pack.runtime.doctor import measure_disk, measure_machine
-from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.generate import (
-    BenchTimes,
-    context_for,
-    generate,
-    measure,
-    random_prompt,
-)
-from moe_pack.runtime.loaded_model import Model, load
-from moe_pack.runtime.machine import (
-    USUAL_DISK,
-    DiskFacts,
-    FixedCosts,
-    MachineFacts,
-    ReadRate,
-    WidthRate,
-    available_bytes,
-    give_back_freed,
-    give_back_large_at_once,
-    load_facts,
-    save_facts,
-    total_bytes,
-)
-from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
-from moe_pack.runtime.run_report import RunReport, report, report_lines
-from moe_pack.runtime.sampling import Sampler
-from moe_pack.runtime.text import ChatTemplate, Text, chat_prompt
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.doctor import measure_disk, measure_machine
+    from moe_pack.runtime.engine import Engine
+    from moe_pack.runtime.generate import (
+        BenchTimes,
+        context_for,
+        measure,
+        random_prompt,
+    )
+    from moe_pack.runtime.loaded_model import Model, load
+    from moe_pack.runtime.machine import (
+        USUAL_DISK,
+        DiskFacts,
+        FixedCosts,
+        MachineFacts,
+        ReadRate,
+        WidthRate,
+        available_bytes,
+        give_back_freed,
+        give_back_large_at_once,
+        load_facts,
+        save_facts,
+        total_bytes,
+    )
+    from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
+    from moe_pack.runtime.run_report import RunReport, report, report_lines
+    from moe_pack.runtime.sampling import Sampler
+    from moe_pack.runtime.text import ChatTemplate, Text, chat_prompt
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "DEVICE_OPTION",
@@ -48,7 +54,6 @@ __all__ = [
     "available_bytes",
     "chat_prompt",
     "context_for",
-    "generate",
     "give_back_freed",
     "give_back_large_at_once",
     "load",

@@ -55,7 +55,7 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts import added
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights
 

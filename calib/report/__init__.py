@@ -1,6 +1,13 @@
 """A profile as a page to read."""
 
-from moe_pack.calib.report.page import measured_pack, report_html
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.calib.report.page import measured_pack, report_html
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "measured_pack",

@@ -1,40 +1,47 @@
 """Sensitivity: how much the model's predictions change if weights are stored in fewer bits."""
 
-from moe_pack.calib.sensitivity.costs import (
-    Cost,
-    Trial,
-    expert_multiplications,
-    half_multiplications,
-    kind_of,
-    kinds_of_layers,
-    prediction_cost,
-    time_text,
-)
-from moe_pack.calib.sensitivity.effects import (
-    DENSE_WIDTHS,
-    MOST_COPIES,
-    Effects,
-    LayerLosses,
-    Level,
-    copies_of,
-    effects_of,
-    head_pieces,
-    log_probabilities,
-)
-from moe_pack.calib.sensitivity.errors import (
-    ABSMAX_FORMATS,
-    GROUP,
-    SPARSITIES,
-    WIDTHS,
-    base_width,
-    calibrated_formats,
-    compared_formats,
-    quantized_formats,
-    roundable_roles,
-)
-from moe_pack.calib.sensitivity.exact import ExactPass
-from moe_pack.calib.sensitivity.rotated import is_rotated_better
-from moe_pack.calib.sensitivity.stage import SensitivityPass
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.calib.sensitivity.costs import (
+        Cost,
+        Trial,
+        expert_multiplications,
+        half_multiplications,
+        kind_of,
+        kinds_of_layers,
+        prediction_cost,
+        time_text,
+    )
+    from moe_pack.calib.sensitivity.effects import (
+        DENSE_WIDTHS,
+        MOST_COPIES,
+        Effects,
+        LayerLosses,
+        Level,
+        copies_of,
+        effects_of,
+        head_pieces,
+        log_probabilities,
+    )
+    from moe_pack.calib.sensitivity.errors import (
+        ABSMAX_FORMATS,
+        GROUP,
+        SPARSITIES,
+        WIDTHS,
+        base_width,
+        calibrated_formats,
+        compared_formats,
+        quantized_formats,
+        roundable_roles,
+    )
+    from moe_pack.calib.sensitivity.exact import ExactPass
+    from moe_pack.calib.sensitivity.rotated import is_rotated_better
+    from moe_pack.calib.sensitivity.stage import SensitivityPass
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "ABSMAX_FORMATS",

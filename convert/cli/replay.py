@@ -33,11 +33,10 @@ from moe_pack.runtime.offload import (
     divide_budget,
     expert_pages,
     read_recording,
-    replay,
     routing_bytes,
 )
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
-from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
+from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum, replay
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
 _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)

@@ -4,31 +4,38 @@ How a budget is divided between dense part, key-value cache and experts is not d
 `runtime/offload/budget.py` and `runtime/gpu`, for plans and for runs alike.
 """
 
-from moe_pack.convert.plan.papers import preset_decision
-from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
-from moe_pack.convert.plan.planned import (
-    EstimatedPlan,
-    PlanningModel,
-    PlanOption,
-    compression_text,
-    decision_lines,
-    gap_text,
-    model_text,
-    option_json,
-    option_lines,
-    share_lines,
-)
-from moe_pack.convert.plan.planner import Planner
-from moe_pack.convert.plan.target import (
-    LossLimit,
-    Target,
-    check_budget,
-    defaults_text,
-    held_out_passes,
-    kv_text,
-    planner_for,
-    with_kv_dtype,
-)
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.convert.plan.papers import preset_decision
+    from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
+    from moe_pack.convert.plan.planned import (
+        EstimatedPlan,
+        PlanningModel,
+        PlanOption,
+        compression_text,
+        decision_lines,
+        gap_text,
+        model_text,
+        option_json,
+        option_lines,
+        share_lines,
+    )
+    from moe_pack.convert.plan.planner import Planner
+    from moe_pack.convert.plan.target import (
+        LossLimit,
+        Target,
+        check_budget,
+        defaults_text,
+        held_out_passes,
+        kv_text,
+        planner_for,
+        with_kv_dtype,
+    )
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "Decision",

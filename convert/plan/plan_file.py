@@ -26,7 +26,7 @@ from moe_pack.formats import (
     load,
     parse,
 )
-from moe_pack.formats.parts import added
+from moe_pack.formats.parts.added import added
 from moe_pack.formats.plan import dense_quantizer, plan_fault, quantizer_fault
 
 MAX_PLAN_BYTES = 1 << 30

@@ -1,10 +1,17 @@
 """Model families, one file a `model_type`: how their config.json and tensor names are read; and checkpoints."""
 
-from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
-from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
-from moe_pack.formats.families.prediction import PredictionLayer
-from moe_pack.formats.families.registry import SHORT_NAMES, text_config
-from moe_pack.formats.families.source_reader import SourceReader
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
+    from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
+    from moe_pack.formats.families.prediction import PredictionLayer
+    from moe_pack.formats.families.registry import SHORT_NAMES, text_config
+    from moe_pack.formats.families.source_reader import SourceReader
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "SCALE_BLOCK",

@@ -1,8 +1,15 @@
 """Packs and checkpoints on the hub: their names, downloads, and checkpoints that are read without being downloaded."""
 
-from moe_pack.formats.hub.names import HubName, parse_name
-from moe_pack.formats.hub.repository import HubRepository, cached_snapshot, has_repository, import_client, patiently
-from moe_pack.formats.hub.streamed import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.formats.hub.names import HubName, parse_name
+    from moe_pack.formats.hub.repository import HubRepository, cached_snapshot, has_repository, import_client, patiently
+    from moe_pack.formats.hub.streamed import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "LEAST_STREAM_BYTES",

@@ -1,46 +1,53 @@
 """Parts of what a model computes, as data: attention, mixers, rotary positions, residuals, n-grams."""
 
-from moe_pack.formats.parts.added import added, is_added
-from moe_pack.formats.parts.attention import (
-    PROJECTIONS,
-    AttentionSpec,
-    BlockIndexerSpec,
-    CompressedSpec,
-    CompressionSpec,
-    EntryIndexerSpec,
-    GroupedQuerySpec,
-    IndexerSpec,
-    LatentSpec,
-    OtherAttentionSpec,
-    OutputGateSpec,
-    Projection,
-    RelativeSpec,
-    TemperatureSpec,
-)
-from moe_pack.formats.parts.mixers import (
-    GatedDeltaSpec,
-    HalvesSpec,
-    KimiDeltaSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    MixerSpec,
-    ShortConvSpec,
-)
-from moe_pack.formats.parts.ngrams import NgramSpec
-from moe_pack.formats.parts.residual import (
-    FactorsSpec,
-    GatedNormsSpec,
-    GatedStreamsSpec,
-    MixedStreamsSpec,
-    NormedResidualSpec,
-    NormedStateSpec,
-    ParallelResidualSpec,
-    ResidualSpec,
-    ShortcutResidualSpec,
-)
-from moe_pack.formats.parts.roles import DenseRole
-from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.formats.parts.added import is_added
+    from moe_pack.formats.parts.attention import (
+        PROJECTIONS,
+        AttentionSpec,
+        BlockIndexerSpec,
+        CompressedSpec,
+        CompressionSpec,
+        EntryIndexerSpec,
+        GroupedQuerySpec,
+        IndexerSpec,
+        LatentSpec,
+        OtherAttentionSpec,
+        OutputGateSpec,
+        Projection,
+        RelativeSpec,
+        TemperatureSpec,
+    )
+    from moe_pack.formats.parts.mixers import (
+        GatedDeltaSpec,
+        HalvesSpec,
+        KimiDeltaSpec,
+        LightningSpec,
+        Mamba2Spec,
+        MambaSpec,
+        MixerSpec,
+        ShortConvSpec,
+    )
+    from moe_pack.formats.parts.ngrams import NgramSpec
+    from moe_pack.formats.parts.residual import (
+        FactorsSpec,
+        GatedNormsSpec,
+        GatedStreamsSpec,
+        MixedStreamsSpec,
+        NormedResidualSpec,
+        NormedStateSpec,
+        ParallelResidualSpec,
+        ResidualSpec,
+        ShortcutResidualSpec,
+    )
+    from moe_pack.formats.parts.roles import DenseRole
+    from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "PROJECTIONS",
@@ -81,6 +88,5 @@ __all__ = [
     "ShortcutResidualSpec",
     "TemperatureSpec",
     "YarnSpec",
-    "added",
     "is_added",
 ]

@@ -25,8 +25,9 @@ from typing import Protocol
 import click
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import ChatTemplate, Sampler, Text, generate
+from moe_pack.runtime import ChatTemplate, Sampler, Text
 from moe_pack.runtime.drafts import Drafts
+from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for

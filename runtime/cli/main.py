@@ -27,7 +27,6 @@ from moe_pack.runtime import (
     Text,
     chat_prompt,
     context_for,
-    generate,
     load_facts,
     measure,
     measure_disk,
@@ -37,7 +36,7 @@ from moe_pack.runtime import (
     save_facts,
 )
 from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
-from moe_pack.runtime.generate import USUAL_CONTEXT
+from moe_pack.runtime.generate import USUAL_CONTEXT, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import SamplingOptions, check_sampling

@@ -1,39 +1,46 @@
 """The native CPU kernels."""
 
-from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
-from moe_pack.runtime.cpu.kernels import (
-    CACHE_KINDS,
-    MAX_ODD_FACTOR,
-    ExpertRows,
-    ExpertWork,
-    Kernels,
-    MapCutError,
-    PagedRows,
-    SelectedNeurons,
-    TrellisRows,
-    TrellisTables,
-    expert_numbers,
-    extent_rows,
-    is_available,
-    num_cpus,
-    open_kernels,
-    row_numbers,
-    search_trellis,
-    stored_numbers,
-    why_unavailable,
-)
-from moe_pack.runtime.cpu.layers import (
-    FloatAngles,
-    Floats,
-    LayerCutError,
-    LayerFacts,
-    LayerMatrices,
-    LayerMatrix,
-    LayerPass,
-    LayerVectors,
-    NativeLayers,
-    SequenceCaches,
-)
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
+    from moe_pack.runtime.cpu.kernels import (
+        CACHE_KINDS,
+        MAX_ODD_FACTOR,
+        ExpertRows,
+        ExpertWork,
+        Kernels,
+        MapCutError,
+        PagedRows,
+        SelectedNeurons,
+        TrellisRows,
+        TrellisTables,
+        expert_numbers,
+        extent_rows,
+        is_available,
+        num_cpus,
+        open_kernels,
+        row_numbers,
+        search_trellis,
+        stored_numbers,
+        why_unavailable,
+    )
+    from moe_pack.runtime.cpu.layers import (
+        FloatAngles,
+        Floats,
+        LayerCutError,
+        LayerFacts,
+        LayerMatrices,
+        LayerMatrix,
+        LayerPass,
+        LayerVectors,
+        NativeLayers,
+        SequenceCaches,
+    )
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "CACHE_KINDS",

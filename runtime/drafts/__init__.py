@@ -1,7 +1,14 @@
 """Drafts: tokens that are proposed cheaply and verified together in one forward pass."""
 
-from moe_pack.runtime.drafts.drafter import Drafts
-from moe_pack.runtime.drafts.gate import MOST_DRAFTED, Gate
-from moe_pack.runtime.drafts.ngrams import NgramDrafter
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.drafts.drafter import Drafts
+    from moe_pack.runtime.drafts.gate import MOST_DRAFTED, Gate
+    from moe_pack.runtime.drafts.ngrams import NgramDrafter
+else:
+    __getattr__ = face(__name__)
 
 __all__ = ["MOST_DRAFTED", "Drafts", "Gate", "NgramDrafter"]

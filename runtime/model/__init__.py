@@ -1,39 +1,46 @@
 """What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
 
-from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
-from moe_pack.runtime.model.decoder import Decoder
-from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
-from moe_pack.runtime.model.expert import (
-    Activations,
-    Expert,
-    NeuronBlock,
-    activations,
-    neuron_of,
-    run_expert,
-    running,
-)
-from moe_pack.runtime.model.layer import (
-    PREFILL_TOKENS,
-    ExpertRunner,
-    PartialState,
-    add_attention,
-    embed,
-    head,
-    mlp_input,
-    route_tokens,
-    router_scores,
-    run_experts,
-)
-from moe_pack.runtime.model.matrix import Matrix, RowMatrix, StoredMatrix, linear
-from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, operations_for
-from moe_pack.runtime.model.pack_weights import (
-    PackedExpert,
-    PackWeights,
-    StreamedPackWeights,
-    open_weights,
-    tokens_by_expert,
-)
-from moe_pack.runtime.model.weights import Weights
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
+    from moe_pack.runtime.model.decoder import Decoder
+    from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
+    from moe_pack.runtime.model.expert import (
+        Activations,
+        Expert,
+        NeuronBlock,
+        activations,
+        neuron_of,
+        run_expert,
+        running,
+    )
+    from moe_pack.runtime.model.layer import (
+        PREFILL_TOKENS,
+        ExpertRunner,
+        PartialState,
+        add_attention,
+        embed,
+        head,
+        mlp_input,
+        route_tokens,
+        router_scores,
+        run_experts,
+    )
+    from moe_pack.runtime.model.matrix import Matrix, RowMatrix, StoredMatrix, linear
+    from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, operations_for
+    from moe_pack.runtime.model.pack_weights import (
+        PackedExpert,
+        PackWeights,
+        StreamedPackWeights,
+        open_weights,
+        tokens_by_expert,
+    )
+    from moe_pack.runtime.model.weights import Weights
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "PREFILL_TOKENS",

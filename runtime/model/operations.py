@@ -182,7 +182,7 @@ class Operations:
         return weight.float()
 
 
-TORCH = Operations()
+TORCH: Operations = Operations()
 
 
 def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[int, int]]:

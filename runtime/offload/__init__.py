@@ -1,23 +1,30 @@
 """Experts that stream from the disk: cache, eviction, prefetch, budget, record and replay."""
 
-from moe_pack.runtime.offload.budget import (
-    ONE_SEQUENCE,
-    BudgetPlan,
-    Sequences,
-    divide_budget,
-    expert_pages,
-    least_budget,
-    routing_bytes,
-    whole_bytes,
-)
-from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.experts import EXACT, Approximations, OffloadedWeights, PhaseCounts
-from moe_pack.runtime.offload.paths import PathStatistics
-from moe_pack.runtime.offload.prefetch import Prefetcher
-from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
-from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
-from moe_pack.runtime.offload.replay import auto_preset, replay
-from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUTING_FILE, Predictor, Routing
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.offload.budget import (
+        ONE_SEQUENCE,
+        BudgetPlan,
+        Sequences,
+        divide_budget,
+        expert_pages,
+        least_budget,
+        routing_bytes,
+        whole_bytes,
+    )
+    from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
+    from moe_pack.runtime.offload.experts import EXACT, Approximations, OffloadedWeights, PhaseCounts
+    from moe_pack.runtime.offload.paths import PathStatistics
+    from moe_pack.runtime.offload.prefetch import Prefetcher
+    from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
+    from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
+    from moe_pack.runtime.offload.replay import auto_preset
+    from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUTING_FILE, Predictor, Routing
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "EXACT",
@@ -50,7 +57,6 @@ __all__ = [
     "least_budget",
     "read_recording",
     "recorded_expert_cache_for",
-    "replay",
     "routing_bytes",
     "whole_bytes",
 ]

@@ -116,7 +116,7 @@ class Approximations:
     )
 
 
-EXACT = Approximations()
+EXACT: Approximations = Approximations()
 
 
 class OffloadedWeights(PackWeights, ExpertRunner):

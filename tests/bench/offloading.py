@@ -42,8 +42,9 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 
 from moe_pack.formats import Pack
 from moe_pack.formats.commands import read_size
-from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text, generate, measure_disk
+from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text, measure_disk
 from moe_pack.runtime.cpu import num_cpus
+from moe_pack.runtime.generate import generate
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.offload import PRESETS, PolicyName
 from moe_pack.runtime.sampling import SamplingOptions

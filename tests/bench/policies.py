@@ -63,13 +63,12 @@ from moe_pack.runtime.offload import (
     Preset,
     Routing,
     expert_cache_for,
-    replay,
     routing_bytes,
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
 from moe_pack.runtime.offload.prefetch import MethodName, PredictionName
 from moe_pack.runtime.offload.presets import SIMPLEST_FIRST
-from moe_pack.runtime.offload.replay import optimum
+from moe_pack.runtime.offload.replay import optimum, replay
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
 _NO_SECOND = "needs a second processor"

@@ -12,7 +12,8 @@ from profiles import profiled, random_tokens
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, Sampler, generate
+from moe_pack.runtime import Engine, Sampler
+from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budget import routing_bytes

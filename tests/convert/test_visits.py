@@ -4,7 +4,8 @@ import numpy as np
 from cases import case
 
 from moe_pack.convert.plan.speed import MAX_AGE, Visits, drawn_passes, expected_misses, visits
-from moe_pack.runtime.offload import PRESETS, CacheFacts, Passes, replay
+from moe_pack.runtime.offload import PRESETS, CacheFacts, Passes
+from moe_pack.runtime.offload.replay import replay
 
 L, E, K = 3, 6, 2
 POPULARITY = np.random.default_rng(3).dirichlet(np.ones(E), L)

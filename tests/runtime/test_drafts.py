@@ -15,9 +15,10 @@ from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler, generate
+from moe_pack.runtime import Engine, EngineOptions, Sampler
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.drafts import Drafts, Gate, NgramDrafter
+from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.sampling import SamplingOptions
 

@@ -11,8 +11,9 @@ from residencies import facts_of, random_steps
 from routings import random_routes
 
 from moe_pack.calib.statistics import learn_paths
-from moe_pack.runtime.offload import PRESETS, ExpertCache, Passes, expert_cache_for, replay
+from moe_pack.runtime.offload import PRESETS, ExpertCache, Passes, expert_cache_for
 from moe_pack.runtime.offload.eviction import LRU
+from moe_pack.runtime.offload.replay import replay
 from moe_pack.runtime.offload.split import LoadOrCompute
 
 N, L, E, F = 60, 3, 6, 10

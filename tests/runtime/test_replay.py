@@ -23,11 +23,10 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     read_recording,
     recorded_expert_cache_for,
-    replay,
 )
 from moe_pack.runtime.offload.cache import Array, ComputeEvent, FetchEvent
 from moe_pack.runtime.offload.record import PrefetchRequest, write_recording
-from moe_pack.runtime.offload.replay import ReplayCounts, ReplayResult, auto_policy, optimum
+from moe_pack.runtime.offload.replay import ReplayCounts, ReplayResult, auto_policy, optimum, replay
 
 SHAPE = (3, 6)
 

@@ -1,29 +1,36 @@
 """What is kept of earlier tokens: keys, values and states of a sequence, its rotary positions, and its checkpoints."""
 
-from moe_pack.runtime.model.caches.kv_cache import (
-    Angles,
-    Batch,
-    Checkpoint,
-    Chosen,
-    EntryCache,
-    KVCache,
-    LayerCache,
-    LayerRopes,
-    Rope,
-    SequenceRows,
-    each_sequence,
-    rotate,
-)
-from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
-from moe_pack.runtime.model.caches.storage import (
-    KvDtype,
-    RowStorage,
-    RunningSoftmax,
-    block_sizes,
-    layer_cache_bytes,
-    plain_dtype,
-    row_storages,
-)
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.model.caches.kv_cache import (
+        Angles,
+        Batch,
+        Checkpoint,
+        Chosen,
+        EntryCache,
+        KVCache,
+        LayerCache,
+        LayerRopes,
+        Rope,
+        SequenceRows,
+        each_sequence,
+        rotate,
+    )
+    from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
+    from moe_pack.runtime.model.caches.storage import (
+        KvDtype,
+        RowStorage,
+        RunningSoftmax,
+        block_sizes,
+        layer_cache_bytes,
+        plain_dtype,
+        row_storages,
+    )
+else:
+    __getattr__ = face(__name__)
 
 __all__ = [
     "Angles",

@@ -3,8 +3,15 @@
 Rows of n-gram tables are here too, because their layers convolve them and keep a state likewise.
 """
 
-from moe_pack.runtime.model.mixers.ngrams import LaterRows, NgramRows, RowTable
-from moe_pack.runtime.model.mixers.recurrence import convolve, recur
-from moe_pack.runtime.model.mixers.states import LayerState, States
+from typing import TYPE_CHECKING
+
+from moe_pack.formats.system.faces import face
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.model.mixers.ngrams import LaterRows, NgramRows, RowTable
+    from moe_pack.runtime.model.mixers.recurrence import convolve, recur
+    from moe_pack.runtime.model.mixers.states import LayerState, States
+else:
+    __getattr__ = face(__name__)
 
 __all__ = ["LaterRows", "LayerState", "NgramRows", "RowTable", "States", "convolve", "recur"]

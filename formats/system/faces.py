@@ -1,0 +1,40 @@
+"""Faces of folders, which load a module only when one of its names is used.
+
+A folder's `__init__.py` imports its names under `TYPE_CHECKING`, where type checkers see them. At run time its
+`__getattr__` (PEP 562) makes the one import that a name needs. So importing a folder costs nothing, and `moe-run
+--version` loads neither torch nor numpy.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pkgutil import get_data
+
+
+def face(package: str) -> Callable[[str], object]:
+    """Returns the `__getattr__` of a folder's `__init__.py`.
+
+    Args:    package: the folder's `__name__`. No name that it offers may be that of a module in it, because Python sets
+             modules as attributes of their folder.
+    """
+
+    def load(name: str) -> object:
+        module = _modules(package).get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(import_module(module), name)
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        return value
+
+    return load
+
+
+@cache
+def _modules(package: str) -> dict[str, str]:
+    """Returns the module that defines each name which a folder's `__init__.py` imports under `TYPE_CHECKING`."""
+    source = get_data(package, "__init__.py")
+    assert source is not None, "a folder has its __init__.py"
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
