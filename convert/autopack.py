@@ -29,7 +29,8 @@ from moe_pack.calib.evaluate import (
 )
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, attach, hottest_first
-from moe_pack.convert.pipeline import MEMORY_BYTES, convert, layout_for, memory_line
+from moe_pack.convert.options import MEMORY_BYTES
+from moe_pack.convert.pipeline import convert, layout_for, memory_line
 from moe_pack.convert.plan import (
     Decision,
     LossLimit,

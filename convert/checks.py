@@ -8,12 +8,13 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from moe_pack.calib.evaluate import Estimate, Quality, check_source
 from moe_pack.convert.account import totals
+from moe_pack.convert.options import CheckLimits
 from moe_pack.convert.verify import same_tensors
 from moe_pack.formats import (
     NO_PROGRESS,
@@ -22,10 +23,8 @@ from moe_pack.formats import (
     PlanError,
     Progress,
     RunError,
-    option,
     size_text,
 )
-from moe_pack.formats.commands import read_size
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, read_account
 from moe_pack.formats.pack import audit
@@ -64,59 +63,6 @@ def timed(check: Callable[[], CheckResult]) -> CheckResult:
     start = time.monotonic()
     result = check()
     return replace(result, seconds=time.monotonic() - start)
-
-
-def _percentage(text: str) -> float:
-    """Returns the share that `1%` stands for.
-
-    Raises:  ValueError if it is not a percentage of 0 or more.
-    """
-    try:
-        share = float(text.removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not text.endswith("%") or not 0 <= share < float("inf"):
-        raise ValueError(f"found {text!r}, expected a percentage such as 1% or 0.5%")
-    return share
-
-
-@dataclass(frozen=True, slots=True)
-class CheckLimits:
-    """Limits of a pack's loss, bytes and memory; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
-
-    max_kl: float | None = field(
-        default=None,
-        metadata=option(
-            "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
-        ),
-    )
-    max_ppl_increase: float | None = field(
-        default=None,
-        metadata=option(
-            "--max-ppl-increase",
-            parse=_percentage,
-            metavar="P%",
-            help="Largest growth of perplexity over the source's, such as 1%.",
-        ),
-    )
-    max_bytes: int | None = field(
-        default=None,
-        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Largest size of the pack, such as 26G."),
-    )
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--budget",
-            parse=read_size,
-            metavar="SIZE",
-            help="Memory in which moe-run must be able to run the pack, such as 11G.",
-        ),
-    )
-
-    @property
-    def of_loss(self) -> bool:
-        """Whether one of the limits is of loss."""
-        return self.max_kl is not None or self.max_ppl_increase is not None
 
 
 def check_schema(folder: Path) -> tuple[Pack | None, CheckResult]:

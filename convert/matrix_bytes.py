@@ -36,6 +36,7 @@ from moe_pack.calib.quantize import (
     repeats_between,
     usual_repeats,
 )
+from moe_pack.convert.options import SOURCE, Bits
 from moe_pack.formats import (
     BF16,
     MATRICES,
@@ -384,8 +385,6 @@ def _block(rows: Mapping[Matrix, MatrixRows], biases: Mapping[Matrix, Bytes2D], 
 
 
 Floats = NDArray[np.float64]
-Bits = float | None | str  # bits of a weight; None: the default; "source": the format of the checkpoint
-SOURCE = "source"
 _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
 
 

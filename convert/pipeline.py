@@ -50,6 +50,7 @@ from moe_pack.convert.matrix_bytes import (
     read_checked,
     transposed_bytes,
 )
+from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
 from moe_pack.convert.rounding import note_of, read_rounding
 from moe_pack.convert.sequential import StoredInputs
@@ -420,9 +421,6 @@ def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix, rotation: LayerRot
     if matrix == "down":
         values = rotation.rows(matrix, values.view(1, -1)).view(-1, 1)
     return values.view(torch.uint8).numpy()
-
-
-MEMORY_BYTES = 1 << 30  # by default, for all items that are worked on at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         save_facts,
         total_bytes,
     )
-    from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
+    from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions, SamplingOptions
     from moe_pack.runtime.run_report import RunReport, report, report_lines
     from moe_pack.runtime.sampling import Sampler
     from moe_pack.runtime.text import ChatTemplate, Text, chat_prompt
@@ -49,6 +49,7 @@ __all__ = [
     "ReadRate",
     "RunReport",
     "Sampler",
+    "SamplingOptions",
     "Text",
     "WidthRate",
     "available_bytes",

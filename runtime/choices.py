@@ -29,7 +29,8 @@ from moe_pack.runtime.offload import (
     expert_pages,
     recorded_expert_cache_for,
 )
-from moe_pack.runtime.offload.prefetch import PredictionName, make_prediction
+from moe_pack.runtime.offload.prefetch import make_prediction
+from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 

@@ -67,9 +67,9 @@ from moe_pack.runtime.offload.budget import (
     resident_selectors,
     selector_heat,
 )
+from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.prefetch import methods_by_layer
-from moe_pack.runtime.offload.presets import eviction_of
 from moe_pack.runtime.offload.split import balanced, fastest
 from moe_pack.runtime.options import EngineOptions
 

@@ -16,9 +16,9 @@ from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.options import EngineOptions
+from moe_pack.runtime.options import EngineOptions, SamplingOptions
 from moe_pack.runtime.run_report import RunReport, report
-from moe_pack.runtime.sampling import Sampler, SamplingOptions
+from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
 
 

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import exp, log
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from moe_pack.formats import DISK_BLOCK_BYTES, PackLayout, RunError, canonical, dump, load, parse
+from moe_pack.formats import RunError, canonical, dump, load, parse
+
+if TYPE_CHECKING:
+    from moe_pack.formats import PackLayout
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -243,6 +246,8 @@ class DiskFacts:
         Source:  the cutover of CORM, Fig. 9, for a disk and with neighbours merged.
         """
         assert 0 <= share <= 1, "a share of the rows"
+        from moe_pack.formats import DISK_BLOCK_BYTES
+
         running = share * num_rows
         if running <= 0:
             return 0.0
@@ -271,6 +276,8 @@ class DiskFacts:
 
     def gap_bytes(self) -> int:
         """Returns the largest gap between two blocks, in bytes, across which one read is faster than two."""
+        from moe_pack.formats import DISK_BLOCK_BYTES
+
         gaps = range(0, MAX_GAP_BYTES + 1, DISK_BLOCK_BYTES)
         apart = self.seconds(2, DISK_BLOCK_BYTES)
         return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * DISK_BLOCK_BYTES + gap) < apart)
@@ -295,7 +302,7 @@ USUAL_DISK = DiskFacts(
 )
 
 
-def disk_cutover(layout: PackLayout, disk: DiskFacts) -> float:
+def disk_cutover(layout: "PackLayout", disk: DiskFacts) -> float:
     """Returns the share of running neurons below which reading only their rows is faster, for all experts of a pack."""
     kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
     return min(disk.cutover(*kind) for kind in kinds)

@@ -10,10 +10,10 @@ sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enoug
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats import Pack
-from moe_pack.formats.sidecar import read_sidecar
+if TYPE_CHECKING:
+    from moe_pack.formats import Pack
 
 NUMERICS_FILE = "numerics.json"
 LARGEST_KL = 0.0005  # nats a token: with less, `auto` takes a mode
@@ -59,11 +59,13 @@ class NumericsLoss:
         return dict(self.modes).get(mode)
 
 
-def read_numerics(pack: Pack) -> NumericsLoss | None:
+def read_numerics(pack: "Pack") -> NumericsLoss | None:
     """Reads what was measured for the present content of a pack; None if nothing was.
 
     Raises:  PackError if the file is damaged.
     """
+    from moe_pack.formats.sidecar import read_sidecar
+
     return read_sidecar(pack.folder, NUMERICS_FILE, NumericsLoss, pack.manifest.root)
 
 

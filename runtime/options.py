@@ -1,9 +1,10 @@
-"""The options of a run: one frozen object, from which the command line is derived.
+"""The options of a run and of sampling: frozen objects, from which the command line is derived.
 
 Some options have a meaning on a GPU only, some only where experts are offloaded. The checks at the end refuse an option
 where it would have no effect. What the options mean together, the engine decides.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
-from moe_pack.runtime.model.caches import KvDtype, row_storages
+from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
@@ -25,6 +26,8 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
 DEVICE_OPTION = option("--device", help="Where to compute.")
+_MAX_SEED = 2**63 - 1
+_INFINITE = float("inf")
 
 
 def cpu_only(spec: ModelSpec) -> str | None:
@@ -80,6 +83,8 @@ def _uncoded_on_gpu(spec: ModelSpec, kv_dtype: KvDtype | None) -> str | None:
         return None
     if isinstance(spec.attention, LatentSpec):
         return "latent attention"
+    from moe_pack.runtime.model.caches import row_storages
+
     _, rows = row_storages(spec.attention, kv_dtype)
     if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
         return f"heads of {sum(rows[0].parts)} values"
@@ -281,3 +286,72 @@ class EngineOptions:
             raise RunError("--numerics fastest needs --device cpu; with --device cuda give fast or exact")
         if names := given(self, mark=_OFFLOAD):
             raise RunError(f"{names[0]} needs --device cpu; remove one of them")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How to choose tokens; the defaults are those of `moe-run`, and every other one changes nothing.
+
+    `temperature`: 0 always takes the likeliest token.   `top_p`, `top_k`, `min_p`: draw from the smallest set of tokens
+    with this probability, from so many likeliest tokens, from tokens with at least this share of the likeliest one's
+    probability.   `repetition_penalty`: divides positive logits, and multiplies negative ones, of tokens of prompt and
+    answer.   `frequency_penalty`, `presence_penalty`: are subtracted from the logit of a token of the answer, for each
+    time it occurred, and once.   `logit_bias`: pairs of a token and what is added to its logit.   `seed`: repeats a
+    draw; None: every request differs.
+    """
+
+    temperature: float = field(
+        default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
+    )
+    top_p: float = field(
+        default=0.95, metadata=option("--top-p", help="Draw from the smallest set of tokens that has this probability.")
+    )
+    top_k: int = field(
+        default=0,
+        metadata=option("--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: 0, all of them]"),
+    )
+    min_p: float = field(
+        default=0.0,
+        metadata=option(
+            "--min-p", help="Draw from tokens that have at least this share of the likeliest one's probability."
+        ),
+    )
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = field(
+        default=None,
+        metadata=option("--seed", least=0, most=_MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
+    )
+
+
+def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) -> None:
+    """Refuses values out of range.
+
+    Args:    shown: returns a field's name as the user knows it.
+    Raises:  RunError that names the first wrong field.
+    """
+    rules = (
+        ("temperature", options.temperature, 0 <= options.temperature < _INFINITE, "a number from 0 up"),
+        ("top_p", options.top_p, 0 < options.top_p <= 1, "more than 0 and at most 1"),
+        ("top_k", options.top_k, options.top_k >= 0, "a whole number from 0 up"),
+        ("min_p", options.min_p, 0 <= options.min_p <= 1, "a number from 0 to 1"),
+        (
+            "repetition_penalty",
+            options.repetition_penalty,
+            0 < options.repetition_penalty < _INFINITE,
+            "a number above 0",
+        ),
+        ("frequency_penalty", options.frequency_penalty, abs(options.frequency_penalty) <= 2, "a number from -2 to 2"),
+        ("presence_penalty", options.presence_penalty, abs(options.presence_penalty) <= 2, "a number from -2 to 2"),
+        ("seed", options.seed, options.seed is None or 0 <= options.seed <= _MAX_SEED, "a whole number from 0 up"),
+    )
+    for name, value, is_right, expected in rules:
+        if not is_right:
+            raise RunError(f"{shown(name)}: found {value}, expected {expected}")
+    for token, bias in options.logit_bias:
+        if token < 0 or not bias < _INFINITE:
+            raise RunError(
+                f"{shown('logit_bias')}: found {bias} for token {token}, expected a number for a token from 0 up"
+            )

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits: options, the sampler, log-probabilities, and grammars.
+"""How tokens are chosen from logits: the sampler, log-probabilities, and grammars; options.py has the options.
 
 A choice goes through these steps. A step is left out if its option has the value that changes nothing.
 
@@ -17,58 +17,20 @@ and vLLM cuts by `min_p` before them. Repetition penalty: CTRL (1909.05858), sec
 """
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import RunError, option
+from moe_pack.formats import RunError
+from moe_pack.runtime.options import SamplingOptions, check_sampling
 
 # Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
 _BUCKET_BITS = 46
-_MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """How to choose tokens; the defaults are those of `moe-run`, and every other one changes nothing.
-
-    `temperature`: 0 always takes the likeliest token.   `top_p`, `top_k`, `min_p`: draw from the smallest set of tokens
-    with this probability, from so many likeliest tokens, from tokens with at least this share of the likeliest one's
-    probability.   `repetition_penalty`: divides positive logits, and multiplies negative ones, of tokens of prompt and
-    answer.   `frequency_penalty`, `presence_penalty`: are subtracted from the logit of a token of the answer, for each
-    time it occurred, and once.   `logit_bias`: pairs of a token and what is added to its logit.   `seed`: repeats a
-    draw; None: every request differs.
-    """
-
-    temperature: float = field(
-        default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
-    )
-    top_p: float = field(
-        default=0.95, metadata=option("--top-p", help="Draw from the smallest set of tokens that has this probability.")
-    )
-    top_k: int = field(
-        default=0,
-        metadata=option("--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: 0, all of them]"),
-    )
-    min_p: float = field(
-        default=0.0,
-        metadata=option(
-            "--min-p", help="Draw from tokens that have at least this share of the likeliest one's probability."
-        ),
-    )
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = field(
-        default=None,
-        metadata=option("--seed", least=0, most=_MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +52,6 @@ class Grammar(Protocol):
     def accept(self, token: int) -> None:
         """Goes on by a token of the answer."""
         ...
-
-
-def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) -> None:
-    """Refuses values out of range.
-
-    Args:    shown: returns a field's name as the user knows it.
-    Raises:  RunError that names the first wrong field.
-    """
-    rules = (
-        ("temperature", options.temperature, 0 <= options.temperature < _INFINITE, "a number from 0 up"),
-        ("top_p", options.top_p, 0 < options.top_p <= 1, "more than 0 and at most 1"),
-        ("top_k", options.top_k, options.top_k >= 0, "a whole number from 0 up"),
-        ("min_p", options.min_p, 0 <= options.min_p <= 1, "a number from 0 to 1"),
-        (
-            "repetition_penalty",
-            options.repetition_penalty,
-            0 < options.repetition_penalty < _INFINITE,
-            "a number above 0",
-        ),
-        ("frequency_penalty", options.frequency_penalty, abs(options.frequency_penalty) <= 2, "a number from -2 to 2"),
-        ("presence_penalty", options.presence_penalty, abs(options.presence_penalty) <= 2, "a number from -2 to 2"),
-        ("seed", options.seed, options.seed is None or 0 <= options.seed <= _MAX_SEED, "a whole number from 0 up"),
-    )
-    for name, value, is_right, expected in rules:
-        if not is_right:
-            raise RunError(f"{shown(name)}: found {value}, expected {expected}")
-    for token, bias in options.logit_bias:
-        if token < 0 or not bias < _INFINITE:
-            raise RunError(
-                f"{shown('logit_bias')}: found {bias} for token {token}, expected a number for a token from 0 up"
-            )
 
 
 class Sampler:

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from moe_pack.calib.profile.imatrix import dense_entries, profile_of_imatrix, read_imatrix, write_imatrix
     from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
     from moe_pack.calib.profile.merging import merge_profiles, texts_of
+    from moe_pack.calib.profile.options import ProfileOptions
     from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first
-    from moe_pack.calib.profile.profiler import ProfileOptions, attach, make_profile, most_routing_bytes, routing_of
+    from moe_pack.calib.profile.profiler import attach, make_profile, most_routing_bytes, routing_of
 else:
     __getattr__ = face(__name__)
 

@@ -30,6 +30,7 @@ from moe_pack.calib.forward import (
     stack_tokens,
 )
 from moe_pack.calib.forward.experts import OTHERS_COUNT
+from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.quantize import ExpertMoments, RotateChoice
 from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
@@ -69,8 +70,6 @@ PATHS_FILE = "paths.safetensors"
 EFFECTS_FILE = "effects.safetensors"
 EXACT_FILE = "exact.safetensors"
 _MAX_JSON_BYTES = 16_000_000
-
-Sensitivity = Literal["none", "fast", "full", "exact"]
 
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:

@@ -20,9 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -55,6 +53,7 @@ from moe_pack.calib.forward import (
 )
 from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, PassedError, Results, SharedResults
 from moe_pack.calib.forward.store import WORK_FOLDER
+from moe_pack.calib.profile.options import ProfileOptions
 from moe_pack.calib.profile.profile import (
     EFFECTS_FILE,
     EXACT_FILE,
@@ -64,12 +63,11 @@ from moe_pack.calib.profile.profile import (
     VERSION,
     Profile,
     ProfileFacts,
-    Sensitivity,
     TextFacts,
     facts_bytes,
     layer_file,
 )
-from moe_pack.calib.quantize import LayerRotation, RotateChoice, measured_rotation
+from moe_pack.calib.quantize import LayerRotation, measured_rotation
 from moe_pack.calib.sensitivity import (
     Cost,
     ExactPass,
@@ -106,7 +104,6 @@ from moe_pack.formats import (
     RangeReader,
     canonical,
     dump,
-    option,
 )
 from moe_pack.formats.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
@@ -120,44 +117,6 @@ from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTO
 
 _ROTATED = b"rotated"  # what the file of a judged layer contains if it is to be rotated
 PATH_BYTES = 8 << 20  # the most that path statistics have, unless their tables alone have more
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """The options of a profile.
-
-    `chunk_tokens`: tokens of an expert that are computed at once; it limits memory and changes only float rounding.
-    `keeps_inputs`: whether the profile keeps experts' inputs, for calibrated quantization.
-    """
-
-    sensitivity: Sensitivity = field(
-        default="fast",
-        metadata=option(
-            "--sensitivity",
-            help="How to measure what each width and sparsity costs. none: not at all. fast: on at most 2,048 tokens, "
-            "with all formats compared in one layer. full: on at most 4,096 tokens, with all formats compared in every "
-            "layer. exact: like full, and also with each expert alone at 2 bits, as EdgeMoE does.",
-        ),
-    )
-    chunk_tokens: int = CHUNK_TOKENS
-    rotate: RotateChoice = field(
-        default="auto",
-        metadata=option(
-            "--rotate",
-            choices=get_args(RotateChoice),
-            help="In which layers errors are measured in rotated coordinates; convert stores their experts in them. "
-            "auto: where an expert that is calibrated to 2 bits loses less in them, which needs the experts' inputs; "
-            "never where the checkpoint has experts in MXFP4 codes, which plans keep. on: in all layers. off: in none.",
-        ),
-    )
-    keeps_inputs: bool = field(
-        default=True,
-        metadata=option(
-            "--inputs/--no-inputs",
-            help="Keep the experts' inputs for a part of the text (4,096 tokens an expert on average, none held out). "
-            "Only calibrated quantization needs them. They take 2 bytes for each token, hidden value and layer.",
-        ),
-    )
 
 
 def make_profile(
@@ -339,7 +298,7 @@ class _Run:
             self._num_held_out_tokens,
             on_expert,
             on_output,
-            self._options.chunk_tokens,
+            self._options.chunk_tokens or CHUNK_TOKENS,
             self._device,
             self._results,
         )

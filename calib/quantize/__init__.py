@@ -20,12 +20,11 @@ if TYPE_CHECKING:
         usual_repeats,
     )
     from moe_pack.calib.quantize.guard import ExpertLoss, GuardedQuantizer
+    from moe_pack.calib.quantize.options import Rotate, RotateChoice
     from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
     from moe_pack.calib.quantize.rotation import (
         UNROTATED,
         LayerRotation,
-        Rotate,
-        RotateChoice,
         measured_rotation,
         rotation_vectors,
     )

@@ -6,21 +6,18 @@ they share their input and the sum of their outputs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack.calib.quantize.options import Rotate
 from moe_pack.formats import Matrix, ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors
 from moe_pack.runtime.model import TORCH, Expert, NeuronBlock, read_rows
 from moe_pack.runtime.model.rotation import Rotation, rotated_weights
-
-Rotate = Literal["off", "on"]
-RotateChoice = Literal["auto", "off", "on"]
 
 
 def rotation_vectors(spec: ModelSpec, rotate: Rotate) -> RotationVectors | None:

@@ -11,7 +11,6 @@ import click
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.convert import find_checkpoint
 from moe_pack.convert.checks import (
-    CheckLimits,
     CheckResult,
     check_budget,
     check_bytes,
@@ -26,6 +25,7 @@ from moe_pack.convert.checks import (
 )
 from moe_pack.convert.cli.measure import measure_loss
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
+from moe_pack.convert.options import CheckLimits
 from moe_pack.formats import Pack, PackError, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.errors import MoePackError

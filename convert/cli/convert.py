@@ -16,6 +16,7 @@ from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
 from moe_pack.calib.quantize import RotateChoice
+from moe_pack.calib.quantize.options import ROTATE_CHOICE_OPTION
 from moe_pack.convert import (
     MEMORY_BYTES,
     SOURCE,
@@ -71,7 +72,7 @@ from moe_pack.convert.plan import (
     read_plan,
     with_kv_dtype,
 )
-from moe_pack.convert.plan.rotation import ROTATE_CHOICE_OPTION, PlanRotation, check_rotation
+from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.ray_launcher import PROCESS_BYTES, PackJob, Resources
 from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
 from moe_pack.formats import (

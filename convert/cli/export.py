@@ -15,15 +15,14 @@ from moe_pack.convert.export import (
     GGUF_BYTES,
     SHARD_BYTES,
     CodeFormat,
-    Dtype,
     ExportResult,
     ExportWork,
-    GgufType,
     compare_export,
     export_compressed,
     export_gguf,
     export_plain,
 )
+from moe_pack.convert.options import Dtype, GgufType
 from moe_pack.convert.verify import LogitsError
 from moe_pack.formats import MATRICES, Pack, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from

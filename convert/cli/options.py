@@ -16,7 +16,8 @@ from moe_pack.calib.evaluate import REFERENCE_FILE
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert import SOURCE, find_checkpoint, keep_source
 from moe_pack.convert.hub import open_streamed
-from moe_pack.convert.matrix_bytes import Bits, checkpoint_repeats
+from moe_pack.convert.matrix_bytes import checkpoint_repeats
+from moe_pack.convert.options import Bits
 from moe_pack.convert.ray_launcher import Job, Resources, connected
 from moe_pack.formats import (
     ROW_GROUP,

@@ -11,6 +11,7 @@ import numpy as np
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import Rotate, rotation_vectors
+from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert import (
     ConversionResult,
     SyntheticTraits,
@@ -24,7 +25,6 @@ from moe_pack.convert import (
 from moe_pack.convert.cli.measure import model_text
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.convert.plan import Decision, read_plan
-from moe_pack.convert.plan.rotation import ROTATE_OPTION
 from moe_pack.formats import ModelSpec, Pack, PackLayout, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     )
     from moe_pack.convert.export.compressed import CodeFormat
     from moe_pack.convert.export.folder import SHARD_BYTES
-    from moe_pack.convert.export.gguf import GGUF_BYTES, GgufType, export_gguf
-    from moe_pack.convert.export.source import Dtype
+    from moe_pack.convert.export.gguf import GGUF_BYTES, export_gguf
 else:
     __getattr__ = face(__name__)
 
@@ -23,10 +22,8 @@ __all__ = [
     "GGUF_BYTES",
     "SHARD_BYTES",
     "CodeFormat",
-    "Dtype",
     "ExportResult",
     "ExportWork",
-    "GgufType",
     "compare_export",
     "export_compressed",
     "export_gguf",

@@ -16,8 +16,9 @@ import torch
 from moe_pack.convert.export.compressed import CodeFormat, CodesReport, Width, coded_units, quantization_config
 from moe_pack.convert.export.compressed import usual_formats as code_formats
 from moe_pack.convert.export.folder import SHARD_BYTES, Written, write_folder
-from moe_pack.convert.export.source import CONFIG_FILE, STORED_AS, Dtype, exported_tensors, owners, plain_name
+from moe_pack.convert.export.source import CONFIG_FILE, STORED_AS, exported_tensors, owners, plain_name
 from moe_pack.convert.export.weights import ExportUnit, PackSource, plain_units
+from moe_pack.convert.options import Dtype
 from moe_pack.convert.verify import LogitsError, logits_error, text_logits
 from moe_pack.formats import NO_PROGRESS, Pack, Progress
 from moe_pack.formats.families import Checkpoint

@@ -7,7 +7,7 @@ tensors that packs do not quantize are float32, as llama.cpp's converter has the
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_pack.convert.export.checkpoints import ExportResult, ExportWork
 from moe_pack.convert.export.folder import Shard, write_folder
 from moe_pack.convert.export.weights import ExportUnit, PackSource, Put, Rows, dense_rows
+from moe_pack.convert.options import GgufType
 from moe_pack.formats import Pack
 from moe_pack.formats.gguf import (
     AnyPlacement,
@@ -35,7 +36,6 @@ from moe_pack.formats.manifest import COPIED_FILES
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.safetensors import StoredTensor
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"]
 GGUF_BYTES = 45 << 30  # the hub's limit of a file is 50 GB
 _FILE_TYPES: Mapping[GgufType, int] = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32, "mxfp4": 38,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moe_pack.convert.options import Dtype
 from moe_pack.formats import ModelSpec, Pack, PackError, RunError, parse
 from moe_pack.formats.families import SourceMatrix
 from moe_pack.formats.families.config import Config
@@ -30,7 +31,6 @@ from moe_pack.formats.manifest import SOURCE_FILE, SourceTensor, read_account
 from moe_pack.formats.spec import with_repeats
 
 CONFIG_FILE = "config.json"
-Dtype = Literal["bf16", "f16", "f32"]
 STORED_AS: Mapping[Dtype, str] = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 _SHORT = ("BF16", "F16")
 

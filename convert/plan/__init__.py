@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.system.faces import face
 
 if TYPE_CHECKING:
+    from moe_pack.convert.plan.options import LossLimit, Target
     from moe_pack.convert.plan.papers import preset_decision
     from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
     from moe_pack.convert.plan.planned import (
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     )
     from moe_pack.convert.plan.planner import Planner
     from moe_pack.convert.plan.target import (
-        LossLimit,
-        Target,
         check_budget,
         defaults_text,
         held_out_passes,

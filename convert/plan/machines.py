@@ -13,12 +13,13 @@ Source:  NVIDIA's data sheets and architecture papers (Ampere GA102, A100, Ada, 
 import time
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from moe_pack.formats import PartFormat, RunError
 from moe_pack.runtime import USUAL_DISK, DiskFacts, FixedCosts, MachineFacts, WidthRate
+
+if TYPE_CHECKING:
+    import torch
 
 USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or the maximum of 3.0 x16
 
@@ -214,6 +215,8 @@ def measure_gpu() -> Gpu:
     are infinite, because they were not measured.
     Raises:  RunError if torch finds no GPU.
     """
+    import torch
+
     if not torch.cuda.is_available():
         raise RunError(f"--gpu {MEASURE}: torch finds no GPU in this machine; name one of {', '.join(GPUS)}")
     properties = torch.cuda.get_device_properties(0)
@@ -224,8 +227,10 @@ def measure_gpu() -> Gpu:
     return Gpu(properties.name, properties.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
 
 
-def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+def _copy_rate(target: "torch.Tensor", source: "torch.Tensor") -> float:
     """Returns bytes a second of copies, without the first one, which warms up."""
+    import torch
+
     target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()  # the time begins when no copy is running
     began = time.perf_counter()

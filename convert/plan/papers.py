@@ -20,12 +20,13 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.sensitivity import ABSMAX_FORMATS
+from moe_pack.convert.plan.options import PresetName
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.formats import (
@@ -128,7 +129,6 @@ def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, sh
     return widths.reshape(shape)
 
 
-PresetName = Literal["floe", "corm", "fiddler", "edgemoe"]
 PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
 
 FLOE_SPARSITY = 0.9  # §3.2 has 80 and 90%; 90% is the one with a compression of 9.3 times

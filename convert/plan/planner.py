@@ -9,10 +9,11 @@ memory with the runtime's own functions, which `tiers` calls.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
+from moe_pack.convert.plan.options import SearchName
 from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
@@ -22,7 +23,6 @@ from moe_pack.formats import PackLayout, PartFormat, PlanError, RunError, Select
 from moe_pack.formats.plan import format_fault
 from moe_pack.formats.spec import SELECTORS
 
-SearchName = Literal["knapsack", "edgemoe", "uniform"]
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
 _FIRST_TURNS, _MORE_TURNS = 2, 3  # for every selector; for the best one: prices settle in two or three turns

@@ -5,27 +5,14 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import Rotate, RotateChoice, measured_rotation, needs_inputs
-from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, PlanError, option
+from moe_pack.calib.quantize import RotateChoice, measured_rotation, needs_inputs
+from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, PlanError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import RotationVectors, rotation_bytes, rotation_fault
-
-_ROTATE_HELP = (
-    "Whether experts are stored in rotated coordinates, which spreads single huge weights over their rows. It pays at "
-    "few bits; decoding takes two short transforms more a layer."
-)
-ROTATE_OPTION = option("--rotate", choices=get_args(Rotate), help=_ROTATE_HELP)
-ROTATE_CHOICE_OPTION = option(
-    "--rotate",
-    choices=get_args(RotateChoice),
-    help=f"{_ROTATE_HELP} auto rotates the layers that the profile has found to lose less with it, where experts have "
-    "less than 8 bits; none without a profile. Experts in FP8 or MXFP4 codes of the checkpoint cannot be rotated.",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.system.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.formats.hub.names import HubName, parse_name
+    from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES, HubName, parse_name
     from moe_pack.formats.hub.repository import HubRepository, cached_snapshot, has_repository, import_client, patiently
-    from moe_pack.formats.hub.streamed import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
+    from moe_pack.formats.hub.streamed import StreamedFiles
 else:
     __getattr__ = face(__name__)
 

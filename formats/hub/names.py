@@ -11,6 +11,9 @@ _REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::([A-Za-z0-9][\w.-]{{0,95}}))?(?:@([A-Za-z0-9][\w./-]{{0,127}}))?", re.ASCII)
 NAME_FORM = "owner/repository[:variant][@revision]"
 
+# Disk space for a checkpoint that is read without being downloaded: the default, and the least.
+STREAM_BYTES, LEAST_STREAM_BYTES = 4 << 30, 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class HubName:

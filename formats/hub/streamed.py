@@ -29,12 +29,11 @@ from moe_pack.formats.families.checkpoint_files import (
     read_weight_map,
     shards_of,
 )
+from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.hub.repository import HubRepository
 from moe_pack.formats.manifest import SourceFile
 from moe_pack.formats.safetensors import TensorEntry, header_entries, header_length, split_bytes
 
-STREAM_BYTES = 4 << 30  # the default quota
-LEAST_STREAM_BYTES = 8 << 20
 _PIECES = 128  # pieces in the quota, at least: 32 MiB each by default
 _HEADER_BYTES = 256 << 10  # most headers are shorter, and come with the first request
 _HEADERS_AT_ONCE = 8

@@ -25,11 +25,10 @@ from typing import Protocol
 import click
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import ChatTemplate, Sampler, Text
+from moe_pack.runtime import ChatTemplate, Sampler, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
 from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS
 from moe_pack.runtime.serve.styles import style_of

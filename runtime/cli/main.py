@@ -24,6 +24,7 @@ from moe_pack.runtime import (
     MachineFacts,
     RunReport,
     Sampler,
+    SamplingOptions,
     Text,
     chat_prompt,
     context_for,
@@ -39,7 +40,7 @@ from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
 from moe_pack.runtime.generate import USUAL_CONTEXT, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
-from moe_pack.runtime.sampling import SamplingOptions, check_sampling
+from moe_pack.runtime.options import check_sampling
 
 
 @dataclass(frozen=True, slots=True)

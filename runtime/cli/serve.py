@@ -21,13 +21,21 @@ from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors,
 from moe_pack.formats.commands import read_size
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.pack import check_is_folder
-from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Text, available_bytes, load_facts, measure_disk
+from moe_pack.runtime import (
+    Engine,
+    EngineOptions,
+    MachineFacts,
+    SamplingOptions,
+    Text,
+    available_bytes,
+    load_facts,
+    measure_disk,
+)
 from moe_pack.runtime.generate import USUAL_CONTEXT
 from moe_pack.runtime.machine import use_one_heap
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
-from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

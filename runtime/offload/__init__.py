@@ -16,10 +16,11 @@ if TYPE_CHECKING:
         whole_bytes,
     )
     from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
-    from moe_pack.runtime.offload.experts import EXACT, Approximations, OffloadedWeights, PhaseCounts
+    from moe_pack.runtime.offload.eviction import expert_cache_for
+    from moe_pack.runtime.offload.experts import OffloadedWeights, PhaseCounts
     from moe_pack.runtime.offload.paths import PathStatistics
     from moe_pack.runtime.offload.prefetch import Prefetcher
-    from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
+    from moe_pack.runtime.offload.presets import EXACT, PRESETS, Approximations, PolicyName, Preset
     from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
     from moe_pack.runtime.offload.replay import auto_preset
     from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUTING_FILE, Predictor, Routing

@@ -4,7 +4,8 @@ To add an eviction policy, change two files:
 
 1. eviction.py (this file): write a class with the five methods of `Eviction` (cache.py); `worth` returns the decision,
    and the other four observe. Derive from `EvictionBase`, which ignores the four, and override what the policy needs.
-2. presets.py: give it a name in `EvictionName` and `_EVICTIONS`, and use it in a `Preset`. A preset of its own also has
+   Add it to `_EVICTIONS`.
+2. presets.py: give it a name in `EvictionName`, and use it in a `Preset`. A preset of its own also has
    a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it. If the policy
    uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
 
@@ -14,11 +15,12 @@ policy that has a name, and tests/runtime/test_policies.py has hand-made cases f
 and docs/moe-run.md list the presets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_pack.runtime.offload.cache import Array, CacheFacts, ExpertKey
+from moe_pack.runtime.offload.cache import Array, CacheFacts, Eviction, ExpertCache, ExpertKey
+from moe_pack.runtime.offload.presets import EvictionName, Preset
 
 
 class EvictionBase:
@@ -267,3 +269,40 @@ def experts_to_start_with(facts: CacheFacts) -> list[ExpertKey]:
             free_pages -= int(facts.pages[key])
             chosen.append(key)
     return chosen
+
+
+_EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
+    "lru": LRU,
+    "layer_lru": LayerLRU,
+    "lfu": LFU,
+    "edgemoe": EdgeMoE,
+    "importance": Importance,
+    "none": NoEviction,
+}
+
+
+def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
+    """Returns the experts that the preset places for the whole run."""
+    return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
+
+
+def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
+    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
+
+    Placed experts are not among them.
+    """
+    if not preset.starts_filled:
+        return []
+    placed = set(placed_by(preset, facts))  # experts of no page are placed, whatever the share
+    return [key for key in experts_to_start_with(facts) if key not in placed]
+
+
+def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
+    """Returns a new instance of the preset's eviction policy."""
+    return _EVICTIONS[preset.eviction](facts)
+
+
+def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
+    """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
+    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
+    return ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)

@@ -8,14 +8,14 @@ Therefore the answer is the same to the bit, whatever was resident and whenever 
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack, option
+from moe_pack.formats import Pack
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.cpu import SelectedNeurons
 from moe_pack.runtime.model import (
@@ -31,6 +31,7 @@ from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
+from moe_pack.runtime.offload.presets import EXACT, Approximations
 from moe_pack.runtime.offload.record import Recorder
 from moe_pack.runtime.offload.split import substitute
 
@@ -74,49 +75,6 @@ class ExpertJob:
     tokens: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Approximations:
-    """The options that make a run faster and change its answer; all are off by default.
-
-    `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
-    with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
-    resident when the prefetch is complete.   `runs_predicted`: in decode, the experts run that were predicted for a
-    layer, not those that its router chooses (CORM §4.2).
-    """
-
-    substitute: float | None = field(
-        default=None,
-        metadata=option(
-            "--substitute",
-            least=0,
-            most=1,
-            metavar="ALPHA",
-            mark="approximation",
-            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
-        ),
-    )
-    is_predicted_enough: bool = field(
-        default=False,
-        metadata=option(
-            "--trust-prediction",
-            mark="offload",
-            help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
-        ),
-    )
-    runs_predicted: bool = field(
-        default=False,
-        metadata=option(
-            "--trust-experts",
-            mark="approximation",
-            help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
-            "chooses.",
-        ),
-    )
-
-
-EXACT: Approximations = Approximations()
 
 
 class OffloadedWeights(PackWeights, ExpertRunner):

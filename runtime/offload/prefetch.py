@@ -27,9 +27,9 @@ from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, Weights, linear, mlp_input, router_scores
 from moe_pack.runtime.offload.cache import Array
 from moe_pack.runtime.offload.paths import PathStatistics, ranked
+from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.routing_file import PREDICTORS, Predictor, Routing
 
-PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]
 PREDICTION_NAMES: tuple[PredictionName, ...] = get_args(PredictionName)
 
 Scores = NDArray[np.float32]

@@ -1,31 +1,21 @@
-"""Presets: the system of each paper as a combination of policies, by the names of `--policy`.
+"""Presets, the system of each paper as a combination of policies, by the names of `--policy`; and approximations.
 
 A preset has the settings of its paper, read for one fast level above one slow level: host memory above the disk, or GPU
 memory above host memory. Comments mark our own readings; docs/papers.md says what they change.
 convert/plan/papers.py has what each paper stores (`--preset`).
 
 A new preset is a name in `PolicyName`, a `Preset` in `PRESETS` and a place in `SIMPLEST_FIRST`. A new eviction policy
-is a class in eviction.py, a name in `EvictionName` and a line in `_EVICTIONS`.
+is a class and a line in `_EVICTIONS` in eviction.py, and a name in `EvictionName`.
+This module is imported for `--help`, without numpy; eviction.py and prefetch.py compute what it names.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from moe_pack.runtime.offload.cache import CacheFacts, Eviction, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.eviction import (
-    LFU,
-    LRU,
-    EdgeMoE,
-    Importance,
-    LayerLRU,
-    NoEviction,
-    experts_to_start_with,
-    placed_by_popularity,
-)
-from moe_pack.runtime.offload.prefetch import PredictionName
+from moe_pack.formats import option
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
+PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
 EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
 
 
@@ -83,38 +73,45 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in (_LRU, _FLOE, _C
 # The fewer things a policy does, the earlier: among policies that hit equally often, `auto` takes the first of these.
 SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
 
-_EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
-    "lru": LRU,
-    "layer_lru": LayerLRU,
-    "lfu": LFU,
-    "edgemoe": EdgeMoE,
-    "importance": Importance,
-    "none": NoEviction,
-}
 
+@dataclass(frozen=True, slots=True)
+class Approximations:
+    """The options that make a run faster and change its answer; all are off by default.
 
-def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
-    """Returns the experts that the preset places for the whole run."""
-    return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
-
-
-def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
-    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
-
-    Placed experts are not among them.
+    `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
+    with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
+    resident when the prefetch is complete.   `runs_predicted`: in decode, the experts run that were predicted for a
+    layer, not those that its router chooses (CORM §4.2).
     """
-    if not preset.starts_filled:
-        return []
-    placed = set(placed_by(preset, facts))  # experts of no page are placed, whatever the share
-    return [key for key in experts_to_start_with(facts) if key not in placed]
+
+    substitute: float | None = field(
+        default=None,
+        metadata=option(
+            "--substitute",
+            least=0,
+            most=1,
+            metavar="ALPHA",
+            mark="approximation",
+            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
+        ),
+    )
+    is_predicted_enough: bool = field(
+        default=False,
+        metadata=option(
+            "--trust-prediction",
+            mark="offload",
+            help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
+        ),
+    )
+    runs_predicted: bool = field(
+        default=False,
+        metadata=option(
+            "--trust-experts",
+            mark="approximation",
+            help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
+            "chooses.",
+        ),
+    )
 
 
-def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
-    """Returns a new instance of the preset's eviction policy."""
-    return _EVICTIONS[preset.eviction](facts)
-
-
-def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
-    """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
-    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)
+EXACT: Approximations = Approximations()

@@ -18,7 +18,8 @@ from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
 from moe_pack.formats.system import sync_folder
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.presets import Preset, eviction_of, initial_of, placed_by
+from moe_pack.runtime.offload.eviction import eviction_of, initial_of, placed_by
+from moe_pack.runtime.offload.presets import Preset
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
 VERSION = 1

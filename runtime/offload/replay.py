@@ -14,9 +14,8 @@ import numpy as np
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, ExpertCache, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.eviction import Belady
-from moe_pack.runtime.offload.prefetch import PredictionName
-from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, Preset, expert_cache_for
+from moe_pack.runtime.offload.eviction import Belady, expert_cache_for
+from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, PredictionName, Preset
 from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Recording
 
 PredictionSource = Literal["none", "recorded", "routes", "not replayable"]

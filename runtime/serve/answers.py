@@ -19,7 +19,8 @@ from fastapi.responses import Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.sampling import SamplingOptions, TokenLogprob
+from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import EndEvent, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (

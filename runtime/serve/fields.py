@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from moe_pack.runtime.sampling import SamplingOptions
+from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.serve.requests import RequestError
 
 MAX_STOP_TEXTS = 16

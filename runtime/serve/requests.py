@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.sampling import Grammar, SamplingOptions, TokenLogprob
+from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime.sampling import Grammar, TokenLogprob
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
 

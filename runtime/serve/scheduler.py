@@ -26,7 +26,7 @@ from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence
-from moe_pack.runtime.sampling import check_sampling
+from moe_pack.runtime.options import check_sampling
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,

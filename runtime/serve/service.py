@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.sampling import Grammar, SamplingOptions
+from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
 from moe_pack.runtime.text import ChatPrompt, prompt_of

@@ -42,12 +42,11 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 
 from moe_pack.formats import Pack
 from moe_pack.formats.commands import read_size
-from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, Text, measure_disk
+from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, SamplingOptions, Text, measure_disk
 from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.offload import PRESETS, PolicyName
-from moe_pack.runtime.sampling import SamplingOptions
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 

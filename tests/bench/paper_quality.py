@@ -38,10 +38,11 @@ from moe_pack.calib.evaluate.reference import next_log_probs, share
 from moe_pack.calib.evaluate.tasks import score
 from moe_pack.calib.forward import LayerwiseWeights, Tokens
 from moe_pack.calib.profile import ProfileOptions, losses_of, make_profile
-from moe_pack.calib.profile.profile import Sensitivity
+from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.sensitivity import log_probabilities
 from moe_pack.convert import convert, dense_dtypes, threshold_rule
-from moe_pack.convert.plan.papers import PresetName, preset_decision
+from moe_pack.convert.plan.options import PresetName
+from moe_pack.convert.plan.papers import preset_decision
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.formats import BF16, NO_PROGRESS, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint

@@ -43,7 +43,8 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
-from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY, PresetName
+from moe_pack.convert.plan.options import PresetName
+from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
@@ -66,8 +67,8 @@ from moe_pack.runtime.offload import (
     routing_bytes,
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
-from moe_pack.runtime.offload.prefetch import MethodName, PredictionName
-from moe_pack.runtime.offload.presets import SIMPLEST_FIRST
+from moe_pack.runtime.offload.prefetch import MethodName
+from moe_pack.runtime.offload.presets import SIMPLEST_FIRST, PredictionName
 from moe_pack.runtime.offload.replay import optimum, replay
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 

@@ -25,13 +25,14 @@ from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
 from moe_pack.convert import convert
 from moe_pack.formats import BF16, Pack, uniform_plan
 from moe_pack.formats.families import Checkpoint, PredictionLayer
+from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter
 from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, operations_for
 from moe_pack.runtime.model.pack_weights import open_weights
-from moe_pack.runtime.sampling import Sampler, SamplingOptions
+from moe_pack.runtime.sampling import Sampler
 
 TESTS = Path(__file__).parents[1]
 BASE, BOOK = TESTS / "models" / "tiny-mixtral", TESTS / "data" / "books-valid.txt"

@@ -12,13 +12,12 @@ from profiles import profiled, random_tokens
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, Sampler
+from moe_pack.runtime import Engine, Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budget import routing_bytes
 from moe_pack.runtime.options import EngineOptions
-from moe_pack.runtime.sampling import SamplingOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
 RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam", "deepseek_v4")

@@ -13,7 +13,8 @@ from losses import random_losses
 
 from moe_pack.convert.plan import LossLimit, PlanningModel, Target, defaults_text, planner_for
 from moe_pack.convert.plan.machines import assumed_cpu
-from moe_pack.convert.plan.target import context_of, parse_limit
+from moe_pack.convert.plan.options import parse_limit
+from moe_pack.convert.plan.target import context_of
 from moe_pack.formats import RunError, dense_roles
 from moe_pack.formats.cli import options_from
 from moe_pack.formats.families import model_spec

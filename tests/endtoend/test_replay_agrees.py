@@ -13,7 +13,7 @@ from native import operations_limited_to
 from streaming import budget_for
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler
+from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.generate import generate
@@ -21,7 +21,6 @@ from moe_pack.runtime.model import Decoder, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, Routing, read_recording
 from moe_pack.runtime.offload.replay import replay
-from moe_pack.runtime.sampling import SamplingOptions
 
 CONTEXT = 80
 NUM_PROMPT = 30

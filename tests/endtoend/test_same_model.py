@@ -12,10 +12,9 @@ from models import BOOK, DEMO_MODEL, PackMaker
 
 from moe_pack.formats import Pack
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime import Sampler, Text
+from moe_pack.runtime import Sampler, SamplingOptions, Text
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, PackWeights
-from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import MixtralForCausalLM

@@ -25,13 +25,12 @@ from click.testing import CliRunner
 from models import TinyMixtral, pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler, Text
+from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
 from moe_pack.runtime.cli.chat import ChatOptions, Conversation
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
-from moe_pack.runtime.sampling import SamplingOptions
 
 PATIENCE_S = 30.0
 POSITIONS = 4096

@@ -15,12 +15,11 @@ from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler
+from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.drafts import Drafts, Gate, NgramDrafter
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
-from moe_pack.runtime.sampling import SamplingOptions
 
 CPU = torch.device("cpu")
 CONTEXT, NUM_NEW = 96, 60

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack, PackLayout, RunError
 from moe_pack.formats.spec import cached_values
-from moe_pack.runtime import Engine, EngineOptions, Sampler, report
+from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, report
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.generate import generate
@@ -30,7 +30,6 @@ from moe_pack.runtime.model import EncoderDecoder, PackWeights, PartialState, to
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, ExpertCache, OffloadedWeights, PolicyName, expert_cache_for, least_budget
 from moe_pack.runtime.offload.cache import ComputeEvent
-from moe_pack.runtime.sampling import SamplingOptions
 
 CPU, CONTEXT, NUM_MADE = torch.device("cpu"), 96, 32
 SHAPE = Tiny(

@@ -37,10 +37,10 @@ from moe_pack.runtime.offload.prefetch import (
     LearnedPrediction,
     Prediction,
     PredictionInput,
-    PredictionName,
     Prefetcher,
     make_prediction,
 )
+from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.routing_file import NO_PREDICTOR, write_routing
 
 L, E, K, D = 4, 6, 2, 64

@@ -10,6 +10,7 @@ from prediction import write_table
 
 from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.formats.families import PredictionLayer
+from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts.prediction_layer import prediction_bytes
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import generate
@@ -17,7 +18,7 @@ from moe_pack.runtime.offload import Approximations, Sequences, routing_bytes
 from moe_pack.runtime.offload.budget import least_budget
 from moe_pack.runtime.options import DraftOption, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
-from moe_pack.runtime.sampling import Sampler, SamplingOptions
+from moe_pack.runtime.sampling import Sampler
 
 CONTEXT, PROMPT = 100, token_ids()[:20]
 

@@ -11,8 +11,9 @@ import torch
 from cases import case
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import Sampler
-from moe_pack.runtime.sampling import SamplingOptions, check_sampling, nucleus
+from moe_pack.runtime import Sampler, SamplingOptions
+from moe_pack.runtime.options import check_sampling
+from moe_pack.runtime.sampling import nucleus
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 GREEDY = SamplingOptions(temperature=0)

@@ -9,7 +9,7 @@ from cases import case
 from moe_pack.runtime.gpu.placement import GpuPlacement
 from moe_pack.runtime.gpu.residency import Promotion, Residency, TableChanges, TokenRoutes
 from moe_pack.runtime.offload import PRESETS, CacheFacts
-from moe_pack.runtime.offload.presets import eviction_of
+from moe_pack.runtime.offload.eviction import eviction_of
 
 L, E, F, K = 3, 5, 40, 2
 SLOT_UNITS = 4

@@ -17,8 +17,7 @@ from models import DEMO_MODEL
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles
-from moe_pack.runtime import Sampler, Text
-from moe_pack.runtime.sampling import SamplingOptions
+from moe_pack.runtime import Sampler, SamplingOptions, Text
 from moe_pack.runtime.serve.grammars import GrammarCompiler, TokenGrammar
 from moe_pack.runtime.serve.requests import RequestError
 

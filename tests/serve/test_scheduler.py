@@ -16,13 +16,12 @@ from families import NUM_POSITIONS, Tiny, token_ids, write
 from models import PackMaker, pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Text
+from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.options import ReadOption
-from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.requests import EndEvent, Event, QueueFullError, Request, RequestError, TokenEvent
 from moe_pack.runtime.serve.scheduler import AnswerText, BatchScheduler, Job
 from moe_pack.runtime.serve.sessions import SessionStore

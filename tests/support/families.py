@@ -31,10 +31,9 @@ from text_alone import TEXT_OF, leave_text, whole_config
 
 from moe_pack.formats import Pack
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.runtime import Sampler
+from moe_pack.runtime import Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
-from moe_pack.runtime.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

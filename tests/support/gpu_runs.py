@@ -21,7 +21,7 @@ from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
 from moe_pack.runtime.offload.cache import Eviction
-from moe_pack.runtime.offload.presets import eviction_of
+from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
 CPU = torch.device("cpu")

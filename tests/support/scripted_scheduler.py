@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.sampling import SamplingOptions, TokenLogprob
+from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import (
     EndEvent,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.system.faces import face
 
 if TYPE_CHECKING:
+    from moe_pack.runtime.model.caches.dtypes import KvDtype
     from moe_pack.runtime.model.caches.kv_cache import (
         Angles,
         Batch,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     )
     from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
     from moe_pack.runtime.model.caches.storage import (
-        KvDtype,
         RowStorage,
         RunningSoftmax,
         block_sizes,

@@ -26,8 +26,8 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.formats.parts.attention import raw_places
 from moe_pack.formats.spec import cached_tokens
+from moe_pack.runtime.model.caches.dtypes import KvDtype
 from moe_pack.runtime.model.caches.storage import (
-    KvDtype,
     RowStorage,
     attention_cache_bytes,
     entry_storage,

@@ -22,7 +22,6 @@ Sources: QuaRot (2404.00456), section 4, for the rotation; KIVI (2402.02750), se
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.attention import raw_places
 from moe_pack.formats.spec import cached_tokens
+from moe_pack.runtime.model.caches.dtypes import KvDtype
 
-KvDtype = Literal["f32", "bf16", "q8", "q4"]
 BLOCK_VALUES = 32  # the most of a block
 _CODED = ("q8", "q4")
 _MOST_CODES = {"q8": 127, "q4": 15}

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.cli import cache_folder
-from moe_pack.runtime import EngineOptions, Sampler, context_for, load_facts, measure, random_prompt
+from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
 from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, Preset, divide_budget, expert_cache_for, routing_bytes
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore
-from moe_pack.runtime.sampling import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,183 @@
+"""The target of a plan: a memory budget, a limit of loss and a machine, from which the command line is derived."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from moe_pack.convert.plan.machines import GPUS, MEASURE
+from moe_pack.formats import Selector, UsageError, option
+from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.parts.added import ADDED
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.model.caches import KvDtype
+
+PresetName = Literal["floe", "corm", "fiddler", "edgemoe"]
+SearchName = Literal["knapsack", "edgemoe", "uniform"]
+Device = Literal["cuda", "cpu"]
+Purpose = Literal["moe-run", "vllm"]
+USUAL_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LossLimit:
+    """The most that a pack may lose: growth of perplexity as a share, or nats of KL divergence a token."""
+
+    kind: Literal["perplexity", "kl"]
+    value: float
+
+    def nats(self, nll_per_kl: float) -> float:
+        """Returns the limit in nats of KL divergence a token.
+
+        Args:    nll_per_kl: the growth of ln(perplexity) for each nat.
+        """
+        return math.log1p(self.value) / nll_per_kl if self.kind == "perplexity" else self.value
+
+    def times(self, factor: float) -> "LossLimit":
+        """Returns a limit that is `factor` times as large."""
+        return replace(self, value=factor * self.value)
+
+    def text(self) -> str:
+        """Returns the limit with its unit: 1% of perplexity, 0.02 nats."""
+        return f"{100 * self.value:g}% of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
+
+
+USUAL_LIMIT = LossLimit("perplexity", 0.01)
+
+
+def _read_limit(text: str) -> LossLimit:
+    limit = parse_limit(text)
+    if limit is None:
+        raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
+    return limit
+
+
+def parse_limit(text: str) -> LossLimit | None:
+    """Parses a limit such as `1%` (of perplexity) or `0.02` (nats); None if the text is neither."""
+    try:
+        number = float(text.strip().removesuffix("%"))
+    except ValueError:
+        return None
+    if not 0 < number < math.inf:
+        return None
+    return LossLimit("perplexity", number / 100) if text.strip().endswith("%") else LossLimit("kl", number)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The options of a plan. A field that is None has a default, which `defaults_text` reports.
+
+    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`.   `gpu`, `link_rate` (bytes a second),
+    `ram_bytes`: only on `cuda`.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
+    """
+
+    budget_bytes: int = field(
+        metadata=option(
+            "--target-vram",
+            parse=read_size,
+            metavar="SIZE",
+            help="Memory in which the pack will run, such as 11G: of the GPU, or with --device cpu of the host.",
+        )
+    )
+    device: Device = field(
+        default="cuda",
+        metadata=option(
+            "--device",
+            help="Where the pack will run: on a GPU, which this machine need not have (--gpu), or on this CPU.",
+        ),
+    )
+    limit: LossLimit = field(
+        default=USUAL_LIMIT,
+        metadata=option(
+            "--max-loss",
+            parse=_read_limit,
+            default_text=f"{100 * USUAL_LIMIT.value:g}%",
+            metavar="P%|KL",
+            mark="search",
+            help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.",
+        ),
+    )
+    context_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "--context",
+            least=1,
+            metavar="N",
+            help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
+        ),
+    )
+    gpu: str | None = field(
+        default=None,
+        metadata=option(
+            "--gpu",
+            metavar="NAME",
+            mark="gpu",
+            help=f"The GPU: {', '.join(GPUS)}, or {MEASURE} for this machine's.",
+        ),
+    )
+    link_rate: float | None = field(
+        default=None,
+        metadata=option(
+            "--link",
+            parse=read_size,
+            metavar="SIZE",
+            mark="gpu",
+            help="Bytes a second from host memory to the GPU, such as 25G.  [default: what moe-pack doctor measured, "
+            "or 16 GB/s]",
+        ),
+    )
+    ram_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--ram",
+            parse=read_size,
+            metavar="SIZE",
+            mark="gpu",
+            help="Host memory for experts; if not all of them fit, the CPU reads those that GPU memory lacks from the "
+            "disk.  [default: 75% of this machine's]",
+        ),
+    )
+    search: SearchName = field(
+        default="knapsack", metadata=option("--search", mark="search", help="How formats are chosen.")
+    )
+    preset: PresetName | None = field(
+        default=None, metadata=option("--preset", help="A paper's pack in place of a search.")
+    )
+    purpose: Purpose = field(
+        default="moe-run",
+        metadata={
+            **option(
+                "--for",
+                help="vllm: a pack that moe-pack export --to compressed-tensors can take to vLLM: all experts of a "
+                "layer in one format of 4 or 8 bits, no rotation, no neurons stored twice, all neurons run.",
+            ),
+            **ADDED,
+        },
+    )
+    selectors: tuple[Selector, ...] = SELECTORS
+    sparsity: float | None = None
+    kv_dtype: KvDtype | None = field(
+        default=None,
+        metadata=option(
+            "--kv-dtype",
+            mark="cpu",
+            help="With --device cpu: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with "
+            "f32]",
+        ),
+    )
+
+    def check(self) -> None:
+        """Refuses options that the device or the preset does not use.
+
+        Raises:  UsageError.
+        """
+        if self.device == "cpu" and (wrong := given(self, "gpu")):
+            raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
+        if self.device == "cuda" and (wrong := given(self, "cpu")):
+            raise UsageError(f"{wrong[0]} needs --device cpu; remove it or add --device cpu")
+        if self.purpose == "vllm" and (self.preset is not None or self.search != "knapsack"):
+            wrong_name = "--search" if self.preset is None else "--preset"
+            raise UsageError(
+                f"{wrong_name} does not apply to --for vllm, which restricts the search; remove one of the two"
+            )
+        if self.preset is not None and (wrong := given(self, "search")):
+            raise UsageError(f"{wrong[0]} does not apply to --preset {self.preset}; remove one of the two")
