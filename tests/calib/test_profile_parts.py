@@ -14,6 +14,7 @@ import pytest
 import torch
 from families import Tiny, write
 from profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
+from waiting import HANG_S
 
 from moe_pack.calib.forward import ProfileStore, Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
@@ -196,7 +197,7 @@ def started(source: Path, folder: Path, level: str, part: Part, tokens: Tokens) 
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    _, errors = process.communicate(timeout=600)
+    _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, errors
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from profiles import folder_bytes
+from waiting import HANG_S
 
 from moe_pack.calib.forward import ProfileStore, read_all_arrays
 from moe_pack.formats import ConversionError
@@ -64,7 +65,7 @@ def test_a_second_writer_is_refused_until_the_first_is_closed(tmp_path: Path) ->
 def hold(folder: Path, ready: "multiprocessing.synchronize.Event", done: "multiprocessing.synchronize.Event") -> None:
     ProfileStore(folder, "one")
     ready.set()
-    done.wait(30)
+    done.wait(HANG_S)
     os._exit(1)  # as killed: nothing is closed
 
 
@@ -73,10 +74,10 @@ def test_another_process_is_refused_until_the_first_has_died(tmp_path: Path) -> 
     ready, done = context.Event(), context.Event()
     child = context.Process(target=hold, args=(tmp_path, ready, done))
     child.start()
-    assert ready.wait(30)
+    assert ready.wait(HANG_S)
     assert refusal(tmp_path) == f"{tmp_path}: another process is writing a profile here; wait for it, or stop it"
     done.set()
-    child.join(30)
+    child.join(HANG_S)
     ProfileStore(tmp_path, "one").close()
 
 

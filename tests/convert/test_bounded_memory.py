@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 BENCHMARK = Path(__file__).parents[2] / "tests" / "bench" / "memory.py"
 NEEDED_DISK_BYTES = 2 * 10**9  # source 0.9 GB, pack 0.4 GB, and some space
@@ -44,7 +45,7 @@ def test_a_checkpoint_converts_inside_a_limit(
         [*command, *limits, *options.split(), "--folder", str(tmp_path), "--json"],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert ended.stdout, ended.stderr
     result = json.loads(ended.stdout)

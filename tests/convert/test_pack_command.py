@@ -14,6 +14,7 @@ import torch
 from cases import case
 from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral
+from waiting import HANG_S
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
@@ -231,7 +232,7 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     while process.poll() is None and not (journal.exists() and journal.stat().st_size):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=HANG_S)
     assert (process.returncode, output) == (130, ""), errors
     assert errors.endswith(": interrupted; the finished part is kept; run the same command again to continue\n")
     assert "Traceback" not in errors

@@ -10,6 +10,7 @@ import pytest
 from killing import different_files, files_in, nothing, quick_plan
 from models import TinyMixtral
 from profiles import StoppedError, profiled, random_tokens
+from waiting import HANG_S
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import ConversionResult, convert
@@ -119,11 +120,11 @@ def test_a_part_is_written_by_one_process_and_not_beside_a_whole_conversion(sour
     def held(step: Step) -> None:
         if step.path.endswith(".journal") and step.action == "write":
             reached.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(HANG_S)
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(made, source, out, Part(1, 2), held)
-        assert reached.wait(60)
+        assert reached.wait(HANG_S)
         try:
             with pytest.raises(ConversionError, match="another process is writing part 1/2 in this folder"):
                 made(source, out, Part(1, 2))
@@ -140,11 +141,11 @@ def test_what_follows_a_sealed_pack_waits_for_the_other_parts(source: Path, tmp_
     def held(step: Step) -> None:
         if step.path.endswith(".journal") and step.action == "write" and not reached.is_set():
             reached.set()
-            assert goes_on.wait(60)
+            assert goes_on.wait(HANG_S)
 
     with ThreadPoolExecutor(2) as pool:
         slow = pool.submit(made, source, out, Part(1, 2), held)
-        assert reached.wait(60)
+        assert reached.wait(HANG_S)
         try:
             assert made(source, out, Part(2, 2)).written
             assert not await_parts(out, 0.0)

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from killing import different_files, files_in
 from models import TinyMixtral
+from waiting import HANG_S, wait_until
 
 from moe_pack.convert.cli.main import main
 
@@ -138,7 +139,7 @@ def with_patience(limit: str, seconds: float) -> Sequence[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == code, output
     return output
 
@@ -157,11 +158,8 @@ def workers() -> list[psutil.Process]:
 
 
 def assert_no_workers() -> None:
-    """Waits 20 s for the ends of all processes in which parts run."""
-    end = time.monotonic() + 20
-    while workers() and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not workers(), "processes of parts are left"
+    """Waits for the ends of all processes in which parts run."""
+    wait_until(lambda: not workers(), lambda: "processes of parts are left")
 
 
 def wait_for_workers(driver: subprocess.Popen[str], num_workers: int = 1) -> list[psutil.Process]:

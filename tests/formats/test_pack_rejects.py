@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cases import case
 from reseal import Change, JsonObject, edit_byte, manifest_of, read_whole, refusal, reseal, sealed
+from waiting import HANG_S
 
 from moe_pack.formats import Pack, PackError
 
@@ -523,7 +524,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(folder: Pat
     (folder / name).unlink()
     os.mkfifo(folder / name)
     script = "import sys, pathlib; from moe_pack.formats import Pack; Pack(pathlib.Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=10)
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=HANG_S)
     assert f"PackError: {name}: " in done.stderr
 
 

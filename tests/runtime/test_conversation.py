@@ -23,6 +23,7 @@ import torch
 from cases import case
 from click.testing import CliRunner
 from models import TinyMixtral, pack
+from waiting import HANG_S, wait_until, wait_until_asleep
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
@@ -32,7 +33,6 @@ from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 
-PATIENCE_S = 30.0
 POSITIONS = 4096
 # A system message that says "think" begins the reasoning; history has it where the system message says "keep".
 TEMPLATE = """\
@@ -405,13 +405,13 @@ class Person:
     def types(self, words: str) -> None:
         os.write(self._master, words.encode())
 
-    def pauses(self) -> None:
+    def sees_it_wait(self) -> None:
         """Waits as people do: a signal has no effect in the moment between an echo and the wait for the next key."""
-        time.sleep(0.5)
+        wait_until_asleep(self.process.pid)
 
     def sees(self, pattern: str) -> str:
         """Waits until the pattern is there; returns everything up to its end, and begins after it."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + HANG_S
         while True:
             shown = re.sub(r"\x1b\[\?\d+[hl]|\r", "", self._raw.decode("utf-8", "replace"))
             if found := re.search(pattern, shown, re.DOTALL):
@@ -427,12 +427,15 @@ class Person:
 
     def exit_code(self) -> int:
         """Waits until the process has ended, and reads what it still writes: else it would wait."""
-        until = time.monotonic() + PATIENCE_S
-        while self.process.poll() is None and time.monotonic() < until:
+
+        def has_ended() -> bool:
             with suppress(OSError):  # the process has closed its end
-                if select.select([self._master], [], [], 0.05)[0]:
+                if select.select([self._master], [], [], 0)[0]:
                     self._raw += os.read(self._master, 65536)
-        return self.process.wait(1)
+            return self.process.poll() is not None
+
+        wait_until(has_ended)
+        return self.process.wait()
 
 
 def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
@@ -460,13 +463,13 @@ def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
         person.sees(r"seed 5\n> ")
         person.types("half a line")
         person.sees(r"half a line")
-        person.pauses()
+        person.sees_it_wait()
         person.types("\x03")
         person.sees(r"^(\^C)?\n> ")
-        person.pauses()
+        person.sees_it_wait()
         person.types("\x03")
         person.sees(r"Ctrl-C once more, or Ctrl-D, ends the conversation\.\n> ")
-        person.pauses()
+        person.sees_it_wait()
         person.types("\x03")
         person.sees(r"computed by .*\n")
         assert person.exit_code() == 0
@@ -496,7 +499,7 @@ def test_a_terminal_without_colours_and_the_end_by_ctrl_d(packed: Path, tmp_path
 def test_a_signal_ends_a_conversation_as_it_ends_every_command(packed: Path) -> None:
     with Person(packed) as person:
         person.sees(r"\n> ")
-        person.pauses()
+        person.sees_it_wait()
         person.process.send_signal(signal.SIGTERM)
         person.sees(r"interrupted\n")
         assert person.exit_code() == 143

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import HANG_S
 
 from moe_pack.formats import PackError, RunError
 from moe_pack.formats.commands import Stage
@@ -183,7 +184,7 @@ print(facts.cpu.instruction_set, sorted({one.mode for one in facts.drive.best} -
 @pytest.mark.slow
 def test_without_the_extension_reads_of_one_thread_are_measured_and_nothing_of_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_EXTENSION, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (run.stdout, run.stderr) == ("None ['pread'] 1\n", "")
 
 

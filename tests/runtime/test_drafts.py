@@ -1,7 +1,6 @@
 """Drafts change no answer: tokens verified together have the bits that they have alone, whatever was drafted."""
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -103,30 +102,45 @@ FAMILIES = (
 )
 
 
+class Clock:
+    """A clock that goes a millisecond further each time it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
 class SlowLookUp(NgramDrafter):
     """Looks up for as long as some passes take, and finds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.num_calls = 0
+        self.num_calls, self._clock = 0, clock
 
     def propose(self, ids: Sequence[int], hidden: Tensor | None, most: int) -> list[int]:
         self.num_calls += 1
-        time.sleep(0.005)
+        self._clock.now_s += 0.005
         return []
 
 
-def test_looking_up_rests_where_it_costs_and_gains_nothing(demo_pack: PackMaker) -> None:
+def test_looking_up_rests_where_it_costs_and_gains_nothing(
+    demo_pack: PackMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
     with Pack(demo_pack("none", 4)) as pack, Engine(pack, EngineOptions(read="map"), CONTEXT) as engine:
         assert isinstance(engine.decoder, Decoder)
-        prompt, drafter = prompt_of(pack.spec.vocab_size), SlowLookUp()
+        prompt, drafter = prompt_of(pack.spec.vocab_size), SlowLookUp(clock)
         drafts = Drafts(drafter, Gate())
         expected = answer(engine.decoder, prompt, SAMPLING[0])
         for calls in (8, 16):  # eight, then 64 tokens without one, then eight
             assert answer(engine.decoder, prompt, SAMPLING[0], drafts) == expected
             assert drafter.num_calls == calls
         assert drafts.counts.passes == 2 * (NUM_NEW - 1)
-        always = Drafts(SlowLookUp(), None)
+        always = Drafts(SlowLookUp(clock), None)
         assert answer(engine.decoder, prompt, SAMPLING[0], always) == expected
         assert always.counts.passes == NUM_NEW - 1
 

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, kernels_limited_to
+from waiting import HANG_S
 
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import Kernels, is_available, open_kernels
@@ -62,7 +63,7 @@ sys.stdout.write(json.dumps(found))
 @pytest.fixture(scope="module")
 def without(demo: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", WITHOUT, str(demo), *PROMPT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

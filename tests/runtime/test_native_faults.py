@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from models import DEMO_MODEL, pack
+from waiting import HANG_S
 
 _native = pytest.importorskip("moe_pack.runtime.cpu._native", reason="native kernels were not built: no C++ compiler")
 
@@ -33,7 +34,7 @@ def copied(demo: Path, tmp_path: Path) -> Path:
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     whole = f"import sys\nsys.path[:0] = {sys.path!r}\n" + textwrap.dedent(script)  # it finds what tests find
     command = [sys.executable, "-c", whole, *(str(argument) for argument in arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 # Prints the error of using an expert of a file that is cut; `used` before says what has been done with it by then.
@@ -91,7 +92,7 @@ def test_a_run_whose_pack_is_cut_ends_in_one_line(kernels: str, copied: Path) ->
     first = process.stdout.read(1)  # it is writing
     with (copied / "experts-001.safetensors").open("r+b") as file:
         file.truncate(4096)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 1
     assert (first + rest).endswith(b"\n")
     line = r"experts-001.safetensors: ends at byte \d+, expected \d+" if kernels == "torch" else re.escape(CUT)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from cases import case
 from numpy.typing import NDArray
+from waiting import HANG_S
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
 from moe_pack.runtime.cpu import is_available
@@ -483,6 +484,6 @@ def test_a_forked_child_is_told_whose_reads_they_are_and_opens_its_own(tmp_path:
         pytest.skip("native kernels were not built: no C++ compiler")
     path, _ = written(tmp_path, 1 << 20)
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (run.stdout, run.stderr) == ("reader: opened by the process that this one was forked from\n", "")
     assert run.returncode == 0

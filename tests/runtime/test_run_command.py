@@ -15,6 +15,7 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from tokenizers import Tokenizer
+from waiting import HANG_S
 
 from moe_pack.runtime.cli.main import main
 
@@ -170,7 +171,7 @@ def test_a_request_to_terminate_ends_it_cleanly(demo: Path) -> None:
     first = process.stdout.read(1)  # it is writing
     time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 143
     assert (first + rest).endswith(b"\n")
     assert errors.decode().endswith(": interrupted\n")
@@ -186,6 +187,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(demo: Path) -> None:
     process.stdout.read(1)
     process.stdout.close()
     errors = process.stderr.read()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=HANG_S) == 1
     assert b"Traceback" not in errors
     process.stderr.close()

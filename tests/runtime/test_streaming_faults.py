@@ -19,6 +19,7 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import PackMaker
 from streaming import budget_for
+from waiting import HANG_S
 
 from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, RunError
 from moe_pack.runtime import Engine, EngineOptions
@@ -29,7 +30,6 @@ from moe_pack.runtime.offload.expert_store import Trace
 PROMPT = [1, 540, 33, 7, 2048, 19]
 MANY_TOKENS = 2000
 TEXT = "It was"
-TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_continuation_that_finds_no_room_ends_in_a_line(shared_demo: Path) -> 
         pytest.skip("this system has no /dev/full")
     command = [sys.executable, "-m", "moe_pack.runtime.cli", *options(shared_demo, 4)]
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False)
     assert ended.returncode == 1
     assert_one_line(ended.stderr, ": standard output: cannot be written (No space left on device)")
 
@@ -307,7 +307,7 @@ def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path
     first = process.stdout.read(1)  # it is writing
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=TIMEOUT_S)
+    rest, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert (first + rest).endswith("\n")
     assert errors.endswith(": interrupted\n")
@@ -327,4 +327,4 @@ def test_two_processes_on_one_pack_answer_the_same(shared_demo: Path) -> None:
         mine = run(*arguments).stdout
         assert first + other.stdout.read() == mine
         assert other.stderr.read() == ""
-    assert other.wait(timeout=TIMEOUT_S) == 0
+    assert other.wait(timeout=HANG_S) == 0

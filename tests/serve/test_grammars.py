@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import case, random_seed
 from models import DEMO_MODEL
+from waiting import HANG_S
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles
@@ -318,7 +319,7 @@ print("alive")
 def test_hostile_grammars_neither_end_the_process_nor_hold_it_up() -> None:
     """In a process of its own, because what goes wrong here ends it."""
     command = [sys.executable, "-c", HOSTILE, str(DEMO_MODEL)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     assert done.stdout.endswith("alive\n")
 

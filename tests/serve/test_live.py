@@ -21,6 +21,7 @@ from models import TinyMixtral, pack
 from numpy.typing import NDArray
 from scripted_server import COUNTS, FixedScheduler, served
 from streaming import budget_for
+from waiting import HANG_S
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions
@@ -251,7 +252,7 @@ def test_engine_events_come_over_http(folder: Path) -> None:
     app, found = FastAPI(), {}
     with running(folder, offloads=True) as engine:
         app.include_router(engine_router(live_counts(engine), engine, FixedScheduler(), "tiny"))
-        with served(app) as url, urllib.request.urlopen(f"{url}engine", timeout=10) as response:
+        with served(app) as url, urllib.request.urlopen(f"{url}engine", timeout=HANG_S) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             while "state" not in found:
                 name, values = response.readline().decode().partition(": ")[::2]

@@ -112,7 +112,7 @@ def test_what_a_model_repeats_without_end_is_drawn_quickly(browser: Browser) -> 
     pieces = [("content", line + "\n\n") for line in [*lines, "```\nnever ended"]]
     with opened(browser, Script(pieces)) as page:
         ask(page, "Hi")
-        page.wait("document.querySelector('.facts')", most_s=8)
+        page.wait("document.querySelector('.facts')")
         assert page.text(".answer pre").strip() == "never ended"
 
 

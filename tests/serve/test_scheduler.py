@@ -14,6 +14,7 @@ import pytest
 from cases import case
 from families import NUM_POSITIONS, Tiny, token_ids, write
 from models import PackMaker, pack
+from waiting import HANG_S
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
@@ -36,13 +37,19 @@ class Answer:
     """What came back for a request."""
 
     events: "queue.Queue[Event]" = field(default_factory=queue.Queue)
+    steps: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     end: EndEvent | None = None
 
+    def take_in_steps(self, event: Event) -> None:
+        """Takes an event, and stops the scheduler until one of `steps` is released."""
+        self.events.put(event)
+        assert self.steps.acquire(timeout=HANG_S)
+
     def wait(self) -> "Answer":
         while self.end is None:
-            event = self.events.get(timeout=60)
+            event = self.events.get(timeout=HANG_S)
             self.text += event.text
             if isinstance(event, TokenEvent):
                 self.tokens.append(event.token)
@@ -265,14 +272,17 @@ def test_requests_end_for_their_own_reasons(demo_pack: PackMaker) -> None:
 def test_a_cancelled_request_frees_its_place_at_once(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4), number=1, most_waiting=2) as server:
         ids = server.text.encode(WORDS)
-        running, first = server.submit(request(ids, 100))
-        first.events.get(timeout=60)
+        first = Answer()
+        running = server.scheduler.submit(request(ids, 100), first.take_in_steps)
+        first.events.get(timeout=HANG_S)
         waiting = [server.submit(request(ids, 3)) for _ in range(2)]
         with pytest.raises(QueueFullError):
             server.submit(request(ids, 3))
         waiting[0][0].cancel()
+        first.steps.release(3)
         assert (end := waiting[0][1].wait().end) is not None and end.reason == "cancelled"
         running.cancel()
+        first.steps.release(100)
         assert (end := first.wait().end) is not None and end.reason == "cancelled" and len(first.tokens) < 100
         assert (end := waiting[1][1].wait().end) is not None and end.reason == "length"
         running.cancel()  # after its end: nothing
@@ -284,14 +294,16 @@ def test_a_cancelled_request_frees_its_place_at_once(demo_pack: PackMaker) -> No
 def test_requests_that_belong_together_are_all_taken_or_none(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4), number=1, most_waiting=2) as server:
         ids, submit = server.text.encode(WORDS), server.scheduler.submit
-        running, first = server.submit(request(ids, 100))
-        first.events.get(timeout=60)
+        first = Answer()
+        running = submit(request(ids, 100), first.take_in_steps)
+        first.events.get(timeout=HANG_S)
         group = [Answer() for _ in range(4)]  # more than may wait, but nothing does
         for number, answer in enumerate(group):
             submit(request(ids, 2), answer.events.put, 4 if number == 0 else 0)
         with pytest.raises(QueueFullError):
             submit(request(ids, 2), Answer().events.put, 2)
         running.cancel()
+        first.steps.release(100)
         for answer in group:
             assert (end := answer.wait().end) is not None and end.reason == "length"
 

@@ -18,12 +18,12 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_until
 
 CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="the page runs in chromium, which is not installed")
 _QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 _COMMAND = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars", *_QUIET)
-_MOST_S = 40.0  # of a command, on a busy machine
 
 
 class Browser:
@@ -59,7 +59,7 @@ class Browser:
     def close(self) -> None:
         if self._process.poll() is None:
             self.call("Browser.close")
-        self._process.wait(10)
+        self._process.wait(HANG_S)
         os.close(self._to)
         os.close(self._from)
 
@@ -84,7 +84,7 @@ class Browser:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": values} | ({"sessionId": session} if session else {})
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        end = time.monotonic() + _MOST_S
+        end = time.monotonic() + HANG_S
         while True:
             answer = self._next(end)
             self._listen(answer)
@@ -134,12 +134,12 @@ class Page:
         assert "exceptionDetails" not in found, f"{script}: {found['exceptionDetails']}"
         return found["result"].get("value")
 
-    def wait(self, condition: str, most_s: float = 20) -> None:
+    def wait(self, condition: str) -> None:
         """Waits until an expression is true."""
-        end = time.monotonic() + most_s
-        while not self.run(f"Boolean({condition})"):
-            assert time.monotonic() < end, f"never true: {condition}; the page says: {self.text('body')}"
-            time.sleep(0.03)
+        wait_until(
+            lambda: bool(self.run(f"Boolean({condition})")),
+            lambda: f"never true: {condition}; the page says: {self.text('body')}",
+        )
 
     def text(self, selector: str) -> str:
         """Returns the text of the first element that a selector finds; nothing if there is none, or it is hidden."""

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from models import TinyMixtral
 from profiles import Recorder
+from waiting import HANG_S
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
@@ -43,7 +44,6 @@ JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"
 MEMORY = Path("/dev/shm")
 MAX_DEATHS = 200  # some seven do
-MAX_SECONDS = 600  # a scenario takes a few; this only turns a hang into a failure
 OnStep = Callable[[Step], None]
 Files = dict[str, bytes]
 Said = dict[str, Any]  # one line of a conversion's account of itself
@@ -103,7 +103,7 @@ def run_scenarios(scenarios: Sequence[str], workplace: Path, *prefix: str, every
     command = [*prefix, sys.executable, __file__, ",".join(scenarios), str(workplace), str(every)]
     # numpy's own threads are not wanted in a process that forks.
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=MAX_SECONDS)
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=HANG_S)
     assert ended.returncode == 0, f"{', '.join(scenarios)} failed:\n{ended.stderr}"
     return {name: [_read_trial(trial) for trial in trials] for name, trials in json.loads(ended.stdout).items()}
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral
+from waiting import HANG_S
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
@@ -223,7 +224,7 @@ def browse(page: str, folder: Path) -> tuple[str, list[str]]:
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet, "--enable-logging=stderr", "--v=0"]
     where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1200,900", "--dump-dom", path.as_uri()]
-    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=HANG_S, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

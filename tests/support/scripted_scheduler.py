@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
+from waiting import HANG_S
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
@@ -55,7 +56,8 @@ class PlayedTicket:
 class ScriptedScheduler:
     """Plays scripts, each request in a thread of its own, a token every `delay_s`.
 
-    The last script is repeated. `most`: so many requests at once; more are refused.
+    The last script is repeated. `most`: so many requests at once; more are refused.   `speaks`: while it is cleared, no
+    token comes.
     """
 
     context_tokens = CONTEXT_TOKENS
@@ -66,6 +68,8 @@ class ScriptedScheduler:
         self.requests: list[Request] = []
         self.tickets: list[PlayedTicket] = []
         self.generated = 0
+        self.speaks = threading.Event()
+        self.speaks.set()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -91,8 +95,9 @@ class ScriptedScheduler:
         """Ends all that still runs."""
         for ticket in self.tickets:
             ticket.cancel()
+        self.speaks.set()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(HANG_S)
 
     def _play(self, request: Request, script: Script, ticket: PlayedTicket, on_event: Callable[[Event], None]) -> None:
         text, stop = script.text, None
@@ -103,6 +108,7 @@ class ScriptedScheduler:
         for character in text[: request.max_tokens]:
             if self.delay_s:
                 time.sleep(self.delay_s)
+            self.speaks.wait()
             if ticket.cancelled.is_set():
                 reason = "cancelled"
                 break

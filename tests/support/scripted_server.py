@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
+from waiting import HANG_S
 
 from moe_pack.runtime.serve.live import bitmap, page_router, saturated
 from moe_pack.runtime.serve.requests import Event, SchedulerCounts, Ticket
@@ -224,4 +225,4 @@ def served(app: FastAPI) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(HANG_S)

@@ -2,18 +2,16 @@
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx2
 from fastapi import FastAPI
 from scripted_scheduler import Script, ScriptedScheduler, scripted_service
+from waiting import HANG_S, wait_until
 
 from moe_pack.runtime.serve.app import ServeOptions, create_app, server_of
-
-PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,9 @@ def served(
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive())
-            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
                 yield Served(f"http://127.0.0.1:{port}", port, app, scheduler, http)
         finally:
             server.should_exit = True
             scheduler.close()
-            thread.join(PATIENCE_S)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Waits until something is so, and fails after some seconds."""
-    until = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < until, "it does not become so"
-        time.sleep(0.005)
+            thread.join(HANG_S)

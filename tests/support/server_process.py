@@ -4,16 +4,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import HANG_S, wait_until
 
 SERVE = (sys.executable, "-c", "from moe_pack.runtime.cli.serve import main; main(prog_name='moe-serve')")
-READY_S = 60.0  # to load a pack on a busy machine
 _READY = re.compile(r"ready on http://127\.0\.0\.1:(\d+),")
 
 
@@ -67,11 +66,11 @@ class ServerProcess:
     def metrics(self, key: str | None = None) -> dict[str, float]:
         """Returns the metrics without labels, by name."""
         headers = {} if key is None else {"x-api-key": key}
-        text = httpx2.get(f"{self.url}/metrics", headers=headers, timeout=30).text
+        text = httpx2.get(f"{self.url}/metrics", headers=headers, timeout=HANG_S).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {sample.name: sample.value for sample in samples if not sample.labels}
 
-    def stop(self, limit_s: float = 30.0) -> int:
+    def stop(self, limit_s: float = HANG_S) -> int:
         """Ends the server as a system does, by SIGTERM; returns its exit code.
 
         Raises:  subprocess.TimeoutExpired if it does not end.
@@ -85,9 +84,13 @@ class ServerProcess:
         self._process.wait()
 
     def _wait_for_port(self) -> int:
-        until = time.monotonic() + READY_S
-        while not (found := _READY.search(self.said())):
-            assert self.is_running, f"moe-serve ended with {self._process.returncode}: {self.said()}"
-            assert time.monotonic() < until, f"moe-serve is not ready after {READY_S:.0f} s: {self.said()}"
-            time.sleep(0.02)
-        return int(found[1])
+        ports = list[str]()
+
+        def is_ready() -> bool:
+            is_running = self.is_running  # before its last words are read
+            ports.extend(_READY.findall(self.said()))
+            assert ports or is_running, f"moe-serve ended with {self._process.returncode}: {self.said()}"
+            return bool(ports)
+
+        wait_until(is_ready, lambda: f"moe-serve is not ready: {self.said()}")
+        return int(ports[0])
