@@ -71,11 +71,14 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_leaves_whol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, monkeypatch, 600)
-    # Long enough for torch to be imported on a busy machine.
-    ended = run_part("made", tmp_path / "made.json", 20, "", is_rehearsal=True)
-    assert (ended.state, ended.num_rows) == ("stopped after 20 s", 2)
+    for limit_s in (20, 60, 180, 540):  # longer on a machine that is so busy that torch is not imported by then
+        ended = run_part("made", tmp_path / "made.json", limit_s, "", is_rehearsal=True)
+        assert ended.state == f"stopped after {limit_s} s"
+        if ended.num_rows == 2:
+            break
+    assert ended.num_rows == 2
     whole = read(tmp_path / "made.json")
-    assert whole["state"] == "stopped after 20 s"
+    assert whole["state"] == ended.state
     child = Path(f"/proc/{whole['rows'][1]['number']}/stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", (
         "what a part starts ends with it"

@@ -1,6 +1,7 @@
 """The page at `/` in a browser: the chat against scripted answers, and the picture of an engine."""
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,11 +110,16 @@ def test_what_a_model_repeats_without_end_is_drawn_quickly(browser: Browser) -> 
         "> " * 3000,
         "1. " * 2000,
     ]
-    pieces = [("content", line + "\n\n") for line in [*lines, "```\nnever ended"]]
-    with opened(browser, Script(pieces)) as page:
-        ask(page, "Hi")
-        page.wait("document.querySelector('.facts')")
-        assert page.text(".answer pre").strip() == "never ended"
+    end = "```\nnever ended"
+    seconds = list[float]()
+    for each in (["word " * (len(line) // 5) for line in lines], lines):
+        with opened(browser, Script([("content", line + "\n\n") for line in [*each, end]])) as page:
+            begun = time.monotonic()
+            ask(page, "Hi")
+            page.wait("document.querySelector('.facts')")
+            assert page.text(".answer pre").strip() == "never ended"
+            seconds.append(time.monotonic() - begun)
+    assert seconds[1] < 8 + 20 * seconds[0], "no longer than plain words, but for a factor"
 
 
 def test_settings_and_the_conversation_are_kept_and_sent(browser: Browser) -> None:
