@@ -1,7 +1,8 @@
 """Keys and values in few bits: what rows hold, every kind of attention against its plain twin, bytes, refusals."""
 
-from collections.abc import Callable
-from contextlib import closing
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from choices import Choices
 from families import NUM_POSITIONS, Tiny, token_ids, write
 from models import PackMaker
 from native import INSTRUCTION_SETS, operations_limited_to
@@ -29,6 +31,7 @@ from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
 
 CPU = torch.device("cpu")
+ALL_PARTS = slice(None)
 CODED: tuple[KvDtype, ...] = ("q8", "q4")
 ROUNDED: tuple[KvDtype, ...] = ("bf16", *CODED)
 WIDTHS = ((1,), (6,), (16,), (64,), (80,), (96,), (128,), (192,), (512, 64), (12, 6, 16))
@@ -132,6 +135,20 @@ SHAPES = (
 )
 
 
+def assert_stores(cache: LayerCache, twin: LayerCache, keys: Tensor, values: Tensor) -> None:
+    """Each byte is the one of the twin, to which these keys and values came last, or of a value that rounding moves."""
+    draw, near = torch.Generator().manual_seed(3), [(twin.keys.clone(), twin.values.clone())]
+    if torch.equal(cache.keys, twin.keys) and torch.equal(cache.values, twin.values):
+        return
+    for _ in range(20):
+        moved = [x + 2e-6 * x.abs().amax() * torch.randn(x.shape, generator=draw) for x in (keys, values)]
+        twin.append(*moved)
+        near.append((twin.keys.clone(), twin.values.clone()))
+    for own, others in zip((cache.keys, cache.values), zip(*near, strict=True), strict=True):
+        assert (own == torch.stack(others)).any(dim=0).all(), "no rounding stores this"
+        assert (own != others[0]).float().mean() < 1e-2
+
+
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin reads, in torch, the bytes that the kernel wrote, which are those that torch would write."""
@@ -145,11 +162,12 @@ def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch
             given = ((q, k, v), norms, (turns.cos(), turns.sin()), False)
             cache, written = (coded_cache(dtype, (kv_heads, places, d), start) for _ in range(2))
             sinks = drawn(6)
-            found = native.attend(*given, cache, spec, window, sinks)
+            found, entered = native.attend(*given, cache, spec, window, sinks), list[tuple[Tensor, Tensor]]()
+            append = LayerCache.append
+            patch.setattr(LayerCache, "append", lambda to, *rows: [entered.append(rows), append(to, *rows)])
             TORCH.attend(*given, written, spec, window, sinks)
-            for own, other in ((cache.keys, written.keys), (cache.values, written.values)):
-                # A value between two codes may become either.
-                assert own.shape == other.shape and (own != other).sum() <= 1 + own.numel() // 10_000
+            patch.undo()
+            assert_stores(cache, written, *entered[0])
             patch.setattr(LayerCache, "append", lambda *_: None)
             expected = TORCH.attend(*given, cache, spec, window, sinks)
             assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
@@ -177,36 +195,64 @@ def run(weights: Weights, kv_dtype: KvDtype, ids: list[int]) -> Tensor:
     return torch.cat([decoder.logits(ids[:70]), *(decoder.logits([token]) for token in ids[70:74])])
 
 
+class Stored:
+    """What a run stored as codes, in its order, which its twin gets back as float32 keys and values.
+
+    A value between two codes becomes either, and all that follows would differ: so the twin's own values must be close,
+    and then it has the first run's codes.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[Tensor, Tensor]] = deque()  # values, and what they are stored as
+        self._encode = RowStorage.encode
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        def encode(storage: RowStorage, values: Tensor, parts: slice = ALL_PARTS) -> Tensor:
+            self._rows.append((values, self._encode(storage, values, parts)))
+            return self._rows[-1][1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowStorage, "encode", encode)
+            yield
+
+    @contextmanager
+    def given_back(self, dtype: KvDtype, tolerance: float) -> Iterator[None]:
+        def decoded(storage: RowStorage, values: Tensor, parts: slice = ALL_PARTS) -> Tensor:
+            expected, stored = self._rows.popleft()
+            torch.testing.assert_close(values, expected, rtol=0, atol=tolerance)
+            return RowStorage(dtype, storage.parts).decode(stored, parts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowStorage, "encode", decoded)
+            yield
+        assert not self._rows, "the first run stored more"
+
+
 def test_attention_to_codes_is_attention_to_what_they_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The twin has float32 keys and values that were rounded as codes, and attends to all of them at once."""
-    ids, encode = token_ids(), RowStorage.encode
-
-    def rounded_to(dtype: KvDtype) -> Callable[..., Tensor]:
-        def encoded(self: RowStorage, values: Tensor, parts: slice = slice(None)) -> Tensor:
-            storage = RowStorage(dtype, self.parts)
-            return storage.decode(encode(storage, values, parts), parts)
-
-        return encoded
-
+    ids = token_ids()
     for tiny in FAMILIES:
         with closing(Checkpoint(write(tiny, tmp_path / tiny.family))) as checkpoint:
             weights = CheckpointWeights(checkpoint)
             exact = run(weights, "f32", ids)
             for dtype in ROUNDED if tiny.family in THOROUGH else ROUNDED[-1:]:
+                stored, choices = Stored(), Choices()
                 with case(tiny.family, dtype), monkeypatch.context() as patch:
                     for module in (operations, attention):
                         patch.setattr(module, "MAX_DECODED_BYTES", 1 << 15)  # several blocks
-                    found = run(weights, dtype, ids)
+                    with stored.recorded(), choices.recorded():
+                        found = run(weights, dtype, ids)
                     patch.undo()
-                    patch.setattr(RowStorage, "encode", rounded_to(dtype))
                     patch.setattr(kv_cache, "plain_dtype", lambda _: torch.bfloat16)
-                    twin = run(weights, "f32", ids)
-                    # Float32 sums in another order; where they round a value to the next code, a little more.
-                    differences, rounding = (found - twin).abs(), (found - exact).abs()
-                    assert differences.median() < 5e-5 and differences.max() < 0.02
-                    assert rounding.median() > 2e-3, "codes are not the values"
+                    # What both have in bfloat16, as an indexer's keys, may be rounded either way.
+                    with stored.given_back(dtype, 0.1), choices.forced(0.1):
+                        twin = run(weights, "f32", ids)
+                    # Float32 sums in another order.
+                    assert (found - twin).abs().max() < 1e-4
+                    assert (found - exact).abs().median() > 2e-3, "codes are not the values"
 
 
 def tensors_of(cache: KVCache) -> list[Tensor]:

@@ -1,0 +1,80 @@
+"""The choices of a run, which its twin makes too: rounding may tip one, and everything after it would differ.
+
+Routes, and the positions, entries and blocks of indexers, are the largest of some scores. A twin whose scores are those
+of the first run but for rounding may choose otherwise only between scores as close as that. So a test compares scores,
+and gives the twin the choices of the first run: whatever differs then is no tipped choice.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_pack.formats import RouterSpec
+from moe_pack.runtime.model import attention, operations
+from moe_pack.runtime.model.router import choose, router_weights
+
+
+class Choices:
+    """What a run in torch chose, in its order: a row a token.
+
+    Both runs make their passes alike; how many tokens they score at once does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._routes: deque[tuple[Tensor, Tensor, Tensor]] = deque()  # logits, experts, weights
+        self._seen: deque[tuple[Tensor, Tensor]] = deque()  # scores and which were chosen, [..., n]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Takes note of all choices of the block."""
+        largest = attention.largest
+
+        def noted_largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+            chosen = largest(scores, number, allowed)
+            among = scores.masked_fill(~allowed, -torch.inf)
+            self._seen.extend(zip(among.unbind(-2), chosen.unbind(-2), strict=True))
+            return chosen
+
+        def noted_choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            experts, weights = choose(logits, spec, bias)
+            self._routes.extend(zip(logits, experts, weights, strict=True))
+            return experts, weights
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "largest", noted_largest)
+            patch.setattr(operations, "choose", noted_choose)
+            yield
+
+    @contextmanager
+    def forced(self, tolerance: float) -> Iterator[None]:
+        """Makes the block choose the same.
+
+        Raises:  AssertionError if scores differ by more than `tolerance`, or the block makes fewer choices.
+        """
+
+        def forced_largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+            rows = [self._seen.popleft() for _ in range(scores.shape[-2])]
+            expected = torch.stack([row for row, _ in rows], dim=-2)
+            _assert_close(scores.masked_fill(~allowed, -torch.inf), expected, tolerance)
+            return torch.stack([chosen for _, chosen in rows], dim=-2)
+
+        def forced_choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            rows = [self._routes.popleft() for _ in range(len(logits))]
+            expected, experts, weights = (torch.stack(each) for each in zip(*rows, strict=True))
+            _assert_close(logits, expected, tolerance)
+            return experts, router_weights(logits, experts, spec).masked_fill(weights == 0, 0.0)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "largest", forced_largest)
+            patch.setattr(operations, "choose", forced_choose)
+            yield
+        assert not self._seen and not self._routes, "the first run chose more often"
+
+
+def _assert_close(scores: Tensor, expected: Tensor, tolerance: float) -> None:
+    differences = (scores - expected).masked_fill(scores == expected, 0.0)  # both may be infinite
+    assert differences.abs().max() <= tolerance, f"scores of a choice differ by {float(differences.abs().max()):.3g}"
