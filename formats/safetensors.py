@@ -119,6 +119,23 @@ class RangeReader:
         self.close()
 
 
+CONTENT_BYTES = 64  # of a file's beginning, by which `check_content` knows what it is
+_POINTER = b"version https://git-lfs"
+_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
+
+
+def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
+    """Refuses what downloads leave in a file's place: a pointer of Git LFS, or the page of a server's error.
+
+    Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
+    """
+    begin = head.lstrip().lower()
+    if len(begin) >= 8 and _POINTER.startswith(begin[: len(_POINTER)]):
+        raise error(f"{place}: is a Git LFS pointer, not the file; run git lfs pull, or download the file again")
+    if len(begin) >= 5 and any(page.startswith(begin[:8]) or begin.startswith(page) for page in _PAGES):
+        raise error(f"{place}: is a page of HTML or XML, not the file; the download failed: download the file again")
+
+
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -161,6 +178,14 @@ def header_length(raw: bytes, place: str, file_bytes: int, error: type[MoePackEr
     Raises:  `error` if the file cannot have a header of this length.
     """
     length = int.from_bytes(raw, "little") if file_bytes >= 8 else 0
+    if not file_bytes:
+        raise error(f"{place}: is empty; download the file again")
+    check_content(raw, place, error)
+    if length > file_bytes and raw.isascii() and raw.decode("ascii").isprintable():
+        raise error(
+            f"{place}: begins with the text {raw.decode('ascii')!r}, which no safetensors file does; download the file "
+            "again"
+        )
     if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
     return length

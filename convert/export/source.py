@@ -24,6 +24,7 @@ from moe_pack.formats.families.family import (
     expert_spelling,
     expert_tensors,
     known_spellings,
+    second_head,
     spec_of_tensors,
 )
 from moe_pack.formats.families.registry import read_spec
@@ -31,6 +32,7 @@ from moe_pack.formats.manifest import SOURCE_FILE, SourceTensor, read_account
 from moe_pack.formats.spec import with_repeats
 
 CONFIG_FILE = "config.json"
+_TIED = "tie_word_embeddings"
 STORED_AS: Mapping[Dtype, str] = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 _SHORT = ("BF16", "F16")
 
@@ -61,6 +63,8 @@ class SourceModel:
         account = {tensor.name: tensor for tensor in read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors}
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in account.items()}
         spec = spec_of_tensors(family, spec, shapes)
+        if (head := second_head(family, spec, shapes)) is not None and account[head].fate != "dropped":
+            spec = replace(spec, tied_head=False)  # the checkpoint's tensors, and not its config, said so
         if with_repeats(spec, pack.spec.expert.repeats) != pack.spec:
             raise PackError(f"{CONFIG_FILE}: describes another model than the pack's manifest; convert the model again")
         claims = claim_tensors(family, spec, shapes, quantization)
@@ -71,8 +75,17 @@ class SourceModel:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
 
     def plain_config(self) -> dict[str, Any]:
-        """Returns the config without the encoding of quantized tensors, in the objects of all its models."""
-        return _without(self.config, "quantization_config")
+        """Returns the config without the encoding of quantized tensors, in the objects of all its models.
+
+        If it says that the embedding is the head, and the model has another one, it says so no longer, where that
+        changes nothing else.
+        """
+        plain = _without(self.config, "quantization_config")
+        if read_spec(Config(plain, CONFIG_FILE))[1].tied_head == self.spec.tied_head:
+            return plain
+        untied = {**_untied(plain), _TIED: False}
+        found = spec_of_tensors(self.family, read_spec(Config(untied, CONFIG_FILE))[1], self.shapes())
+        return untied if found == self.spec else plain
 
     def lost(self) -> dict[str, int]:
         """Returns how many tensors a pack does not keep and an export cannot give back, by reason."""
@@ -84,6 +97,11 @@ class SourceModel:
 def _without(values: dict[str, Any], key: str) -> dict[str, Any]:
     kept = ((name, value) for name, value in values.items() if name != key)
     return {name: _without(value, key) if isinstance(value, dict) else value for name, value in kept}
+
+
+def _untied(values: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: _untied(value) for key, value in values.items() if isinstance(value, dict)}
+    return {**values, **inner, **({_TIED: False} if _TIED in values else {})}
 
 
 def exported_tensors(pack: Pack, model: SourceModel, dtype: Dtype | None, *, by_expert: bool = False) -> Tensors:

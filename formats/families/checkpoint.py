@@ -6,6 +6,7 @@ caller wants. `model_spec` needs no weights.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from numpy.typing import NDArray
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles, FolderFiles, SafetensorsFiles, read_json
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Claims, Family, SourceMatrix, claim_tensors, spec_of_tensors
+from moe_pack.formats.families.family import (
+    Claims,
+    Family,
+    SourceMatrix,
+    claim_tensors,
+    second_head,
+    spec_of_tensors,
+    stored_ways,
+)
+from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
@@ -35,12 +45,13 @@ class Checkpoint(SourceReader):
 
     def __init__(self, source: Path | CheckpointFiles) -> None:
         self.files = SafetensorsFiles(source) if isinstance(source, Path) else source
+        self._notes: list[str] = []
         try:
             config = Config(self.files.config(), "config.json")
             self.family, self.spec, quantization = read_spec(config)
-            self._entries = self.files.entries()
+            self._entries = self._named_entries()
             shapes = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
-            self.spec = spec_of_tensors(self.family, self.spec, shapes)
+            self.spec = self._with_own_head(spec_of_tensors(self.family, self.spec, shapes))
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
@@ -155,16 +166,47 @@ class Checkpoint(SourceReader):
             tensors.append(usual if is_usual else replace(usual, weights=weights[name]))
         return self.files.account(), tensors
 
+    def notes(self) -> list[str]:
+        """Returns lines for users on how files and tensors are read, where that is not as anyone expects."""
+        return [*self.files.notes(), *self._notes]
+
     def stamp(self) -> str:
         """Returns a digest which shows that a source has changed, without reading all of it."""
         return self.files.stamp()
 
+    def _named_entries(self) -> Mapping[str, TensorEntry]:
+        """Returns all tensors by the names that the family knows."""
+        given = given_names(self.family, self.spec, self.files.entries())
+        self.files.rename(given.known)
+        self._notes += given.notes
+        return self.files.entries()
+
+    def _with_own_head(self, spec: ModelSpec) -> ModelSpec:
+        """Returns the spec; with a head of its own if the config says that it is the embedding, and it is not."""
+        head = second_head(self.family, spec, self._entries)
+        embeds = (way.name for way in stored_ways(self.family, spec, "embed"))
+        embed = next((name for name in embeds if name in self._entries), None)
+        if head is None or embed is None:
+            return spec
+        if self._are_equal(head, embed):
+            self._notes.append(f"note: tensor {head!r} is a copy of {embed!r}, and is left out")
+            return spec
+        self._notes.append(
+            f"note: config.json says that the head is the embedding, but {head!r} differs from {embed!r}; it is the "
+            "head, as in transformers"
+        )
+        return replace(spec, tied_head=False)
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Returns whether two tensors have the same dtype, shape and bytes."""
+        one, two = self._entries[name], self._entries[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        pieces = split_bytes(0, two.num_bytes, _COMPARED_BYTES)
+        return all(np.array_equal(self.raw(name, *piece), self.raw(other, *piece)) for piece in pieces)
+
     def _check_copy(self, name: str, original: str) -> None:
-        copy, entry = self._entries[name], self._entries[original]
-        is_equal = (copy.dtype, copy.shape) == (entry.dtype, entry.shape)
-        for start, size in split_bytes(0, entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
-            is_equal &= np.array_equal(self.raw(name, start, size), self.raw(original, start, size))
-        if not is_equal:
+        if not self._are_equal(name, original):
             raise CheckpointError(
                 f"{self.files.file_of(name)}: tensor {name!r} differs from {original!r}, but must be a copy "
                 "of it; models where the two differ are not supported"

@@ -6,22 +6,27 @@ offer the same under the names that our families know.
 """
 
 import hashlib
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, RangeReader, json_files
+from moe_pack.formats.families.weight_files import (
+    INDEX,
+    JoinedShards,
+    WeightFiles,
+    file_names,
+    find_weights,
+    join_shards,
+)
 from moe_pack.formats.manifest import SourceFile
-from moe_pack.formats.safetensors import TensorEntry, read_header
+from moe_pack.formats.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _CONFIG = "config.json"
-_SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
 MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
 
 
@@ -43,12 +48,14 @@ class FolderFiles:
     def read_file(self, name: str, most_bytes: int = MAX_FILE_BYTES) -> NDArray[np.uint8]:
         """Reads a whole file: u8 [bytes].
 
-        Raises:  CheckpointError if it is larger than `most_bytes`, or cannot be read.
+        Raises:  CheckpointError if it is larger than `most_bytes`, cannot be read, or is something else in its place.
         """
         with RangeReader(self.folder / name, CheckpointError) as reader:
             if reader.num_bytes > most_bytes:
                 raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {most_bytes}")
-            return reader.read(0, reader.num_bytes)
+            raw = reader.read(0, reader.num_bytes)
+        check_content(raw[:CONTENT_BYTES].tobytes(), name, CheckpointError)
+        return raw
 
 
 class CheckpointFiles(ABC):
@@ -80,6 +87,10 @@ class CheckpointFiles(ABC):
     @abstractmethod
     def entries(self) -> Mapping[str, TensorEntry]:
         """Returns what is known of each tensor, by name; an entry's offset has a meaning in its file alone."""
+
+    @abstractmethod
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors other names: those of the keys become the values."""
 
     @abstractmethod
     def file_of(self, tensor: str) -> str:
@@ -121,8 +132,55 @@ class CheckpointFiles(ABC):
         """Closes all files."""
 
 
-class SafetensorsFiles(FolderFiles, CheckpointFiles):
-    """A folder with `model.safetensors`, or with shards and their index. Owns the shards' descriptors.
+class ShardFiles(CheckpointFiles):
+    """A checkpoint with `model.safetensors`, or with shards and their index."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, TensorEntry] = {}
+        self._shards: dict[str, str] = {}  # of each tensor
+        self._notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Returns the names of all files, and of those in folders as `folder/name`."""
+
+    @abstractmethod
+    def _open(self, weights: WeightFiles) -> JoinedShards:
+        """Opens the shards and returns what their headers say."""
+
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Returns what the shards' headers say of each tensor, by name."""
+        if not self._entries:
+            weights = self.weights()
+            joined = self._open(weights)
+            self._entries, self._shards = joined.entries, joined.shards
+            self._notes = (*weights.notes, *joined.notes)
+        return self._entries
+
+    def weights(self) -> WeightFiles:
+        """Returns which of the files have the weights.
+
+        Raises:  CheckpointError as `find_weights`.
+        """
+        return find_weights(str(self.folder), self.names(), lambda: read_json(self, INDEX))
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors other names: those of the keys become the values."""
+        self._shards = {names.get(old, old): shard for old, shard in self._shards.items()}
+        renamed = ((names.get(old, old), entry) for old, entry in self._entries.items())
+        self._entries = {new: replace(entry, name=new) for new, entry in renamed}
+
+    def file_of(self, tensor: str) -> str:
+        """Returns the name of the shard with a tensor."""
+        return self._shards[tensor]
+
+    def notes(self) -> Sequence[str]:
+        """Returns lines on the files and tensors that are not read."""
+        return self._notes
+
+
+class SafetensorsFiles(FolderFiles, ShardFiles):
+    """A folder with safetensors. Owns the shards' descriptors.
 
     The shards are opened by `entries`, so that a config that is wrong is found first.
     Raises:  CheckpointError if there is no such folder; from `entries`, if files are missing or damaged, or the index
@@ -130,20 +188,13 @@ class SafetensorsFiles(FolderFiles, CheckpointFiles):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        FolderFiles.__init__(self, folder)
+        ShardFiles.__init__(self)
         self._readers: dict[str, RangeReader] = {}
-        self._entries: dict[str, TensorEntry] = {}
-        self._shards: dict[str, str] = {}  # of each tensor
 
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Returns what the shards' headers say of each tensor, by name."""
-        if not self._readers:
-            self._open()
-        return self._entries
-
-    def file_of(self, tensor: str) -> str:
-        """Returns the name of the shard with a tensor."""
-        return self._shards[tensor]
+    def names(self) -> Collection[str]:
+        """Returns the names of the files in the folder and in its folders."""
+        return file_names(self.folder)
 
     def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
         """Reads a range of a tensor: u8, own memory.
@@ -183,75 +234,11 @@ class SafetensorsFiles(FolderFiles, CheckpointFiles):
             reader.close()
         self._readers.clear()
 
-    def _open(self) -> None:
-        weight_map = self._weight_map()
-        shards = shards_of(weight_map)
-        self._entries, self._shards = join_shards(
-            weight_map, {shard: read_header(self.folder / shard, CheckpointError) for shard in shards}
-        )
-        self._readers = {shard: RangeReader(self.folder / shard, CheckpointError) for shard in shards}
-
-    def _weight_map(self) -> dict[str, str] | None:
-        return read_weight_map(self, [path.name for path in self.folder.iterdir()])
-
-
-def read_weight_map(files: CheckpointFiles, names: Iterable[str]) -> dict[str, str] | None:
-    """Returns each tensor's shard, or None for a checkpoint of one file.
-
-    Args:    names: of all files in the folder.
-    Raises:  CheckpointError if there are no safetensors, or the index is not one.
-    """
-    if files.has(_INDEX):
-        return weight_map_of(read_json(files, _INDEX))
-    if files.has(_SINGLE):
-        return None
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        raise CheckpointError(
-            f"{files.folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
-            "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
-        )
-    raise CheckpointError(f"{files.folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
-
-
-def shards_of(weight_map: Mapping[str, str] | None) -> list[str]:
-    """Returns the names of all shards, sorted."""
-    return [_SINGLE] if weight_map is None else sorted(set(weight_map.values()))
-
-
-def join_shards(
-    weight_map: Mapping[str, str] | None, headers: Mapping[str, Iterable[TensorEntry]]
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Returns all tensors' entries, and their shards, by name.
-
-    Args:    headers: the entries of each shard.
-    Raises:  CheckpointError if a tensor is in two shards, or not in the one that the index names.
-    """
-    entries, shards = dict[str, TensorEntry](), dict[str, str]()
-    for shard, header in headers.items():
-        for entry in header:
-            if entry.name in entries:
-                raise CheckpointError(
-                    f"{shard}: tensor {entry.name!r} is also in {shards[entry.name]}; each tensor must be in one shard"
-                )
-            entries[entry.name], shards[entry.name] = entry, shard
-    for name, shard in (weight_map or {}).items():
-        if shards.get(name) != shard:
-            raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
-    return entries, shards
-
-
-def weight_map_of(index: object) -> dict[str, str]:
-    """Returns each tensor's shard by the values of `model.safetensors.index.json`.
-
-    Raises:  CheckpointError if they are not those of an index, or a name is not that of a shard in the same folder.
-    """
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{_INDEX}: weight_map is missing")
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
-            raise CheckpointError(f"{_INDEX}: {shard!r} is not the name of a safetensors file in the same folder")
-    return weight_map
+    def _open(self, weights: WeightFiles) -> JoinedShards:
+        paths = {shard: self.folder / shard for shard in weights.shards}
+        joined = join_shards(weights, {shard: read_header(path, CheckpointError) for shard, path in paths.items()})
+        self._readers = {shard: RangeReader(path, CheckpointError) for shard, path in paths.items()}
+        return joined
 
 
 def read_json(files: FolderFiles | CheckpointFiles, name: str) -> object:

@@ -239,6 +239,11 @@ class Config:
         value = self._values.get(key)
         return None if value is None else Config(value, f"{self.place}: {key}")
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no keys."""
+        return not self._values
+
     def raw(self, key: str) -> dict[str, Any]:
         """Reads the object under `key` as it is; empty if it is missing or null."""
         return dict(self._typed(key, (dict,), "an object", {}))

@@ -7,7 +7,7 @@ tensors of one checkpoint: it finds the place of every matrix, and refuses tenso
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -253,6 +253,15 @@ def spec_of_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> ModelS
     return replace(spec, router=replace(spec.router, bias=False))
 
 
+def second_head(family: Family, spec: ModelSpec, tensors: Collection[str]) -> str | None:
+    """Returns the name of the head's tensor in a checkpoint whose config says that the embedding is the head; or None.
+
+    It is a copy of the embedding, or else the config is wrong.
+    """
+    ways = stored_ways(family, spec, "head") if spec.tied_head else ()
+    return next((name for way in ways for name in (way.name, f"{way.name}_packed") if name in tensors), None)
+
+
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN) -> Claims:
     """Accounts for every source tensor.
 
@@ -314,6 +323,11 @@ def _claim_dense(
         shape = shape[::-1] if stored.transposed else shape if stored.parts == 1 else (stored.parts, *shape)
         shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
         kind = "integers" if role.integers else source.codec
+        if role.name == "head" and source.tensor not in tensors:
+            raise CheckpointError(
+                f"checkpoint: tensor {source.tensor!r} is missing: the model was saved without its head; save it again "
+                "with transformers' AutoModelForCausalLM"
+            )
         _check_tensor(source.tensor, _stored_shape(source, shape), tensors, kind)
         dense[role.name] = source
     return dense
@@ -564,7 +578,7 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
 
     Raises:  CheckpointError if there is no reason.
     """
-    if spec.tied_head and name in (way.name for way in stored_ways(family, spec, "head")):
+    if name == second_head(family, spec, (name,)):
         return _TIED
     left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
     if left_out is None:

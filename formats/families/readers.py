@@ -598,7 +598,7 @@ def read_quantization(config: Config, text_keys: tuple[str, ...] = ()) -> Quanti
     found, place = list[Quantization](), config
     for key in (*text_keys, None):
         group = place.group(_KEY)
-        if group is not None:
+        if group is not None and not group.is_empty:  # an empty one is left by programs that dequantize
             found.append(_quantization(group))
         inner = None if key is None else place.group(key)
         if inner is None:

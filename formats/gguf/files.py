@@ -20,6 +20,7 @@ from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
 from moe_pack.formats.families.registry import read_spec
+from moe_pack.formats.families.weight_files import file_names, is_adapter, refuse_adapters, unused_notes
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
     GATE_UP_EXPERTS,
@@ -145,12 +146,17 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.is_file() and path.suffix == ".gguf":
         return path
-    if not path.is_dir() or next(path.glob("*.safetensors"), None) is not None:
+    if not path.is_dir():
+        return None
+    names = file_names(path)
+    if any(name.endswith(".safetensors") and "/" not in name and not is_adapter(name) for name in names):
         return None
     models = sorted({part_paths_of_name(file) for file in path.glob("*.gguf") if not file.name.startswith("mmproj")})
     if len(models) > 1:
-        names = ", ".join(model.name for model in models)
-        raise CheckpointError(f"{path}: has {len(models)} GGUF models; name one of them: {names}")
+        others = ", ".join(model.name for model in models)
+        raise CheckpointError(f"{path}: has {len(models)} GGUF models; name one of them: {others}")
+    if models:
+        refuse_adapters(str(path), names)
     return models[0] if models else None
 
 
@@ -237,6 +243,10 @@ class GgufFiles(CheckpointFiles):
                 self._entries[name] = TensorEntry(name, tensor.rows.dtype, tensor.shape, 0, num_bytes)
         return self._entries
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Does nothing: the tensors have the names that the family knows."""
+        assert not names, names
+
     def file_of(self, tensor: str) -> str:
         """Returns the name of the file with a tensor, or with its first rows."""
         return self._tensors[tensor].file
@@ -278,7 +288,8 @@ class GgufFiles(CheckpointFiles):
             f"{kind}: {count} {'tensor' if count == 1 else 'tensors'}, {'as they are' if exact else 'dequantized'}"
             for (kind, exact), count in sorted(counts.items(), key=lambda item: -item[1])
         ]
-        return [f"{self._paths[0].name}: {'; '.join(lines)}"]
+        others = [name for name in file_names(self._paths[0].parent) if not name.endswith(".gguf")]
+        return [f"{self._paths[0].name}: {'; '.join(lines)}", *unused_notes(others, ())]
 
     def stamp(self) -> str:
         """Returns a digest of the files' sizes and modification times."""

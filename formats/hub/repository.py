@@ -90,6 +90,11 @@ class HubRepository:
         self._headers = {**client.utils.build_hf_headers(library_name="moe-pack"), "Accept-Encoding": "identity"}
         self._root = f"{client.constants.ENDPOINT}/{name.repository}/resolve/{self.commit}"
 
+    def names(self) -> list[str]:
+        """Returns the paths of the files within the folder that the name means."""
+        top = self.name.path("")
+        return [path.removeprefix(top) for path in self.files if path.startswith(top)]
+
     def read(self, path: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
         """Reads a range of a file: u8 [num_bytes], own memory.
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, CheckpointError
-from moe_pack.formats.families.checkpoint_files import (
-    MAX_FILE_BYTES,
-    CheckpointFiles,
-    join_shards,
-    read_weight_map,
-    shards_of,
-)
+from moe_pack.formats.families.checkpoint_files import MAX_FILE_BYTES, ShardFiles
+from moe_pack.formats.families.weight_files import JoinedShards, WeightFiles, join_shards
 from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.hub.repository import HubRepository
 from moe_pack.formats.manifest import SourceFile
-from moe_pack.formats.safetensors import TensorEntry, header_entries, header_length, split_bytes
+from moe_pack.formats.safetensors import (
+    CONTENT_BYTES,
+    TensorEntry,
+    check_content,
+    header_entries,
+    header_length,
+    split_bytes,
+)
 
 _PIECES = 128  # pieces in the quota, at least: 32 MiB each by default
 _HEADER_BYTES = 256 << 10  # most headers are shorter, and come with the first request
@@ -41,7 +43,7 @@ _HEADERS_AT_ONCE = 8
 Key = tuple[str, int]  # shard and first byte
 
 
-class StreamedFiles(CheckpointFiles):
+class StreamedFiles(ShardFiles):
     """A checkpoint of the hub, of which at most `quota_bytes` are on the disk at a time. Owns the repository.
 
     Args:    folder: on whose disk the pieces are.
@@ -50,11 +52,10 @@ class StreamedFiles(CheckpointFiles):
 
     def __init__(self, repository: HubRepository, folder: Path, quota_bytes: int = STREAM_BYTES) -> None:
         assert quota_bytes >= LEAST_STREAM_BYTES, quota_bytes
+        super().__init__()
         self.folder = Path(repository.name.text())
         self._repository, self._quota_bytes = repository, quota_bytes
         self._headers: dict[str, bytes] = {}
-        self._entries: dict[str, TensorEntry] = {}
-        self._shards: dict[str, str] = {}
         self._starts: dict[str, list[int]] = {}  # of the pieces of each shard, and the shard's end
         self._small: dict[str, NDArray[np.uint8]] = {}
         self._pieces = _Pieces(repository, folder, quota_bytes)
@@ -69,6 +70,10 @@ class StreamedFiles(CheckpointFiles):
         """Returns how many bytes of pieces will be on the disk at most."""
         return min(self._quota_bytes, sum(self._num_bytes(shard) for shard in self._starts))
 
+    def names(self) -> list[str]:
+        """Returns the names of the files of the checkpoint's folder, and of those in its folders."""
+        return self._repository.names()
+
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has this file."""
         return self._repository.name.path(name) in self._repository.files
@@ -82,18 +87,10 @@ class StreamedFiles(CheckpointFiles):
             num_bytes = self._num_bytes(name)
             if num_bytes > most_bytes:
                 raise CheckpointError(f"{name}: {num_bytes} bytes, at most {most_bytes}")
-            self._small[name] = self._repository.read(self._repository.name.path(name), 0, num_bytes)
+            raw = self._repository.read(self._repository.name.path(name), 0, num_bytes)
+            check_content(raw[:CONTENT_BYTES].tobytes(), name, CheckpointError)
+            self._small[name] = raw
         return self._small[name]
-
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Returns what the shards' headers say of each tensor, by name."""
-        if not self._entries:
-            self._read_headers()
-        return self._entries
-
-    def file_of(self, tensor: str) -> str:
-        """Returns the name of the shard with a tensor."""
-        return self._shards[tensor]
 
     def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
         """Reads a range of a tensor: u8, own memory.
@@ -133,22 +130,16 @@ class StreamedFiles(CheckpointFiles):
     def _num_bytes(self, name: str) -> int:
         return self._repository.files[self._repository.name.path(name)].num_bytes
 
-    def _read_headers(self) -> None:
-        top = self._repository.name.path("")
-        names = [path.removeprefix(top) for path in self._repository.files if path.startswith(top)]
-        weight_map = read_weight_map(self, names)
-        shards = shards_of(weight_map)
-        if missing := [shard for shard in shards if not self.has(shard)]:
-            raise CheckpointError(f"{self.folder}: {missing[0]} is missing, which the index names")
+    def _open(self, weights: WeightFiles) -> JoinedShards:
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as pool:
-            self._headers = dict(zip(shards, pool.map(self._header, shards), strict=True))
+            self._headers = dict(zip(weights.shards, pool.map(self._header, weights.shards), strict=True))
         headers = {
             shard: header_entries(raw[8:], shard, self._num_bytes(shard), CheckpointError)
             for shard, raw in self._headers.items()
         }
-        self._entries, self._shards = join_shards(weight_map, headers)
         most = self._quota_bytes // _PIECES
         self._starts = {shard: list(_piece_starts(entries, most)) for shard, entries in headers.items()}
+        return join_shards(weights, headers)
 
     def _header(self, shard: str) -> bytes:
         """Returns the first bytes of a shard: the header's length and the header."""

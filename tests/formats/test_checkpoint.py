@@ -288,7 +288,9 @@ def test_an_index_that_is_no_json_is_refused(sharded: Path) -> None:
 
 def test_a_missing_shard_is_refused(sharded: Path) -> None:
     (sharded / SHARD_2).unlink()
-    assert refusal(sharded) == f"{SHARD_2}: file is missing"
+    assert refusal(sharded) == (
+        f"{sharded}: the download is incomplete: of 2 files that {INDEX} names, 1 is missing; download {SHARD_2}"
+    )
 
 
 def test_a_tensor_that_is_not_in_the_shard_the_index_names_is_refused(sharded: Path) -> None:
@@ -302,10 +304,12 @@ def test_a_tensor_of_the_index_that_no_shard_has_is_refused(sharded: Path) -> No
     assert refusal(sharded) == f"{INDEX}: tensor 'model.ghost' is not in {SHARD_2}"
 
 
-def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused_if_the_index_names_neither(sharded: Path) -> None:
     name = name_in(sharded, SHARD_1)
     twice = load_file(sharded / SHARD_1)[name]
     save_file(load_file(sharded / SHARD_2) | {name: twice}, sharded / SHARD_2)
+    spec_of(sharded)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].pop(name))
     assert refusal(sharded) == f"{SHARD_2}: tensor {name!r} is also in {SHARD_1}; each tensor must be in one shard"
 
 
@@ -349,7 +353,7 @@ def test_a_missing_tensor_is_refused_by_name(new_folder: Callable[[], Path]) -> 
         with case(name):
             tmp_path = new_folder()
             folder = changed(tmp_path, lambda tensors: tensors.pop(name))
-            assert refusal(folder) == f"checkpoint: tensor {name!r} is missing"
+            assert refusal(folder).startswith(f"checkpoint: tensor {name!r} is missing")
 
 
 def test_a_tensor_nobody_claims_is_refused_by_name(new_folder: Callable[[], Path]) -> None:

@@ -342,11 +342,16 @@ def test_experts_in_a_layer_that_has_none_are_refused(tmp_path: Path) -> None:
 # --- what is dropped, and why
 
 
-def test_a_tied_head_that_is_there_all_the_same_is_dropped_with_its_reason(tmp_path: Path) -> None:
+def test_a_tied_head_that_is_there_all_the_same_is_dropped_if_it_is_a_copy(tmp_path: Path) -> None:
     tied = Source(GRANITEMOE.config | {"tie_word_embeddings": True}, GRANITEMOE.router, fused=GRANITE)
-    found = fates(tied.write(tmp_path))
+
+    def copy(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    found = fates(tied.write(tmp_path, copy))
     assert found["lm_head.weight"] == ("dropped", "tied: the embedding is the head")
     assert found["model.embed_tokens.weight"] == ("resident", "")
+    assert fates(tied.write(tmp_path))["lm_head.weight"] == ("resident", ""), "a head of its own"
     assert fates(GRANITEMOE.write(tmp_path))["lm_head.weight"] == ("resident", "")
     tied.write(tmp_path, lambda tensors: tensors.__setitem__("lm_head.bias", torch.zeros(VOCAB)))
     assert refusal(tmp_path) == unclaimed("lm_head.bias")
