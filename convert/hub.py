@@ -1,20 +1,20 @@
 """Finds a checkpoint: a folder, a GGUF file; or on the hub by name, downloaded if it is not cached, or streamed."""
 
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moe_pack.formats import CheckpointError, UsageError
+from moe_pack.formats import CheckpointError, UsageError, parse
 from moe_pack.formats.families import SHORT_NAMES
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.families.weight_files import INDEX, SINGLE, find_weights
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.header import part_paths
 from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot, parse_name
 
-_WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors")
-_UNWANTED = ("consolidated*", "original/*", "*/*")  # other files with the same weights
+_WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
 
 def find_checkpoint(source: str) -> Path | CheckpointFiles:
@@ -41,20 +41,43 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
             return GgufFiles(gguf)
         searched = f"{source}: the hub id {name.text()} is only partly in the cache"
     searched = f"{searched} {_cache()}"
-    try:
+    with _said(searched):
         repository = HubRepository(name, CheckpointError)
         if paths := _gguf_paths(name, repository.files):
             snapshot = repository.download(paths)
             gguf = find_gguf(snapshot / paths[0])
             assert gguf is not None, f"{paths[0]} is a GGUF file"
             return GgufFiles(gguf)
-        unwanted = (f"{name.variant}/*/*",) if name.variant else _UNWANTED
-        folder = repository.download([name.path(pattern) for pattern in _WANTED], unwanted) / name.variant
+    wanted = (*_WANTED, *_shards(name, repository, searched))
+    with _said(searched):
+        folder = repository.download([name.path(pattern) for pattern in wanted], (name.path("*/*"),)) / name.variant
+    if not is_complete(folder):
+        raise CheckpointError(f"{searched}, and the hub does not have its config.json")
+    return folder
+
+
+@contextmanager
+def _said(searched: str) -> Iterator[None]:
+    """Says in the error of a download what was searched before."""
+    try:
+        yield
     except CheckpointError as fault:
         raise CheckpointError(f"{searched}; the download failed: {fault}") from fault
-    if not is_complete(folder):
-        raise CheckpointError(f"{searched}, and the hub does not have its weights as safetensors")
-    return folder
+
+
+def _shards(name: HubName, repository: HubRepository, searched: str) -> tuple[str, ...]:
+    """Returns the names of the files with the weights of a checkpoint on the hub.
+
+    Raises:  CheckpointError as `find_weights`, or if the index cannot be fetched.
+    """
+
+    def read_index() -> object:
+        path = name.path(INDEX)
+        with _said(searched):
+            raw = repository.read(path, 0, repository.files[path].num_bytes)
+        return parse(raw.tobytes(), INDEX, CheckpointError, is_foreign=True)
+
+    return find_weights(name.text(), repository.names(), read_index).shards
 
 
 def _gguf_paths(name: HubName, paths: Iterable[str]) -> list[str]:
@@ -118,11 +141,11 @@ def _cache() -> Any:
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether a cached snapshot has its config and every shard that its index names (or the single file)."""
-    index = folder / "model.safetensors.index.json"
+    """Returns whether a cached snapshot has its config and every shard that its index names, or the single file."""
     if not (folder / "config.json").exists():
         return False
-    if not index.exists():
-        return (folder / "model.safetensors").exists()
-    shards = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
-    return all((folder / shard).exists() for shard in shards)
+    index, shards = folder / INDEX, {SINGLE}
+    if index.exists():
+        shards = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
+    is_single = (folder / SINGLE).exists() and SINGLE not in shards
+    return is_single or all((folder / shard).exists() for shard in shards)

@@ -125,10 +125,12 @@ _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
 
 
 def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
-    """Refuses what downloads leave in a file's place: a pointer of Git LFS, or the page of a server's error.
+    """Refuses what downloads leave in a file's place: nothing, a pointer of Git LFS, or the page of a server's error.
 
     Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
     """
+    if not head:
+        raise error(f"{place}: is empty; download the file again")
     begin = head.lstrip().lower()
     if len(begin) >= 8 and _POINTER.startswith(begin[: len(_POINTER)]):
         raise error(f"{place}: is a Git LFS pointer, not the file; run git lfs pull, or download the file again")
@@ -178,8 +180,6 @@ def header_length(raw: bytes, place: str, file_bytes: int, error: type[MoePackEr
     Raises:  `error` if the file cannot have a header of this length.
     """
     length = int.from_bytes(raw, "little") if file_bytes >= 8 else 0
-    if not file_bytes:
-        raise error(f"{place}: is empty; download the file again")
     check_content(raw, place, error)
     if length > file_bytes and raw.isascii() and raw.decode("ascii").isprintable():
         raise error(

@@ -75,8 +75,8 @@ def find_weights(place: str, names: Collection[str], read_index: Callable[[], ob
                 f"convert {SINGLE}, which transformers loads, or remove {SINGLE} to convert the others"
             )
         notes.append(
-            f"note: {INDEX} is not used: {_listed(missing)} of it {'is' if len(missing) == 1 else 'are'} missing; the "
-            f"weights are those of {SINGLE}, which transformers loads too"
+            f"note: {INDEX} is not used: of {len(shards)} files that it names, {len(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; the weights are those of {SINGLE}, as in transformers"
         )
         weight_map, shards = None, [SINGLE]
     elif weight_map is None and missing:

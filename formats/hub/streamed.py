@@ -22,15 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, CheckpointError
-from moe_pack.formats.families.checkpoint_files import MAX_FILE_BYTES, ShardFiles
+from moe_pack.formats.families.checkpoint_files import MAX_FILE_BYTES, ShardFiles, check_small_file
 from moe_pack.formats.families.weight_files import JoinedShards, WeightFiles, join_shards
 from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.hub.repository import HubRepository
 from moe_pack.formats.manifest import SourceFile
 from moe_pack.formats.safetensors import (
-    CONTENT_BYTES,
     TensorEntry,
-    check_content,
     header_entries,
     header_length,
     split_bytes,
@@ -88,7 +86,7 @@ class StreamedFiles(ShardFiles):
             if num_bytes > most_bytes:
                 raise CheckpointError(f"{name}: {num_bytes} bytes, at most {most_bytes}")
             raw = self._repository.read(self._repository.name.path(name), 0, num_bytes)
-            check_content(raw[:CONTENT_BYTES].tobytes(), name, CheckpointError)
+            check_small_file(raw, name)
             self._small[name] = raw
         return self._small[name]
 
