@@ -9,7 +9,7 @@ from typing import Any
 from moe_pack.formats import CheckpointError, UsageError, parse
 from moe_pack.formats.families import SHORT_NAMES
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
-from moe_pack.formats.families.weight_files import INDEX, SINGLE, find_weights
+from moe_pack.formats.families.weight_files import INDEX, SINGLE, file_names, find_weights, unused_notes
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.header import part_paths
 from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot, parse_name
@@ -27,7 +27,8 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
     """
     path = Path(source)
     if (gguf := find_gguf(path)) is not None:
-        return GgufFiles(gguf)
+        others = [name for name in file_names(path) if not name.endswith(".gguf")] if path.is_dir() else []
+        return GgufFiles(gguf, unused_notes(others, ()))
     if path.is_dir():
         return path
     name = _name_of(source)

@@ -51,8 +51,6 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
             raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite
         )
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
-        if not raw.strip():
-            raise error(f"{place}: is empty") from fault
         raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
 
 

@@ -130,7 +130,7 @@ def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
     Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
     """
     if not head:
-        raise error(f"{place}: is empty; download the file again")
+        raise error(f"{place}: is empty; the download failed, or the file is damaged")
     begin = head.lstrip().lower()
     if len(begin) >= 8 and _POINTER.startswith(begin[: len(_POINTER)]):
         raise error(f"{place}: is a Git LFS pointer, not the file; run git lfs pull, or download the file again")

@@ -20,7 +20,7 @@ from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.families.weight_files import file_names, is_adapter, refuse_adapters, unused_notes
+from moe_pack.formats.families.weight_files import file_names, is_adapter, refuse_adapters
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
     GATE_UP_EXPERTS,
@@ -170,12 +170,13 @@ def part_paths_of_name(file: Path) -> Path:
 class GgufFiles(CheckpointFiles):
     """A model in one GGUF file, or in the parts into which it was split. Owns the files' descriptors.
 
-    Args:    path: the file, or one of the parts.
+    Args:    path: the file, or one of the parts.   notes: lines for users on other files.
     Raises:  CheckpointError if a file is damaged, a part is missing, or the architecture or a tensor's type is unknown.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, notes: Sequence[str] = ()) -> None:
         self._paths = part_paths(path)
+        self._notes = notes
         self.folder = path
         self.metadata, self._stored = read_headers(self._paths)
         self._architecture = architecture_of(self.metadata)
@@ -278,7 +279,7 @@ class GgufFiles(CheckpointFiles):
         return sorted(files, key=lambda file: file.name)
 
     def notes(self) -> list[str]:
-        """Returns how many tensors of each type there are, and which are dequantized."""
+        """Returns how many tensors of each type there are, and which are dequantized; and the lines on other files."""
         is_kept = "quantization_config" in self._config
         counts = Counter(
             (tensor.type, tensor.type in AS_THEY_ARE or (is_kept and "_exps.weight" in name))
@@ -288,8 +289,7 @@ class GgufFiles(CheckpointFiles):
             f"{kind}: {count} {'tensor' if count == 1 else 'tensors'}, {'as they are' if exact else 'dequantized'}"
             for (kind, exact), count in sorted(counts.items(), key=lambda item: -item[1])
         ]
-        others = [name for name in file_names(self._paths[0].parent) if not name.endswith(".gguf")]
-        return [f"{self._paths[0].name}: {'; '.join(lines)}", *unused_notes(others, ())]
+        return [f"{self._paths[0].name}: {'; '.join(lines)}", *self._notes]
 
     def stamp(self) -> str:
         """Returns a digest of the files' sizes and modification times."""

@@ -380,7 +380,7 @@ def test_a_tokenizer_with_unknown_rules_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_or_no_gguf_file_is_refused(tmp_path: Path) -> None:
     whole, path = MIXTRAL.read_bytes(), tmp_path / "model.gguf"
-    for size in (0, 3, 4, 23, 24, 100, 1000, 4000, len(whole) // 2, len(whole) - 1):
+    for size in (3, 4, 23, 24, 100, 1000, 4000, len(whole) // 2, len(whole) - 1):
         with case(size):
             path.write_bytes(whole[:size])
             assert refusal(path).startswith("model.gguf: the gguf package cannot read it (")

@@ -61,7 +61,11 @@ def test_a_folder_in_place_of_the_file_is_refused(path: Path) -> None:
         read_header(path, PackError)
 
 
-@pytest.mark.parametrize("length", [0, 1, 7])
+def test_an_empty_file_is_refused(path: Path) -> None:
+    assert refusal(path, b"") == f"{path.name}: is empty; the download failed, or the file is damaged"
+
+
+@pytest.mark.parametrize("length", [1, 7])
 def test_a_file_shorter_than_the_header_length_is_refused(path: Path, length: int) -> None:
     raw = safetensors_bytes(GOOD, bytes(32))[:length]
     assert refusal(path, raw).endswith(f"bytes in a file of {length}; the file is cut or damaged")
