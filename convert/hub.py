@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_pack.formats import CheckpointError, UsageError, parse
 from moe_pack.formats.families import SHORT_NAMES
-from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.families.checkpoint_files import CheckpointFiles, check_small_file
 from moe_pack.formats.families.weight_files import INDEX, SINGLE, file_names, find_weights, unused_notes
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.header import part_paths
@@ -76,6 +76,7 @@ def _shards(name: HubName, repository: HubRepository, searched: str) -> tuple[st
         path = name.path(INDEX)
         with _said(searched):
             raw = repository.read(path, 0, repository.files[path].num_bytes)
+        check_small_file(raw, INDEX)
         return parse(raw.tobytes(), INDEX, CheckpointError, is_foreign=True)
 
     return find_weights(name.text(), repository.names(), read_index).shards

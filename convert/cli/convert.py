@@ -445,8 +445,6 @@ def _say_plan(
         f"{model_text(checkpoint.spec)}: {size_text(source_bytes)} in the checkpoint, about "
         f"{size_text(large_bytes(layout))} in the pack"
     )
-    for note in checkpoint.notes():
-        _tell(note)
     if kept := kept_text(plan, checkpoint, rotation):
         _tell(kept)
     dtypes = {

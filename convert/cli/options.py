@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import click
 import torch
 
 from moe_pack.calib.evaluate import REFERENCE_FILE
@@ -40,6 +41,7 @@ from moe_pack.formats import (
 from moe_pack.formats.cli import cache_folder
 from moe_pack.formats.commands import Part, Stage, given, read_size
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
 from moe_pack.formats.plan import TRELLIS_WIDTHS
@@ -433,16 +435,22 @@ class StreamOptions:
 
 
 def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
-    """Opens a command's source: a folder, or a name of the hub, downloaded or streamed.
+    """Opens a command's source: a folder, or a name of the hub, downloaded or streamed; prints how it is read.
 
     Args:    output: where the command writes; pieces of a streamed source are on the same disk.
     Raises:  CheckpointError; UsageError if --stream is given for a source on this disk.
     """
+    files: Path | CheckpointFiles
     if not stream.is_given:
-        return Checkpoint(find_checkpoint(source))
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    space = STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
-    return Checkpoint(open_streamed(source, output.absolute().parent, space))
+        files = find_checkpoint(source)
+    else:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        space = STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
+        files = open_streamed(source, output.absolute().parent, space)
+    checkpoint = Checkpoint(files)
+    for note in checkpoint.notes():
+        click.echo(note, err=True)
+    return checkpoint
 
 
 def check_stream_space(files: StreamedFiles, output: Path, output_bytes: int) -> str:

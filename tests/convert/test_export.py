@@ -101,6 +101,23 @@ def check_equal(source: Path, out: Path) -> None:
                 assert torch.equal(held, expected[name])
 
 
+def test_a_head_that_differs_from_the_embedding_is_exported_as_one_of_its_own(new_folder: Callable[[], Path]) -> None:
+    """The config of the source says that the embedding is the head, which programs other than transformers believe."""
+    for tiny in (Tiny("mixtral", "", {}), Tiny("switch_transformers", "", {"tie_word_embeddings": False})):
+        with case(tiny.family):
+            folder = new_folder()
+            (folder / "source").mkdir()
+            source = write(tiny, folder / "source")
+            values = json.loads((source / "config.json").read_text())
+            (source / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+            out = exported(source, folder)
+            check_equal(source, out)
+            said = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+            assert said == (tiny.family == "switch_transformers"), "where the key scales what the head sees, it stays"
+            with closing(Checkpoint(source)) as before, closing(Checkpoint(out)) as after:
+                assert before.spec == after.spec and not after.spec.tied_head
+
+
 def check_round_trip(tiny: Tiny, folder: Path) -> None:
     (folder / "source").mkdir()
     source = write(tiny, folder / "source")

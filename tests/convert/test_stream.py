@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import case
+from folders import INDEX, OTHER, SHARDS, SINGLE, overlaid, prefixed, sharded, single, with_files, without
 from hub_server import TOKEN, Fault, HubServer, ask_here, environment, running_hub
 from models import TESTS, TinyMixtral
 from profiles import QUICK, folder_bytes, random_tokens
@@ -217,6 +218,59 @@ def test_a_source_is_downloaded_whole_and_then_taken_from_the_cache(hub: HubServ
             assert find_checkpoint(name) == folder
             assert open_streamed(name, folder) == folder
             assert sum(hub.requests.values()) == before
+
+
+def test_a_repository_is_read_as_its_folder_is(hub: HubServer, tmp_path: Path) -> None:
+    """Streamed, or downloaded: then nothing comes that is not read."""
+    builds = {
+        "beside": lambda folder: with_files(sharded(folder), "model.bin", "consolidated.safetensors", "x/y.gguf"),
+        "stale": lambda folder: without(single(sharded(folder, OTHER)), *SHARDS[1:]),
+        "overlaid": lambda folder: overlaid(folder, "overlay.safetensors", 1.0),
+        "tied": lambda folder: single(folder, tie_word_embeddings=True),
+        "prefixed": lambda folder: single(folder, change=prefixed("module.")),
+    }
+    for name, build in builds.items():
+        source = tmp_path / name
+        build(source)
+        hub.add(f"someone/{name}", source)
+        with case(name), closing(Checkpoint(source)) as local:
+            with closing(Checkpoint(streamed(tmp_path, f"someone/{name}"))) as remote:
+                assert local.notes() == remote.notes() != []
+                assert (
+                    local.spec == remote.spec and local.claims == remote.claims and local.account() == remote.account()
+                )
+            downloaded = find_checkpoint(f"someone/{name}")
+            assert isinstance(downloaded, Path)
+            used = {file.name for file in local.account()[0]}
+            assert {path.name for path in downloaded.iterdir() if path.suffix != ".json"} == used
+            with closing(Checkpoint(downloaded)) as fetched:
+                assert fetched.spec == local.spec and fetched.account() == local.account()
+
+
+def test_a_repository_that_can_be_read_in_two_ways_is_refused_before_its_weights_come(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    builds = {
+        "two": (lambda folder: single(sharded(folder), OTHER), "someone/two: has two models, model.safetensors and 3"),
+        "adapter": (
+            lambda folder: with_files(single(folder), "adapter_model.bin"),
+            "someone/adapter: has an adapter, adapt",
+        ),
+        "lacking": (lambda folder: without(sharded(folder), *SHARDS[:2]), "of 3 files .* 2 are missing; download "),
+        "torch": (lambda folder: without(with_files(single(folder), "model.bin"), SINGLE), "found .bin or .pt weights"),
+        "pointer": (lambda folder: sharded(folder) / INDEX, f"{INDEX}: is a Git LFS pointer, not the file"),
+    }
+    for name, (build, message) in builds.items():
+        made = build(tmp_path / name)
+        if name == "pointer":
+            made.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+        hub.add(f"someone/{name}", tmp_path / name)
+        with case(name):
+            with pytest.raises(CheckpointError, match=message):
+                Checkpoint(streamed(tmp_path, f"someone/{name}"))
+            with pytest.raises(CheckpointError, match=message):
+                find_checkpoint(f"someone/{name}")
+    assert not list((tmp_path / "cache").rglob("*.safetensors")), "nothing is downloaded"
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from folders import (
     SINGLE,
     Change,
     base_alone,
-    files,
     head_alone,
     of_one_file,
     overlaid,
@@ -26,6 +25,7 @@ from folders import (
     single,
     twice,
     unnamed,
+    with_files,
     within,
     without,
 )
@@ -61,26 +61,28 @@ def test_a_folder_is_the_model_that_transformers_loads(new_folder: Callable[[], 
         (sharded, []),
         (of_one_file, []),
         (unnamed, [f"note: {INDEX} does not name model.norm.weight, used all the same, as transformers does"]),
-        (lambda f: files(single(f), "training_args.bin", "optimizer.pt", "rng_state_0.pth", ".x.safetensors"), []),
-        (lambda f: files(single(f), "runs/events.1", "README.md"), []),
+        (lambda f: with_files(single(f), "training_args.bin", "optimizer.pt", "rng_state_0.pth", ".x.safetensors"), []),
+        (lambda f: with_files(single(f), "runs/events.1", "README.md"), []),
         (lambda f: without(single(sharded(f, OTHER)), *SHARDS), [stale.format("3 are")]),
         (
             lambda f: without(single(sharded(f, OTHER)), SHARDS[1]),
             [stale.format("1 is"), f"note: not used: {SHARDS[0]}, {SHARDS[2]}"],
         ),
-        (lambda f: files(sharded(f), "pytorch_model.bin"), ["note: not used: pytorch_model.bin"]),
+        (lambda f: with_files(sharded(f), "pytorch_model.bin"), ["note: not used: pytorch_model.bin"]),
         (
-            lambda f: files(
+            lambda f: with_files(
                 sharded(f), *(f"pytorch_model-{i}-of-9.bin" for i in range(9)), "pytorch_model.bin.index.json"
             ),
             ["note: not used: " + ", ".join(f"pytorch_model-{i}-of-9.bin" for i in range(4)) + " and 5 more"],
         ),
         (
-            lambda f: files(single(f), "consolidated.safetensors", "original/consolidated.00.pth", "model.Q4_0.gguf"),
-            ["note: not used: consolidated.safetensors, model.Q4_0.gguf, original/"],
+            lambda f: with_files(
+                single(f), "consolidated.safetensors", "original/consolidated.00.pth", "model.Q4_0.gguf"
+            ),
+            ["note: not used: consolidated.safetensors, m.gguf, original/"],
         ),
         (
-            lambda f: files(
+            lambda f: with_files(
                 sharded(f), "model.fp16.safetensors", "x.safetensors.incomplete", "tf_model.h5", "onnx/m.onnx"
             ),
             ["note: not used: model.fp16.safetensors, tf_model.h5, x.safetensors.incomplete, onnx/"],

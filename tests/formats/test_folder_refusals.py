@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, files, sharded, single, without
+from folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, sharded, single, with_files, without
 from models import Tensors
 
 from moe_pack.convert import find_checkpoint
@@ -59,12 +59,12 @@ def test_an_adapter_that_is_not_merged_is_refused(new_folder: Callable[[], Path]
     for name in names:
         for make in (single, sharded, with_gguf):
             with case(name, make):
-                message = refusal(files(make(new_folder()), name))
+                message = refusal(with_files(make(new_folder()), name))
                 assert f"has an adapter, {name}, which is not merged into the weights; merge it first" in message
                 assert ADAPTER in message
     for name in ["checkpoint-9/adapter_model.safetensors", "exploration.safetensors", "adapter_config.json"]:
         with case(name):
-            Checkpoint(files(single(new_folder()), name)).close()
+            Checkpoint(with_files(single(new_folder()), name)).close()
 
 
 def with_gguf(folder: Path) -> Path:
@@ -113,7 +113,7 @@ def test_a_folder_that_lacks_weights_is_refused_by_what_it_has(new_folder: Calla
     ]
     for names, message in cases:
         with case(names):
-            folder = without(files(single(new_folder()), *names), SINGLE)
+            folder = without(with_files(single(new_folder()), *names), SINGLE)
             assert refusal(folder) == f"{folder}: {message}"
 
 

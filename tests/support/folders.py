@@ -54,7 +54,7 @@ def indexed(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
     path.write_text(json.dumps(index))
 
 
-def files(folder: Path, *names: str) -> Path:
+def with_files(folder: Path, *names: str) -> Path:
     """Writes files that nobody reads."""
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
