@@ -224,6 +224,7 @@ class Pack:
 
     def _open(self) -> None:
         with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
+            reader.check_content()
             size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
             self.manifest = read_manifest(reader.read(0, size).tobytes())
         self.spec = self.manifest.model
@@ -233,6 +234,8 @@ class Pack:
         for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
             actual_bytes = self._reader(name).num_bytes
             if actual_bytes != num_bytes:
+                if actual_bytes:
+                    self._reader(name).check_content()
                 raise PackError(f"{name}: {actual_bytes} bytes, expected {num_bytes}; the file is cut or damaged")
         self.index = read_index(*self._table(INDEX_FILE), self.spec)
         rotation_bytes = self._files[ROTATION_FILE].bytes if self.has(ROTATION_FILE) else 0

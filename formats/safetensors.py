@@ -24,6 +24,23 @@ from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.system import READ_FLAGS, read_at
 
 _HASH_CHUNK_BYTES = 8 << 20
+CONTENT_BYTES = 64  # of a file's beginning, by which `check_content` knows what it is
+_POINTER = b"version https://git-lfs"
+_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
+
+
+def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
+    """Refuses what downloads leave in a file's place: nothing, a pointer of Git LFS, or the page of a server's error.
+
+    Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
+    """
+    if not head:
+        raise error(f"{place}: is empty; the download failed, or the file is damaged")
+    begin = head.lstrip().lower()
+    if len(begin) >= 8 and _POINTER.startswith(begin[: len(_POINTER)]):
+        raise error(f"{place}: is a Git LFS pointer, not the file; run git lfs pull, or download the file again")
+    if len(begin) >= 5 and any(page.startswith(begin[:8]) or begin.startswith(page) for page in _PAGES):
+        raise error(f"{place}: is a page of HTML or XML, not the file; the download failed: download the file again")
 
 
 class RangeReader:
@@ -97,6 +114,13 @@ class RangeReader:
         except (OSError, ValueError) as fault:
             raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
 
+    def check_content(self) -> None:
+        """Refuses what downloads leave in the file's place.
+
+        Raises:  the reader's error as the function `check_content`.
+        """
+        check_content(self.read(0, min(CONTENT_BYTES, self.num_bytes)).tobytes(), self._place, self._error)
+
     def sha256(self) -> str:
         """Returns the SHA-256 of the whole file, in hexadecimal."""
         digest, offset, size = hashlib.sha256(), 0, self.num_bytes
@@ -117,25 +141,6 @@ class RangeReader:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-CONTENT_BYTES = 64  # of a file's beginning, by which `check_content` knows what it is
-_POINTER = b"version https://git-lfs"
-_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
-
-
-def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
-    """Refuses what downloads leave in a file's place: nothing, a pointer of Git LFS, or the page of a server's error.
-
-    Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
-    """
-    if not head:
-        raise error(f"{place}: is empty; the download failed, or the file is damaged")
-    begin = head.lstrip().lower()
-    if len(begin) >= 8 and _POINTER.startswith(begin[: len(_POINTER)]):
-        raise error(f"{place}: is a Git LFS pointer, not the file; run git lfs pull, or download the file again")
-    if len(begin) >= 5 and any(page.startswith(begin[:8]) or begin.startswith(page) for page in _PAGES):
-        raise error(f"{place}: is a page of HTML or XML, not the file; the download failed: download the file again")
 
 
 DTYPE_BYTES = {

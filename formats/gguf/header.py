@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from moe_pack.formats import CheckpointError, RangeReader
-from moe_pack.formats.safetensors import CONTENT_BYTES, check_content
 
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 FACTORS = "rope_freqs.weight"  # a number for each pair of rotary positions, by which its frequency is divided
@@ -174,9 +173,8 @@ def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     factors: tuple[float, ...] = ()
     values: dict[str, Any] = {}
     for number, path in enumerate(paths):
-        with RangeReader(path, CheckpointError) as start:
-            head = start.read(0, min(CONTENT_BYTES, start.num_bytes)).tobytes()
-        check_content(head, path.name, CheckpointError)
+        with RangeReader(path, CheckpointError) as content:
+            content.check_content()
         reader = _open(path)
         if number == 0:
             values = {name: _content(field) for name, field in reader.fields.items()}

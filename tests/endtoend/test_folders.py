@@ -76,9 +76,7 @@ def test_a_folder_is_the_model_that_transformers_loads(new_folder: Callable[[], 
             ["note: not used: " + ", ".join(f"pytorch_model-{i}-of-9.bin" for i in range(4)) + " and 5 more"],
         ),
         (
-            lambda f: with_files(
-                single(f), "consolidated.safetensors", "original/consolidated.00.pth", "model.Q4_0.gguf"
-            ),
+            lambda f: with_files(single(f), "consolidated.safetensors", "original/consolidated.00.pth", "m.gguf"),
             ["note: not used: consolidated.safetensors, m.gguf, original/"],
         ),
         (

@@ -124,9 +124,20 @@ def test_a_manifest_that_does_not_end_with_its_digest_is_refused(new_pack: Calla
 
 def test_a_manifest_cut_anywhere_is_refused(folder: Path) -> None:
     raw = (folder / "manifest.json").read_bytes()
-    for length in [0, 1, 100, len(raw) // 2, len(raw) - 70, len(raw) - 2, len(raw) - 1]:
+    for length in [1, 100, len(raw) // 2, len(raw) - 70, len(raw) - 2, len(raw) - 1]:
         (folder / "manifest.json").write_bytes(raw[:length])
         assert re.match(r"manifest\.json: (not valid JSON \(|does not end with its own digest)", refusal(folder))
+
+
+def test_what_lies_in_a_file_s_place_is_named(new_pack: Callable[[], Path]) -> None:
+    pointer = "is a Git LFS pointer, not the file; run git lfs pull, or download the file again"
+    for name in ("manifest.json", "experts-000.safetensors", "config.json"):
+        with case(name):
+            folder = new_pack()
+            (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid")
+            assert refusal(folder) == f"{name}: {pointer}"
+    (folder / "manifest.json").write_bytes(b"")
+    assert refusal(folder) == "manifest.json: is empty; the download failed, or the file is damaged"
 
 
 def test_a_manifest_that_is_no_strict_json_is_refused(new_pack: Callable[[], Path]) -> None:
