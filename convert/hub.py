@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_pack.formats import CheckpointError, UsageError, parse
-from moe_pack.formats.families import SHORT_NAMES
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles, check_small_file
 from moe_pack.formats.families.weight_files import INDEX, SINGLE, file_names, find_weights, unused_notes
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.gguf.header import part_paths
-from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot, parse_name
+from moe_pack.formats.hub import STREAM_BYTES, HubName, HubRepository, StreamedFiles, cached_snapshot
+from moe_pack.formats.hub.names import source_name
 
 _WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -31,7 +31,7 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
         return GgufFiles(gguf, unused_notes(others, ()))
     if path.is_dir():
         return path
-    name = _name_of(source)
+    name = source_name(source)
     searched = f"{source}: no such file or folder, and the hub id {name.text()} is not in the cache"
     snapshot = cached_snapshot(name, CheckpointError)
     if snapshot is not None:
@@ -105,7 +105,7 @@ def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) ->
     """
     if Path(source).exists():
         raise UsageError(f"--stream reads from the hub, and {source} is on this disk; remove --stream")
-    name = _name_of(source)
+    name = source_name(source)
     snapshot = cached_snapshot(name, CheckpointError)
     if snapshot is not None and is_complete(snapshot / name.variant):
         return snapshot / name.variant
@@ -119,21 +119,6 @@ def open_streamed(source: str, folder: Path, quota_bytes: int = STREAM_BYTES) ->
             f"{' '.join(paths)}{revision}"
         )
     return StreamedFiles(repository, folder, quota_bytes)
-
-
-def _name_of(source: str) -> HubName:
-    """Returns the name on the hub that a source is, or that its short name stands for."""
-    if Path(source).exists():
-        raise CheckpointError(
-            f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
-        )
-    name = parse_name(SHORT_NAMES.get(source.lower(), source))
-    if name is None and ("/" in source or source.endswith(".gguf")):
-        raise CheckpointError(f"{source}: there is no such file or folder, and it is not a hub id (owner/name)")
-    if name is None:
-        known = ", ".join(sorted(SHORT_NAMES))
-        raise CheckpointError(f"{source}: is not a folder, a hub id (owner/name) or a short name ({known})")
-    return name
 
 
 def _cache() -> Any:

@@ -11,17 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, NoneType, UnionType
-from typing import IO, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
-from tqdm import tqdm
 
-from moe_pack.formats.commands import Option, Stage, option_of
+from moe_pack.formats.commands import Option, Stage, did_you_mean, option_of
 from moe_pack.formats.errors import MoePackError, UsageError
 from moe_pack.formats.version import VERSION
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 NOISE = "synthetic: its weights are random, its text is noise"  # every command says this about a synthetic pack
 
@@ -32,6 +35,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 class _Failure(click.ClickException):
     """An error that prints one line on standard error and exits with a code."""
+
+    exit_code: int
 
     def __init__(self, program: str, message: str, exit_code: int = 1) -> None:
         super().__init__(" ".join(message.split()))
@@ -69,6 +74,12 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def failure_of(fault: MoePackError, exit_code: int = 1) -> Exception:
+    """Returns the exception with which a command ends by an error of ours: itself with --debug, or else one line."""
+    root = click.get_current_context().find_root()
+    return fault if root.params.get("debug") else _Failure(root.info_name or "moe-pack", str(fault), exit_code)
+
+
 def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
     """Wraps a command's body: our errors print one line, Ctrl-C exits with 130, SIGTERM with 143.
 
@@ -86,9 +97,7 @@ def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
             except UsageError as fault:
                 raise click.UsageError(str(fault)) from fault
             except MoePackError as fault:
-                if root.params.get("debug"):
-                    raise
-                raise _Failure(program, str(fault), exit_code) from fault
+                raise failure_of(fault, exit_code) from fault
             except OSError as fault:
                 # Errors of our own files are MoePackErrors. If the reader of a pipe ends, click ends quietly.
                 if root.params.get("debug") or fault.filename is not None or fault.errno not in _FULL:
@@ -101,6 +110,30 @@ def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
         return guarded  # type: ignore[return-value]  # functools.wraps keeps the body's signature
 
     return wrap
+
+
+class LateCommand(click.Command):
+    """A place for a command `name_command` of a module, which is imported only when the command is called."""
+
+    def __init__(self, name: str, module: str, short_help: str) -> None:
+        super().__init__(name, short_help=short_help)
+        self._module = module
+
+    def loaded(self) -> click.Command:
+        """Returns the command."""
+        command: click.Command = getattr(import_module(self._module), f"{self.name}_command")
+        return command
+
+
+class Commands(click.Group):
+    """A group of commands, some of them in modules that the group's help and completion do not import."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the command that the arguments call."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.loaded() if isinstance(command, LateCommand) else command, rest
 
 
 def common_options(body: C) -> C:
@@ -131,6 +164,13 @@ def options_from(kind: type[Any]) -> Callable[[C], C]:
         return gathered  # type: ignore[return-value]  # click calls it with the options that were added
 
     return add
+
+
+class _Choice(click.Choice[str]):
+    """One of some texts; a text that is none of them gets the nearest ones."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        return super().get_invalid_choice_message(value, ctx).removesuffix(".") + did_you_mean(str(value), self.choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +214,7 @@ class _CommandOption:
     def _type(self) -> Any:
         option = self.option
         if self._choices:
-            return click.Choice(list(self._choices))
+            return _Choice(list(self._choices))
         if option.parse is not None:
             return str
         if self.hint is Path:
@@ -290,6 +330,8 @@ class TerminalProgress:
 
     def begin(self, stage: Stage) -> None:
         """Prints the stage's note and shows its bar."""
+        from tqdm import tqdm
+
         self.end()
         if stage.note:
             click.echo(f"{stage.name}: {stage.note}", err=True)

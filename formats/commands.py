@@ -9,13 +9,16 @@ is None unless the user gives its option without a default. A class may have a m
 its options are read.
 
 Long work reports its progress in stages, one after another, each of a known size. Sizes in bytes, which many options
-are, are formatted and parsed here too.
+are, are formatted and parsed here too. For a name that is not known, `did_you_mean` finds similar ones.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
+
+from moe_pack.formats.errors import PackError
 
 Work = TypeVar("Work")
 _KEY = "option"
@@ -210,3 +213,37 @@ def read_size(text: str) -> int:
     if not num_bytes:
         raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
     return num_bytes
+
+
+def did_you_mean(name: str, known: Iterable[str], more: str = "") -> str:
+    """Returns `; did you mean this or that?` with at most three known names that are similar, and `more` after it.
+
+    Returns an empty text if there is nothing to say.
+    """
+    from difflib import get_close_matches
+
+    by_lower = {each.lower(): each for each in known}
+    similar = [by_lower[match] for match in get_close_matches(name.lower(), by_lower, cutoff=0.7)]
+    question = f"did you mean {' or '.join(filter(None, [', '.join(similar[:-1]), *similar[-1:]]))}?" if similar else ""
+    said = " ".join(filter(None, [question, more]))
+    return f"; {said}" if said else ""
+
+
+def names_beside(path: Path, suffix: str | None = None) -> list[str]:
+    """Returns the names of folders, and of files with a suffix, in the folder of a path that need not exist."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [each.name for each in beside if each.is_dir() or each.suffix == suffix]
+
+
+def check_is_folder(path: Path) -> None:
+    """Checks that the path of a pack is a folder.
+
+    Raises:  PackError if it is missing or a file, which a checkpoint in GGUF is.
+    """
+    if path.is_file():
+        raise PackError(
+            f"{path}: is a file, but a pack is a folder; make a pack of a checkpoint first: moe-pack convert {path} "
+            "-o packed/"
+        )
+    if not path.is_dir():
+        raise PackError(f"{path}: no such folder{did_you_mean(path.name, names_beside(path))}")

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage
+from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage, check_is_folder
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.layout import (
     DENSE_FILE,
@@ -62,20 +62,6 @@ def is_listed(path: Path, listed: ContentFile) -> bool:
         return False
     with RangeReader(path, PackError) as reader:
         return reader.num_bytes == listed.bytes and reader.sha256() == listed.sha256
-
-
-def check_is_folder(path: Path) -> None:
-    """Checks that the path of a pack is a folder.
-
-    Raises:  PackError if it is missing or a file, which a checkpoint in GGUF is.
-    """
-    if path.is_file():
-        raise PackError(
-            f"{path}: is a file, but a pack is a folder; make a pack of a checkpoint first: moe-pack convert {path} "
-            "-o packed/"
-        )
-    if not path.is_dir():
-        raise PackError(f"{path}: no such folder")
 
 
 class Pack:

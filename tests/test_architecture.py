@@ -3,8 +3,6 @@
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -445,42 +443,3 @@ def test_nine_functions_of_ten_are_short() -> None:
     lengths = [lines for source in sources() for _, lines in functions(source.path, source.tree)]
     short = sum(lines <= USUAL_FUNCTION_LINES for lines in lengths)
     assert short / len(lengths) >= USUAL_SHARE
-
-
-def loaded_by(*modules: str) -> set[str]:
-    """Returns the top packages in memory after a fresh interpreter imported the modules."""
-    script = f"import {', '.join(modules)}, sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-def test_importing_formats_loads_none_of_the_heavy_packages() -> None:
-    heavy = {
-        "torch",
-        "hqq",
-        "transformers",
-        "datasets",
-        "click",
-        "tqdm",
-        "huggingface_hub",
-        "safetensors",
-        "tokenizers",
-    }
-    assert loaded_by("moe_pack.formats.pack", "moe_pack.formats.writer") & heavy == set()
-
-
-def test_importing_the_runtime_loads_nothing_of_the_extras() -> None:
-    extras = {
-        "hqq",
-        "transformers",
-        "datasets",
-        "pyarrow",
-        "huggingface_hub",
-        "safetensors",
-        "jinja2",
-        "pytest",
-        "triton",
-    }
-    loaded = loaded_by("moe_pack.runtime.engine", "moe_pack.runtime.text", "moe_pack.calib.report.page")
-    assert loaded & extras == set()
-    assert "torch" in loaded, "as the test above would find it"

@@ -58,6 +58,7 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.formats.commands import did_you_mean, names_beside
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
 from moe_pack.formats.spec import with_repeats
@@ -171,6 +172,8 @@ class Profile:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if not folder.is_dir():
+            raise PackError(f"{folder}: no such folder{did_you_mean(folder.name, names_beside(folder))}")
         path = folder / PROFILE_FILE
         if not path.is_file():
             raise PackError(

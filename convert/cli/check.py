@@ -1,37 +1,27 @@
 """The command `moe-pack check`: whether a finished pack is intact, comes from its source, and keeps within limits."""
 
+from __future__ import annotations
+
 import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Quality
-from moe_pack.convert import find_checkpoint
-from moe_pack.convert.checks import (
-    CheckResult,
-    check_budget,
-    check_bytes,
-    check_digests,
-    check_losses,
-    check_schema,
-    check_tensors,
-    exit_code_of,
-    junit_xml,
-    markdown_table,
-    timed,
-)
-from moe_pack.convert.cli.measure import measure_loss
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
 from moe_pack.convert.options import CheckLimits
-from moe_pack.formats import Pack, PackError, UsageError, dump, option
+from moe_pack.formats import PackError, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.errors import MoePackError
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.hub.cli import PACK, pack_folder
+
+if TYPE_CHECKING:
+    from moe_pack.calib.evaluate import Quality
+    from moe_pack.convert.checks import CheckResult
+    from moe_pack.formats import Pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +81,8 @@ class CheckOptions:
             )
 
 
-@click.command("check", short_help="Check PACK for a pipeline; exit code 1 if a check fails.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("check")
+@click.argument("pack", type=PACK)
 @options_from(CheckOptions)
 @command_errors(
     interrupted="interrupted; finished measurements are kept; run the same command again to continue", exit_code=3
@@ -113,6 +103,8 @@ def check_command(pack: Path, options: CheckOptions) -> None:
       2  the command is wrong
       3  something could not be checked: the pack or its source cannot be had, or a loss is unknown
     """
+    from moe_pack.convert.checks import exit_code_of, junit_xml, markdown_table
+
     with ExitStack() as stack:
         checks, quality, root = _checked(pack_folder(pack), options, stack)
     exit_code = exit_code_of(checks)
@@ -137,6 +129,19 @@ def _checked(
 
     Raises:  PackError or CheckpointError if there is nothing to check the pack by, or no pack.
     """
+    from moe_pack.convert import find_checkpoint
+    from moe_pack.convert.checks import (
+        CheckResult,
+        check_budget,
+        check_bytes,
+        check_digests,
+        check_losses,
+        check_schema,
+        check_tensors,
+        timed,
+    )
+    from moe_pack.formats.families import Checkpoint
+
     if not folder.exists():
         raise PackError(f"{folder}: no such folder; give a pack")
     checkpoint = None
@@ -166,6 +171,10 @@ def _checked(
 
 def _quality(pack: Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
     """Returns the pack's loss and its origin in words; without a loss, why there is none."""
+    from moe_pack.calib.evaluate import QUALITY_FILE, Quality
+    from moe_pack.convert.cli.measure import measure_loss
+    from moe_pack.formats.sidecar import read_sidecar
+
     if options.limits.of_loss and options.against is not None:
         if not is_intact:
             return None, "not measured, because an earlier check failed"

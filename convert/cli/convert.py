@@ -1,48 +1,20 @@
 """The command `moe-pack convert`: makes a pack from a checkpoint, with options, by a plan, or for a target."""
 
+from __future__ import annotations
+
 import math
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
-from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
+from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.quantize import RotateChoice
 from moe_pack.calib.quantize.options import ROTATE_CHOICE_OPTION
-from moe_pack.convert import (
-    MEMORY_BYTES,
-    SOURCE,
-    AutoPacker,
-    AutoPackResult,
-    ConversionResult,
-    bits_per_weight,
-    check_calibration,
-    convert,
-    dense_dtypes,
-    kept_text,
-    layout_for,
-    loss_text,
-    lossless_formats,
-    memory_line,
-    pack_goal,
-    threshold_rule,
-    with_kept,
-)
-from moe_pack.convert.cli.measure import (
-    attached_line,
-    measure_thresholds_of,
-    model_text,
-    say_text,
-    threshold_lines,
-)
+from moe_pack.convert import MEMORY_BYTES, SOURCE
 from moe_pack.convert.cli.options import (
     CALIBRATION_TOKENS,
     INTERRUPTED,
@@ -59,27 +31,10 @@ from moe_pack.convert.cli.options import (
     open_source,
     run_on_ray,
 )
-from moe_pack.convert.matrix_bytes import checkpoint_repeats
-from moe_pack.convert.plan import (
-    Decision,
-    Planner,
-    PlanningModel,
-    Target,
-    check_budget,
-    defaults_text,
-    kv_text,
-    planner_for,
-    read_plan,
-    with_kv_dtype,
-)
-from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
-from moe_pack.convert.ray_launcher import PROCESS_BYTES, PackJob, Resources
-from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
+from moe_pack.convert.plan import Target
 from moe_pack.formats import (
     BF16,
     MATRICES,
-    Pack,
-    PackLayout,
     Plan,
     PlanError,
     Progress,
@@ -91,15 +46,25 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import Stage, given, read_size
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.hub import StreamedFiles
-from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.hub.cli import CHECKPOINT
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import QUANTIZERS
 from moe_pack.formats.spec import with_repeats
-from moe_pack.formats.writer import await_parts, journaled_bytes
-from moe_pack.runtime import Text
-from moe_pack.runtime.model import operations_for
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moe_pack.calib.evaluate import ThresholdRule
+    from moe_pack.calib.forward import Tokens
+    from moe_pack.calib.profile import Profile
+    from moe_pack.convert import AutoPackResult, ConversionResult
+    from moe_pack.convert.plan import Decision, Planner, PlanningModel
+    from moe_pack.convert.ray_launcher import PackJob
+    from moe_pack.formats import PackLayout
+    from moe_pack.formats.families import Checkpoint
+    from moe_pack.formats.manifest import RotationVectors
+    from moe_pack.runtime import Text
 
 AnyQuantizer = Quantizer | Literal["auto"]
 _QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
@@ -262,6 +227,8 @@ class ConvertOptions:
             raise UsageError(f"--target-vram makes a plan, which decides this; remove {', '.join(names)}")
 
     def _check_plan(self) -> None:
+        from moe_pack.calib.evaluate import ThresholdRule
+
         if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
             raise UsageError(fault)
         if self.profile is None and self.quantizer == "calibrated":
@@ -275,8 +242,9 @@ class ConvertOptions:
             )
 
 
-@click.command("convert", short_help="Make a pack from the checkpoint at PATH.")
-@click.argument("path")
+@click.command("convert")
+@click.argument("path", type=CHECKPOINT)
+@CHECKPOINT.list_option
 @options_from(ConvertOptions)
 @command_errors(interrupted=INTERRUPTED)
 def convert_command(path: str, options: ConvertOptions) -> None:
@@ -315,11 +283,22 @@ def _sequence_length(checkpoint: Checkpoint) -> int:
 
 def _sample(checkpoint: Checkpoint, text: Text) -> Tokens:
     """Reads the start of our sample, which calibrates by default."""
+    from moe_pack.calib.forward import read_tokens
+
     return read_tokens(None, None, text, CALIBRATION_TOKENS, _sequence_length(checkpoint))
 
 
 def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None:
     """Makes the pack that the options or a plan describe."""
+    from moe_pack.calib.evaluate import ThresholdRule
+    from moe_pack.calib.profile import Profile, attach, hottest_first
+    from moe_pack.convert import check_calibration, layout_for, threshold_rule
+    from moe_pack.convert.cli.measure import attached_line
+    from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
+    from moe_pack.formats import Pack
+    from moe_pack.formats.hub import StreamedFiles
+    from moe_pack.formats.writer import await_parts
+
     profile = None if options.profile is None else Profile(options.profile)
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
@@ -368,6 +347,9 @@ def _made(
     rotation: RotationVectors | None,
 ) -> ConversionResult:
     """Makes a pack in this process, or on a Ray cluster."""
+    from moe_pack.convert import convert, layout_for
+    from moe_pack.convert.ray_launcher import PackJob
+
     with TerminalProgress() as progress:
         if options.many.ray is not None:
             job = PackJob(
@@ -399,6 +381,10 @@ def _made(
 
 def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: Progress) -> ConversionResult:
     """Makes a pack on a Ray cluster."""
+    from moe_pack.convert import ConversionResult
+    from moe_pack.convert.ray_launcher import PROCESS_BYTES, Resources
+    from moe_pack.formats.writer import journaled_bytes
+
     total = sum(item.num_bytes for item in layout.items())
     done = journaled_bytes(job.output, layout)
     run_on_ray(
@@ -417,6 +403,10 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
 
     Raises:  PlanError if the plan does not fit the model.
     """
+    import numpy as np
+
+    from moe_pack.convert.plan import Decision, read_plan
+
     spec = checkpoint.spec
     if options.plan_file is not None:
         return read_plan(options.plan_file, spec)
@@ -431,6 +421,8 @@ def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
     """Returns the text on which thresholds are measured: the profile's if it has one, or else our sample."""
+    from moe_pack.runtime import Text
+
     if profile is not None and profile.facts.imatrix is None:
         return profile.tokens()
     return _sample(checkpoint, Text(checkpoint.files))
@@ -440,6 +432,9 @@ def _say_plan(
     checkpoint: Checkpoint, plan: Plan, options: ConvertOptions, rotation: RotationVectors | None, source_bytes: int
 ) -> None:
     """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait."""
+    from moe_pack.convert import kept_text, layout_for, memory_line
+    from moe_pack.convert.cli.measure import model_text
+
     layout = layout_for(checkpoint, plan)
     _tell(
         f"{model_text(checkpoint.spec)}: {size_text(source_bytes)} in the checkpoint, about "
@@ -478,6 +473,9 @@ def _widened(checkpoint: Checkpoint, plan: Plan) -> list[DenseRole]:
 
 
 def _say_converted(result: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:
+    from moe_pack.convert import bits_per_weight
+    from moe_pack.formats import Pack
+
     if not result.written:
         click.echo(f"{output}: already contains the pack of this checkpoint with these options; nothing to do")
         return
@@ -492,6 +490,9 @@ def _say_converted(result: ConversionResult, output: Path, seconds: float, sourc
 
 def _say_rounding(output: Path) -> None:
     """Says what was rounded plainly and which experts lose much, if that was measured."""
+    from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
+    from moe_pack.formats import Pack
+
     with Pack(output) as pack:
         rounding = read_rounding(pack)
         if rounding is not None:
@@ -501,6 +502,9 @@ def _say_rounding(output: Path) -> None:
 
 
 def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
+    from moe_pack.convert.cli.measure import measure_thresholds_of, threshold_lines
+    from moe_pack.formats import Pack
+
     with Pack(output) as pack:
         measured, layers = measure_thresholds_of(pack, tokens, rule, "cpu"), pack.spec.moe_layers
     for line in threshold_lines(output, layers, measured):
@@ -516,6 +520,16 @@ def _narrowed(target: Target, options: ConvertOptions) -> Target:
 
 def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
     """Makes the pack for a target, or continues an earlier run, and prints its loss."""
+    import torch
+
+    from moe_pack.calib.profile import losses_of
+    from moe_pack.convert import AutoPacker, dense_dtypes, lossless_formats, pack_goal, with_kept
+    from moe_pack.convert.matrix_bytes import checkpoint_repeats
+    from moe_pack.convert.plan import PlanningModel, check_budget, with_kv_dtype
+    from moe_pack.convert.plan.rotation import PlanRotation
+    from moe_pack.runtime import Text
+    from moe_pack.runtime.model import operations_for
+
     dtypes = dense_dtypes(checkpoint)
     target = with_kv_dtype(target, checkpoint.spec, dtypes)
     check_budget(target, checkpoint.spec, dtypes)
@@ -558,6 +572,8 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
 
 
 def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) -> Tokens:
+    from moe_pack.calib.forward import read_tokens, unseen_tokens
+
     length = _sequence_length(checkpoint)
     if options.eval_data is None:
         return unseen_tokens(text, options.eval_tokens, length)
@@ -566,6 +582,9 @@ def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) ->
 
 def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress) -> Profile:
     """Returns the profile of the options, or makes one of our sample next to the output."""
+    from moe_pack.calib.profile import Profile, make_profile
+    from moe_pack.convert.cli.measure import say_text
+
     if options.profile is not None:
         profile = Profile(options.profile)
         if profile.facts.imatrix is not None:
@@ -582,6 +601,8 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progre
 
 
 def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
+    from moe_pack.convert.plan import defaults_text, kv_text, planner_for
+
     facts = known_facts(output)
     for line in defaults_text(target, model.spec, facts):
         _tell(f"by default {line}")
@@ -592,6 +613,8 @@ def _planner(model: PlanningModel, profile: Profile, target: Target, output: Pat
 
 def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[str]:
     """Returns the loss of the pack and how to run it, as lines for people."""
+    from moe_pack.convert import loss_text
+
     lines = [f"{output}: {loss_text(result.quality)}"]
     if len(result.attempts) > 1:
         lines.append(
@@ -606,6 +629,10 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
 
 
 def _run_line(output: Path, target: Target) -> str:
+    import torch
+
+    from moe_pack.convert.plan import kv_text
+
     budget = _budget_text(target.budget_bytes)
     if target.device == "cpu":
         kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"

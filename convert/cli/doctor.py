@@ -6,11 +6,9 @@ from pathlib import Path
 
 import click
 
-from moe_pack.convert import measure_fixed_costs
 from moe_pack.formats import dump, option, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, options_from
-from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
+from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, save_facts
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -43,7 +41,7 @@ class DoctorOptions:
     as_json: bool = field(default=False, metadata=option("--json", help="Print the measurements as JSON."))
 
 
-@click.command("doctor", short_help="Measure the disk, CPU and GPU link of this machine.")
+@click.command("doctor")
 @options_from(DoctorOptions)
 @command_errors(interrupted="interrupted; the measurements are not kept")
 def doctor_command(options: DoctorOptions) -> None:
@@ -52,6 +50,10 @@ def doctor_command(options: DoctorOptions) -> None:
     moe-pack plan and moe-run use them. They are stored for each disk in the user's cache folder, so --path is a pack,
     or any folder on the disk where packs will be. Run it once for each disk, without other work on the machine.
     """
+    from moe_pack.convert import measure_fixed_costs
+    from moe_pack.formats.manifest import MANIFEST_FILE
+    from moe_pack.runtime import measure_machine
+
     path, seconds = options.path, options.seconds
     with TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)

@@ -1,38 +1,29 @@
 """The command `moe-pack eval`: measures a pack on text, alone or compared with its source."""
 
+from __future__ import annotations
+
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from moe_pack.calib.evaluate import (
-    Estimate,
-    Prices,
-    Quality,
-    SourceQuality,
-    TaskScore,
-    TaskTokens,
-    check_continues,
-    read_tasks,
-    task_score,
-)
-from moe_pack.convert import find_checkpoint
-from moe_pack.convert.cli.measure import measure_loss, nats, numerics_summary, percent
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, chosen_device
-from moe_pack.formats import Pack, dump, size_text
+from moe_pack.formats import dump, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.runtime import Text
-from moe_pack.runtime.model import operations_for
+from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.numerics import read_numerics
+
+if TYPE_CHECKING:
+    from moe_pack.calib.evaluate import Estimate, Prices, Quality, SourceQuality, TaskScore, TaskTokens
+    from moe_pack.formats import Pack
 
 _MUCH_TAIL = 0.02  # of a prediction's mass outside the reference's outcomes
 
 
-@click.command("eval", short_help="Measure the perplexity of PACK, and its loss against the source.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("eval")
+@click.argument("pack", type=PACK)
 @options_from(EvalOptions)
 @command_errors(interrupted=INTERRUPTED)
 def eval_command(pack: Path, options: EvalOptions) -> None:
@@ -43,6 +34,9 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
 
     The models run layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     """
+    from moe_pack.convert.cli.measure import measure_loss, numerics_summary
+    from moe_pack.formats import Pack
+
     with Pack(pack_folder(pack)) as opened:
         # Tasks are read first: a wrong line would otherwise be found after hours.
         tasks = None if options.tasks is None else _tasks(opened, options.tasks)
@@ -61,12 +55,20 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
 
 
 def _tasks(pack: Pack, file: Path) -> TaskTokens:
+    from moe_pack.calib.evaluate import check_continues, read_tasks
+    from moe_pack.runtime import Text
+
     check_continues(pack.spec)
     return read_tasks(file, Text(pack), pack.spec.max_position_embeddings)
 
 
 def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, TaskScore]:
     """Returns how the pack answers tasks and, if a checkpoint is given, how the source does."""
+    from moe_pack.calib.evaluate import task_score
+    from moe_pack.convert import find_checkpoint
+    from moe_pack.formats.families import Checkpoint
+    from moe_pack.runtime.model import operations_for
+
     device = chosen_device(options.device)
     scores = {}
     with ExitStack() as stack:
@@ -102,6 +104,8 @@ def _perplexity_text(estimate: Estimate) -> str:
 
 
 def _against_rows(against: SourceQuality) -> list[tuple[str, str]]:
+    from moe_pack.convert.cli.measure import nats, percent
+
     bound = f"at least {against.kl_bound.value:.3g}, over the {against.num_outcomes + 1} outcomes of a reference"
     is_whole = against.is_exact or not against.source_tail
     tails = f"{against.source_tail:.2%} of the source's mass and {against.pack_tail:.2%} of the pack's"
@@ -119,6 +123,8 @@ def _against_rows(against: SourceQuality) -> list[tuple[str, str]]:
 
 
 def _price_rows(prices: Prices) -> list[tuple[str, str]]:
+    from moe_pack.convert.cli.measure import nats, percent
+
     substitution, fetched = prices.substitution, f"{prices.substitution.fetched:.1%} of experts fetched"
     return [
         ("prices", f"on {prices.num_tokens:,} tokens, compared with the same pack; sparsity: with all neurons running"),
@@ -144,6 +150,8 @@ def _price_rows(prices: Prices) -> list[tuple[str, str]]:
 
 def score_lines(scores: dict[str, TaskScore]) -> list[str]:
     """Returns how tasks were answered as lines for people."""
+    from moe_pack.convert.cli.measure import percent
+
     return [
         f"{'tasks':12} {percent(score.accuracy)} right by the {name}, {percent(score.normalized_accuracy)} by "
         f"likelihood divided by bytes; {score.num_tasks:,} tasks"

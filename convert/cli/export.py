@@ -1,34 +1,26 @@
 """The command `moe-pack export`: writes a pack as a checkpoint that other programs load."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
-import torch
 
-from moe_pack.convert.cli.measure import compared_ids
 from moe_pack.convert.cli.options import INTERRUPTED
-from moe_pack.convert.export import (
-    GGUF_BYTES,
-    SHARD_BYTES,
-    CodeFormat,
-    ExportResult,
-    ExportWork,
-    compare_export,
-    export_compressed,
-    export_gguf,
-    export_plain,
-)
 from moe_pack.convert.options import Dtype, GgufType
-from moe_pack.convert.verify import LogitsError
-from moe_pack.formats import MATRICES, Pack, UsageError, option, size_text
+from moe_pack.formats import MATRICES, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.gguf import find_gguf
-from moe_pack.runtime.model import operations_for
+from moe_pack.formats.hub.cli import PACK
+
+if TYPE_CHECKING:
+    from moe_pack.convert.export import CodeFormat, ExportResult, ExportWork
+    from moe_pack.convert.verify import LogitsError
+    from moe_pack.formats import Pack
 
 ExportFormat = Literal["safetensors", "compressed-tensors", "gguf"]
 # Mark the options of some formats alone.
@@ -124,16 +116,22 @@ class ExportOptions:
 
 
 def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    from moe_pack.convert.export import export_plain
+
     return export_plain(pack, options.output, options.dtype, work)
 
 
 def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    from moe_pack.convert.export import export_compressed
+
     width: Literal[4, 8] | None = None if options.bits is None else 4 if options.bits == "4" else 8
     group = None if options.group_size is None else int(options.group_size)
     return export_compressed(pack, options.output, options.dtype, width, group, work)
 
 
 def _gguf(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+    from moe_pack.convert.export import export_gguf
+
     return export_gguf(pack, options.output, options.type, work)
 
 
@@ -144,8 +142,8 @@ _EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], ExportR
 }
 
 
-@click.command("export", short_help="Write PACK as a checkpoint for vLLM, llama.cpp, transformers and others.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("export")
+@click.argument("pack", type=PACK)
 @options_from(ExportOptions)
 @command_errors(interrupted=INTERRUPTED)
 def export_command(pack: Path, options: ExportOptions) -> None:
@@ -155,6 +153,13 @@ def export_command(pack: Path, options: ExportOptions) -> None:
     neurons run in an export, also those that the pack skips below its thresholds. At most one expert is in memory. If
     the command is stopped or killed, run it again to continue.
     """
+    import torch
+
+    from moe_pack.convert.cli.measure import compared_ids
+    from moe_pack.convert.export import GGUF_BYTES, SHARD_BYTES, ExportWork, compare_export
+    from moe_pack.formats import Pack
+    from moe_pack.runtime.model import operations_for
+
     with Pack(pack) as opened, operations_for(torch.device("cpu")) as operations:
         with TerminalProgress() as progress:
             usual = GGUF_BYTES if options.to == "gguf" else SHARD_BYTES
@@ -173,6 +178,8 @@ def export_command(pack: Path, options: ExportOptions) -> None:
 
 def _written(folder: Path) -> Path:
     """Returns what other programs are given: the folder, or of GGUF the file, or the first of several."""
+    from moe_pack.formats.gguf import find_gguf
+
     return find_gguf(folder) or folder
 
 

@@ -3,60 +3,37 @@
 Results go to standard output, progress and notes to standard error.
 """
 
+from __future__ import annotations
+
 import json
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
-import numpy as np
-import torch
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Quality
-from moe_pack.convert import (
-    bits_per_weight,
-    compare_logits,
-    compare_weights,
-    describe,
-    find_checkpoint,
-    format_runs,
-    same_tensors,
+from moe_pack.formats import MATRICES, ExpertFormat, Matrix, option, size_text
+from moe_pack.formats.cli import (
+    NOISE,
+    Commands,
+    LateCommand,
+    TerminalProgress,
+    command_errors,
+    common_options,
+    options_from,
 )
-from moe_pack.convert.cli.check import check_command
-from moe_pack.convert.cli.convert import convert_command
-from moe_pack.convert.cli.doctor import doctor_command
-from moe_pack.convert.cli.eval import eval_command
-from moe_pack.convert.cli.export import export_command
-from moe_pack.convert.cli.measure import compared_ids, numerics_summary, prices_summary, quality_summary, routing_text
-from moe_pack.convert.cli.plan import plan_command
-from moe_pack.convert.cli.profile import (
-    attach_command,
-    imatrix_command,
-    merge_command,
-    profile_command,
-    report_command,
-    thresholds_command,
-)
-from moe_pack.convert.cli.replay import replay_command
-from moe_pack.convert.cli.synth import synth_command
-from moe_pack.convert.cli.upload import upload_command
-from moe_pack.convert.rounding import read_rounding, rounding_lines
-from moe_pack.convert.verify import LogitsError, MatrixError, left_out
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, option, size_text
-from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.formats.pack import audit
+from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.plan import format_text
-from moe_pack.formats.sidecar import read_sidecar
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
-from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import read_numerics
-from moe_pack.runtime.offload import Routing
+
+if TYPE_CHECKING:
+    from moe_pack.convert.verify import LogitsError, MatrixError
+    from moe_pack.formats import Pack
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @common_options
 def main(debug: bool) -> None:
     """Turn mixture-of-experts checkpoints into packs, which moe-run runs in less memory than the model needs.
@@ -101,7 +78,7 @@ def main(debug: bool) -> None:
 
 
 @main.command("inspect", short_help="Show the model, bytes and formats of PACK.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=PACK)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with the formats of every expert.")
 @command_errors(interrupted="interrupted")
 def inspect_command(pack: Path, as_json: bool) -> None:
@@ -110,6 +87,14 @@ def inspect_command(pack: Path, as_json: bool) -> None:
     This reads and checks the manifest, the index, the source's account and the sidecars only; moe-pack verify checks
     every byte.
     """
+    from moe_pack.calib.evaluate import QUALITY_FILE, Quality
+    from moe_pack.convert import describe
+    from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
+    from moe_pack.convert.rounding import read_rounding, rounding_lines
+    from moe_pack.formats import Pack
+    from moe_pack.formats.sidecar import read_sidecar
+    from moe_pack.runtime.offload import Routing
+
     pack = pack_folder(pack)
     with Pack(pack) as opened:
         if as_json:
@@ -132,6 +117,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
 
 
 def _print_model(pack: Pack) -> None:
+    from moe_pack.convert import bits_per_weight
+
     spec, manifest = pack.spec, pack.manifest
     experts = f"{spec.router.num_experts} experts, {spec.router.num_experts_per_tok} a token"
     if spec.shared_expert is not None:
@@ -161,6 +148,8 @@ def _millions(number: int) -> str:
 
 
 def _print_bytes(pack: Pack) -> None:
+    from moe_pack.convert.verify import left_out
+
     totals = pack.manifest.totals
     click.echo("\npart                bytes   share")
     for name, num_bytes in asdict(totals).items():
@@ -177,6 +166,8 @@ _LEAST_WIDTH = 22  # of a column of formats, letters
 
 
 def _print_formats(pack: Pack) -> None:
+    from moe_pack.convert import format_runs
+
     runs = list(format_runs(pack))
     texts = [[_part_text(run.formats, pack, matrix) for matrix in MATRICES] for run in runs]
     width = max([_LEAST_WIDTH, *(len(text) for row in texts for text in row)])
@@ -193,6 +184,8 @@ def _print_formats(pack: Pack) -> None:
 
 def _rotated_text(pack: Pack) -> str:
     """Returns which layers store their experts in rotated coordinates, numbered as in the table of formats."""
+    import numpy as np
+
     rotated = [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))]
     if all(rotated) or not any(rotated):
         return "all" if all(rotated) else "none"
@@ -233,7 +226,7 @@ class VerifyOptions:
 
 
 @main.command("verify", short_help="Check every byte of PACK; compare every weight with its source.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=PACK)
 @options_from(VerifyOptions)
 @command_errors(interrupted="interrupted")
 def verify_command(pack: Path, options: VerifyOptions) -> None:
@@ -242,6 +235,9 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     With --against, also compare every weight with the checkpoint's, and the predictions of both on up to 512 tokens of
     text; one expert at a time is in memory. The exit code is 1 if the pack is damaged or comes from another checkpoint.
     """
+    from moe_pack.formats import Pack
+    from moe_pack.formats.pack import audit
+
     with Pack(pack_folder(pack)) as opened:
         with TerminalProgress() as progress:
             audit(opened, progress)
@@ -257,6 +253,13 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
 
 def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
     """Compares a pack with its checkpoint and prints the result."""
+    import torch
+
+    from moe_pack.convert import compare_logits, compare_weights, find_checkpoint, same_tensors
+    from moe_pack.convert.cli.measure import compared_ids
+    from moe_pack.formats.families import Checkpoint
+    from moe_pack.runtime.model import operations_for
+
     with closing(Checkpoint(find_checkpoint(against))) as checkpoint:
         same_tensors(pack, checkpoint)
         with operations_for(torch.device("cpu")) as operations:
@@ -295,21 +298,22 @@ def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsErr
     )
 
 
-for _command in (
-    convert_command,
-    profile_command,
-    merge_command,
-    report_command,
-    plan_command,
-    thresholds_command,
-    attach_command,
-    imatrix_command,
-    eval_command,
-    check_command,
-    export_command,
-    replay_command,
-    synth_command,
-    upload_command,
-    doctor_command,
-):
-    main.add_command(_command)
+_OTHERS = (  # name, module, and the line in the list of commands
+    ("attach", "profile", "Add a profile's routing data to PACK, for moe-run."),
+    ("check", "check", "Check PACK for a pipeline; exit code 1 if a check fails."),
+    ("convert", "convert", "Make a pack from the checkpoint at PATH."),
+    ("doctor", "doctor", "Measure the disk, CPU and GPU link of this machine."),
+    ("eval", "eval", "Measure the perplexity of PACK, and its loss against the source."),
+    ("export", "export", "Write PACK as a checkpoint for vLLM, llama.cpp and others."),
+    ("imatrix", "profile", "Write a profile's importance file, for llama.cpp."),
+    ("merge", "profile", "Put profiles of several texts together."),
+    ("plan", "plan", "Estimate which pack of PATH fits a memory, its speed and its loss."),
+    ("profile", "profile", "Measure the model at PATH on text, for plans and moe-run."),
+    ("replay", "replay", "Compare policies and budgets on recorded routes."),
+    ("report", "profile", "Draw a profile as one HTML file."),
+    ("synth", "synth", "Make a pack with the dimensions of NAME and random weights."),
+    ("thresholds", "profile", "Measure which neurons of PACK need not run, and store that."),
+    ("upload", "upload", "Upload PACK to the hub, with a model card."),
+)
+for _name, _module, _line in _OTHERS:
+    main.add_command(LateCommand(_name, f"moe_pack.convert.cli.{_module}", _line))

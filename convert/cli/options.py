@@ -3,28 +3,23 @@
 `PlanOptions` says how every matrix is stored; `EvalOptions` says on what text a pack is measured, and against what.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
-import torch
 
-from moe_pack.calib.evaluate import REFERENCE_FILE
-from moe_pack.calib.quantize import needs_inputs
-from moe_pack.convert import SOURCE, find_checkpoint, keep_source
-from moe_pack.convert.hub import open_streamed
-from moe_pack.convert.matrix_bytes import checkpoint_repeats
+from moe_pack.convert import SOURCE
 from moe_pack.convert.options import Bits
-from moe_pack.convert.ray_launcher import Job, Resources, connected
 from moe_pack.formats import (
     ROW_GROUP,
     ConversionError,
     ModelSpec,
-    PackLayout,
     PartFormat,
     Plan,
     PlanError,
@@ -40,13 +35,19 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.cli import cache_folder
 from moe_pack.formats.commands import Part, Stage, given, read_size
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.checkpoint_files import CheckpointFiles
-from moe_pack.formats.gguf import find_gguf
-from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES, StreamedFiles
+from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.formats.spec import with_repeats
 from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe_pack.convert.ray_launcher import Job, Resources
+    from moe_pack.formats import PackLayout
+    from moe_pack.formats.families import Checkpoint
+    from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+    from moe_pack.formats.hub import StreamedFiles
 
 INTERRUPTED = "interrupted; the finished part is kept; run the same command again to continue"
 NUM_CORES = os.cpu_count() or 1
@@ -217,10 +218,15 @@ class PlanOptions:
         Args:    repeats: neurons of each expert with two rows; None: the usual number where codes are calibrated.
         Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
         """
+        from moe_pack.convert import keep_source
+        from moe_pack.convert.matrix_bytes import checkpoint_repeats
+
         plan = self._planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
 
     def _planned(self, spec: ModelSpec, quantizer: Quantizer, repeats: int | None = 0, usual: int = 0) -> Plan:
+        from moe_pack.calib.quantize import needs_inputs
+
         selector, record = (
             self._part(flag, _width(bits, _EXPERT_BITS), quantizer)
             for flag, bits in (("--selector-bits", self.selector_bits), ("--record-bits", self.record_bits))
@@ -326,6 +332,9 @@ class EvalOptions:
     @property
     def reference_file(self) -> Path | None:
         """The reference that `against` names; None if it names a checkpoint."""
+        from moe_pack.calib.evaluate import REFERENCE_FILE
+        from moe_pack.formats.gguf import find_gguf
+
         if self.against is None:
             return None
         path = Path(self.against)
@@ -363,6 +372,8 @@ def chosen_device(name: str) -> torch.device:
 
     Raises:  PlanError if it is `cuda` and torch finds no GPU.
     """
+    import torch
+
     if name == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     return torch.device(name)
@@ -386,6 +397,8 @@ def run_on_ray(
     Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
     Raises:  RunError, and what the parts raise.
     """
+    from moe_pack.convert.ray_launcher import connected
+
     assert many.ray is not None, "the options name a cluster"
     # Neither usage statistics of a command line nor hidden GPUs are what a user asks for with --ray.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -440,6 +453,10 @@ def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
     Args:    output: where the command writes; pieces of a streamed source are on the same disk.
     Raises:  CheckpointError; UsageError if --stream is given for a source on this disk.
     """
+    from moe_pack.convert import find_checkpoint
+    from moe_pack.convert.hub import open_streamed
+    from moe_pack.formats.families import Checkpoint
+
     files: Path | CheckpointFiles
     if not stream.is_given:
         files = find_checkpoint(source)

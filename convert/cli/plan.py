@@ -1,42 +1,19 @@
 """The command `moe-pack plan`: estimates which pack fits into a memory, how fast it decodes, and how much it loses."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
-from moe_pack.calib.profile import Profile, assumed_losses, losses_of
-from moe_pack.calib.quantize import usual_repeats
-from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats, with_kept
 from moe_pack.convert.cli.options import known_facts, write_output
-from moe_pack.convert.hub import open_streamed
-from moe_pack.convert.plan import (
-    EstimatedPlan,
-    Planner,
-    PlanningModel,
-    PlanOption,
-    Target,
-    compression_text,
-    decision_lines,
-    defaults_text,
-    gap_text,
-    kv_text,
-    model_text,
-    option_json,
-    option_lines,
-    plan_bytes,
-    planner_for,
-    preset_decision,
-    share_lines,
-    with_kv_dtype,
-)
-from moe_pack.convert.plan.rotation import PlanRotation
+from moe_pack.convert.plan import Target
 from moe_pack.formats import (
     Matrix,
     ModelSpec,
@@ -48,10 +25,13 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.formats.errors import MoePackError
-from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.gguf import find_gguf
+from moe_pack.formats.hub.cli import MODEL
 from moe_pack.formats.spec import usual_dtypes, with_repeats
 from moe_pack.runtime import MachineFacts
+
+if TYPE_CHECKING:
+    from moe_pack.calib.profile import Profile
+    from moe_pack.convert.plan import EstimatedPlan, Planner, PlanningModel, PlanOption
 
 # Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
@@ -83,6 +63,8 @@ class PlanRequest:
     @property
     def origin(self) -> str:
         """Where losses and routes come from, in words."""
+        import numpy as np
+
         if self.profile is not None:
             return f"losses and routes: {self.model.losses.origin}"
         drawn = "evenly" if not np.ptp(self.model.losses.popularity) else "by that popularity"
@@ -141,8 +123,9 @@ class PlanCommandOptions:
         return replace(self.target, selectors=selectors, sparsity=self.sparsity)
 
 
-@click.command("plan", short_help="Estimate which pack of PATH fits a memory, its speed and its loss.")
-@click.argument("path")
+@click.command("plan")
+@click.argument("path", type=MODEL)
+@MODEL.list_option
 @options_from(PlanCommandOptions)
 @command_errors(interrupted="interrupted")
 def plan_command(path: str, options: PlanCommandOptions) -> None:
@@ -154,6 +137,8 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
     Three plans are printed: for the given loss, a quarter of it, and four times it. The first is the one that --output
     writes and that convert --target-vram begins with.
     """
+    from moe_pack.convert.plan import plan_bytes, planner_for
+
     facts = known_facts(Path())
     request = _request(path, options.profile, options.narrowed(), facts)
     model = request.model
@@ -175,6 +160,12 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
 
 
 def _request(path: str, profile_folder: Path | None, target: Target, facts: MachineFacts | None) -> PlanRequest:
+    from moe_pack.calib.profile import Profile, assumed_losses, losses_of
+    from moe_pack.calib.quantize import usual_repeats
+    from moe_pack.convert import with_kept
+    from moe_pack.convert.plan import PlanningModel, defaults_text, with_kv_dtype
+    from moe_pack.convert.plan.rotation import PlanRotation
+
     spec, dtypes, lossless = _model(path)
     profile = None if profile_folder is None else Profile(profile_folder)
     if profile is not None and profile.spec != spec:
@@ -195,6 +186,11 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
 
     If only the model's dimensions are known, everything counts as bfloat16, which every plan may use.
     """
+    from moe_pack.convert import dense_dtypes, find_checkpoint, lossless_formats
+    from moe_pack.convert.hub import open_streamed
+    from moe_pack.formats.families import Checkpoint, model_spec
+    from moe_pack.formats.gguf import find_gguf
+
     folder = Path(path)
     is_on_hub = "/" in path and not folder.exists()
     has_weights = find_gguf(folder) is not None or (folder.is_dir() and any(folder.glob("*.safetensors")))
@@ -212,6 +208,8 @@ def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
 
     Raises:  PlanError or RunError if there is no plan for the given loss.
     """
+    from moe_pack.convert.plan import PlanOption, preset_decision
+
     target, losses = request.target, request.model.losses
     if target.preset is not None:
         decision = preset_decision(target.preset, request.model, target.sparsity)
@@ -224,6 +222,8 @@ def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
 
 
 def _other(planner: Planner, nats: float, name: str) -> PlanOption:
+    from moe_pack.convert.plan import PlanOption
+
     try:
         return PlanOption(name, planner.plan(nats))
     except MoePackError as fault:  # the plan for the given loss exists
@@ -231,6 +231,16 @@ def _other(planner: Planner, nats: float, name: str) -> PlanOption:
 
 
 def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan) -> Iterator[str]:
+    from moe_pack.convert.plan import (
+        compression_text,
+        decision_lines,
+        gap_text,
+        kv_text,
+        model_text,
+        option_lines,
+        share_lines,
+    )
+
     target, losses = request.target, request.model.losses
     yield model_text(request.model.spec, request.name)
     yield request.origin
@@ -259,6 +269,8 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
 
 
 def _as_json(request: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
+    from moe_pack.convert.plan import option_json
+
     return {
         "model": request.name,
         "origin": request.model.losses.origin,

@@ -3,45 +3,20 @@
 They are `profile`, `merge`, `report`, `thresholds` and `attach`.
 """
 
+from __future__ import annotations
+
 import json
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.forward import Tokens, read_tokens
-from moe_pack.calib.profile import (
-    Profile,
-    ProfileOptions,
-    attach,
-    dense_entries,
-    make_profile,
-    merge_profiles,
-    profile_of_imatrix,
-    read_imatrix,
-    texts_of,
-    write_imatrix,
-)
-from moe_pack.calib.profile.profile import layer_file
-from moe_pack.calib.report import measured_pack, report_html
-from moe_pack.calib.sensitivity import time_text
-from moe_pack.convert import MEMORY_BYTES, bits_per_weight, find_checkpoint
-from moe_pack.convert.cli.measure import (
-    attached_line,
-    expert_names,
-    measure_thresholds_of,
-    recall_text,
-    say_text,
-    threshold_lines,
-)
+from moe_pack.calib.profile import ProfileOptions
+from moe_pack.convert import MEMORY_BYTES
 from moe_pack.convert.cli.options import (
     CALIBRATION_TOKENS,
     FIELD_OPTION,
@@ -55,14 +30,21 @@ from moe_pack.convert.cli.options import (
     run_on_ray,
     write_output,
 )
-from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
-from moe_pack.formats import Pack, Progress, UsageError, option, size_text
+from moe_pack.formats import Progress, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import Stage, given
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.runtime import DEVICE_OPTION, Text
-from moe_pack.runtime.offload import PREDICTORS
+from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
+from moe_pack.runtime import DEVICE_OPTION
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moe_pack.calib.evaluate import ThresholdRule
+    from moe_pack.calib.forward import Tokens
+    from moe_pack.calib.profile import Profile
+    from moe_pack.formats.families import Checkpoint
+    from moe_pack.runtime import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +82,8 @@ class TextOptions:
 
     def tokens(self, text: Text) -> Tokens:
         """Reads the text; raises what `read_tokens` raises."""
+        from moe_pack.calib.forward import read_tokens
+
         return read_tokens(self.data, self.field_name, text, self.num_tokens, self.sequence_length)
 
 
@@ -138,8 +122,9 @@ class ProfileCommandOptions:
             raise UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
 
-@click.command("profile", short_help="Measure the model at PATH on text, for plans and moe-run.")
-@click.argument("path")
+@click.command("profile")
+@click.argument("path", type=CHECKPOINT)
+@CHECKPOINT.list_option
 @options_from(ProfileCommandOptions)
 @command_errors(interrupted=INTERRUPTED)
 def profile_command(path: str, options: ProfileCommandOptions) -> None:
@@ -152,6 +137,11 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     Several machines can share the work (--part, --ray).
     """
+    from moe_pack.calib.profile import make_profile, profile_of_imatrix, read_imatrix
+    from moe_pack.calib.sensitivity import time_text
+    from moe_pack.convert.cli.measure import say_text
+    from moe_pack.runtime import Text
+
     checkpoint = open_source(path, options.stream, options.output)
     start = time.perf_counter()
     if options.imatrix is not None:
@@ -191,6 +181,12 @@ def _made_by_ray(
     path: str, checkpoint: Checkpoint, tokens: Tokens, options: ProfileCommandOptions, progress: Progress
 ) -> Profile:
     """Makes a profile on a Ray cluster."""
+    import torch
+
+    from moe_pack.calib.profile import Profile
+    from moe_pack.calib.profile.profile import layer_file
+    from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
+
     output, threads = options.output.absolute(), torch.get_num_threads()
     job = ProfileJob(absolute_source(path), output, tokens, options.profile, threads)
     layers = checkpoint.spec.moe_layers
@@ -206,6 +202,10 @@ def _made_by_ray(
 
 def _profile_lines(profile: Profile) -> list[str]:
     """Returns the main results of a profile as lines for people."""
+    import numpy as np
+
+    from moe_pack.convert.cli.measure import expert_names
+
     spec = profile.spec
     tokens = [profile.statistics(layer_idx).tokens for layer_idx in range(len(spec.moe_layers))]
     least, most = min(int(layer.min()) for layer in tokens), max(int(layer.max()) for layer in tokens)
@@ -237,6 +237,9 @@ def _capacity_lines(profile: Profile, tokens: list[NDArray[np.uint32]]) -> list[
 
 def _recall_lines(profile: Profile) -> list[str]:
     """Returns a line on the recall of the predictors; none if the profile has no predictors."""
+    from moe_pack.convert.cli.measure import recall_text
+    from moe_pack.runtime.offload import PREDICTORS
+
     judged = [l for l in range(1, len(profile.spec.moe_layers)) if profile.has_predictors(l)]
     if not judged:
         return []
@@ -254,7 +257,7 @@ class MergeOptions:
     )
 
 
-@click.command("merge", short_help="Put profiles of several texts together.")
+@click.command("merge")
 @click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PROFILE...")
 @options_from(MergeOptions)
 @command_errors(interrupted=INTERRUPTED)
@@ -265,6 +268,8 @@ def merge_command(profiles: tuple[Path, ...], options: MergeOptions) -> None:
     A text counts as much as it has tokens. Counts and routes are those of one profile of all texts; other figures are
     averages (docs/profile.md says how close they are).
     """
+    from moe_pack.calib.profile import Profile, merge_profiles, texts_of
+
     with TerminalProgress() as progress:
         merged = merge_profiles([Profile(folder) for folder in profiles], options.output, progress)
     num_bytes = sum(file.bytes for file in merged.facts.files)
@@ -293,7 +298,7 @@ class ReportOptions:
     )
 
 
-@click.command("report", short_help="Draw a profile as one HTML file.")
+@click.command("report")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options_from(ReportOptions)
 @command_errors(interrupted="interrupted")
@@ -303,6 +308,11 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     It has heat maps of popularity, sparsity and sensitivity, the cost of each lossy choice, the recall of the
     predictors, and how much of the paths and of the experts the text covers.
     """
+    from moe_pack.calib.profile import Profile
+    from moe_pack.calib.report import measured_pack, report_html
+    from moe_pack.convert import bits_per_weight
+    from moe_pack.formats import Pack
+
     opened, measured = Profile(profile), None
     if options.pack is not None:
         with Pack(pack_folder(options.pack)) as pack:
@@ -351,6 +361,8 @@ class ThresholdsOptions:
     @property
     def rule(self) -> ThresholdRule:
         """The rule by which thresholds are measured."""
+        from moe_pack.calib.evaluate import ThresholdRule
+
         return ThresholdRule(self.sparsity, self.theta)
 
     def check(self) -> None:
@@ -362,8 +374,8 @@ class ThresholdsOptions:
             raise UsageError(fault)
 
 
-@click.command("thresholds", short_help="Measure which neurons of PACK need not run, and store that.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("thresholds")
+@click.argument("pack", type=PACK)
 @options_from(ThresholdsOptions)
 @command_errors(interrupted=INTERRUPTED)
 def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
@@ -375,6 +387,10 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     The pack is measured as it is stored, layer by layer; each layer is measured after the layers before it have their
     thresholds. The resulting sparsity is also printed for the held-out text.
     """
+    from moe_pack.convert.cli.measure import measure_thresholds_of, say_text, threshold_lines
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import Text
+
     with Pack(pack) as opened:
         tokens, layers = options.text.tokens(Text(opened)), opened.spec.moe_layers
         say_text(opened.spec, tokens)
@@ -386,7 +402,7 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
         click.echo(line)
 
 
-@click.command("imatrix", short_help="Write a profile's importance file, for llama.cpp.")
+@click.command("imatrix")
 @click.argument("profile", type=click.Path(path_type=Path))
 @options_from(ImatrixOptions)
 @command_errors(interrupted="interrupted; no file was written")
@@ -397,6 +413,11 @@ def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
     It has gate, up and down of all experts, and with --against most other matrices of layers. llama-quantize needs
     these for its types of about 2 bits.
     """
+    from moe_pack.calib.profile import Profile, dense_entries, write_imatrix
+    from moe_pack.convert import find_checkpoint
+    from moe_pack.convert.cli.measure import expert_names
+    from moe_pack.formats.families import Checkpoint
+
     opened, dense = Profile(profile), None
     if options.against is not None:
         with ExitStack() as stack:
@@ -415,8 +436,8 @@ def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
         click.echo(f"no token reached {len(unreached)} experts ({expert_names(unreached)}); their sums are 0")
 
 
-@click.command("attach", short_help="Add a profile's routing data to PACK, for moe-run.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("attach")
+@click.argument("pack", type=PACK)
 @click.option(
     "--profile",
     type=click.Path(path_type=Path),
@@ -434,5 +455,9 @@ def attach_command(pack: Path, profile: Path) -> None:
     The data are the popularity of experts, the paths of tokens, the trained predictors, and the routes of held-out
     text. They replace the data that the pack has.
     """
+    from moe_pack.calib.profile import Profile, attach
+    from moe_pack.convert.cli.measure import attached_line
+    from moe_pack.formats import Pack
+
     with Pack(pack) as opened:
         click.echo(attached_line(pack, attach(opened, Profile(profile))))

@@ -1,42 +1,32 @@
 """The command `moe-pack replay`: runs policies and budgets on recorded routes, without computing anything."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
-import numpy as np
-from numpy.typing import NDArray
 
-from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.options import known_facts
-from moe_pack.convert.plan import held_out_passes
-from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
+from moe_pack.formats import ModelSpec, RunError, option, size_text
 from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.commands import did_you_mean, read_size
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
-from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
-from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.machine import disk_cutover
-from moe_pack.runtime.offload import (
-    PRESETS,
-    BudgetPlan,
-    CacheFacts,
-    Passes,
-    PolicyName,
-    Recording,
-    Routing,
-    divide_budget,
-    expert_pages,
-    read_recording,
-    routing_bytes,
-)
-from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
-from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum, replay
+from moe_pack.runtime.offload import PRESETS, PolicyName
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from moe_pack.formats import Pack
+    from moe_pack.runtime.offload import BudgetPlan, Passes, Recording
+    from moe_pack.runtime.offload.replay import PathShares, ReplayResult
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
 _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -83,7 +73,9 @@ def _policies(text: str) -> tuple[PolicyName, ...]:
         return _NAMES
     for name in text.split(","):
         if name not in PRESETS:
-            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}")
+            similar = did_you_mean(name, PRESETS)
+            similar = did_you_mean(name, PRESETS)
+            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}{similar}")
     return tuple(PRESETS[name].name for name in text.split(","))
 
 
@@ -118,7 +110,7 @@ class ReplayOptions:
     as_json: bool = field(default=False, metadata=option("--json", help="Print everything as JSON."))
 
 
-@click.command("replay", short_help="Compare policies and budgets on recorded routes.")
+@click.command("replay")
 @click.argument("record", type=click.Path(path_type=Path))
 @options_from(ReplayOptions)
 @command_errors(interrupted="interrupted")
@@ -131,6 +123,8 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
     For each policy it prints how many experts would have been in memory when their router chose them (hits), and how
     many bytes would have been read for a token. The optimum evicts with knowledge of the future (Belady).
     """
+    from moe_pack.formats import Pack
+
     with Pack(pack_folder(options.pack)) as pack:
         traffic = _replay_input(record, pack)
         outcomes = [_replayed(traffic, pack, budget, options.policies) for budget in options.budgets]
@@ -147,6 +141,10 @@ def _replay_input(path: Path, pack: Pack) -> ReplayInput:
 
     Raises:  RunError or PackError if they are not of this pack's model.
     """
+    from moe_pack.calib.profile import Profile
+    from moe_pack.convert.plan import held_out_passes
+    from moe_pack.runtime.offload import Routing, read_recording
+
     if path.is_dir():
         profile = Profile(path)
         if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
@@ -177,6 +175,9 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
 
     Raises:  RunError if there are too few pages.
     """
+    from moe_pack.runtime.offload import CacheFacts, expert_pages
+    from moe_pack.runtime.offload.replay import best_of, optimum, replay
+
     run = traffic.record
     is_of_run = run is not None and run.facts.budget_bytes == budget_bytes
     num_pages = run.facts.num_pages if run is not None and is_of_run else None
@@ -206,6 +207,11 @@ def _division(
     They are those of `--policy auto`, or of the run that had `num_pages`. A run that reads single rows has selectors in
     memory; a recording tells it by its number of pages alone.
     """
+    from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
+    from moe_pack.runtime.cpu import is_available
+    from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
+    from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
+
     routing, predictors = Routing.open(pack), routing_bytes(pack.folder)
     machine = known_facts(pack.folder)
     disk = USUAL_DISK if machine is None else machine.drive

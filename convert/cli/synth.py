@@ -1,34 +1,27 @@
 """The command `moe-pack synth`: makes a pack with a real model's dimensions and random weights."""
 
+from __future__ import annotations
+
 import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import numpy as np
 
-from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import Rotate, rotation_vectors
+from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
-from moe_pack.convert import (
-    ConversionResult,
-    SyntheticTraits,
-    bits_per_weight,
-    link_memory_folder,
-    profiled_popularity,
-    skewed_popularity,
-    synthesize,
-    synthetic_layout,
-)
-from moe_pack.convert.cli.measure import model_text
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
-from moe_pack.convert.plan import Decision, read_plan
-from moe_pack.formats import ModelSpec, Pack, PackLayout, UsageError, option, size_text
+from moe_pack.formats import ModelSpec, UsageError, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
 from moe_pack.formats.commands import given
-from moe_pack.formats.families import model_spec
+from moe_pack.formats.hub.cli import MODEL
+
+if TYPE_CHECKING:
+    from moe_pack.convert import ConversionResult
+    from moe_pack.convert.plan import Decision
+    from moe_pack.formats import PackLayout
 
 _MAX_SKEW = 4.0
 
@@ -104,6 +97,8 @@ class SynthOptions:
 
         Raises:  UsageError.
         """
+        from moe_pack.calib.evaluate import ThresholdRule
+
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
             raise UsageError(fault)
         for name, value, most in (
@@ -119,8 +114,9 @@ class SynthOptions:
             raise UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
 
 
-@click.command("synth", short_help="Make a pack with the dimensions of NAME and random weights.")
-@click.argument("name")
+@click.command("synth")
+@click.argument("name", type=MODEL)
+@MODEL.list_option
 @options_from(SynthOptions)
 @command_errors(interrupted=INTERRUPTED)
 def synth_command(name: str, options: SynthOptions) -> None:
@@ -129,6 +125,11 @@ def synth_command(name: str, options: SynthOptions) -> None:
     NAME is a published model such as mixtral-8x7b (an unknown name lists all), a config.json, or a folder with one.
     Nothing is downloaded. moe-run OUTPUT --bench measures the speed. The text of such a pack is noise.
     """
+    import numpy as np
+
+    from moe_pack.convert.plan import Decision, read_plan
+    from moe_pack.formats.families import model_spec
+
     spec = model_spec(name, options.layers, options.vocab)
     if options.plan_file is None:
         shape = (len(spec.moe_layers), spec.router.num_experts)
@@ -139,6 +140,18 @@ def synth_command(name: str, options: SynthOptions) -> None:
 
 
 def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> None:
+    from moe_pack.calib.profile import Profile
+    from moe_pack.calib.quantize import rotation_vectors
+    from moe_pack.convert import (
+        SyntheticTraits,
+        link_memory_folder,
+        profiled_popularity,
+        skewed_popularity,
+        synthesize,
+        synthetic_layout,
+    )
+    from moe_pack.convert.cli.measure import model_text
+
     output, plan = options.output, decision.plan
     layout = synthetic_layout(spec, plan)
     if options.profile is None:
@@ -158,6 +171,9 @@ def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> N
 
 
 def _say_done(result: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
+    from moe_pack.convert import bits_per_weight
+    from moe_pack.formats import Pack
+
     if not result.written:
         click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {NOISE}")
         return

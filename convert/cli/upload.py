@@ -1,17 +1,20 @@
 """The command `moe-pack upload`: a pack with its model card goes to a repository of the hub."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_pack.convert.card import CARD_FILE, CardFacts, card_text
-from moe_pack.formats import ConversionError, Pack, UsageError, option, size_text
+from moe_pack.formats import ConversionError, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.hub import HubName, HubRepository, has_repository, import_client, parse_name, patiently
-from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.formats.pack import audit
+from moe_pack.formats.hub import HubName, parse_name
+from moe_pack.formats.hub.cli import PACK
+
+if TYPE_CHECKING:
+    from moe_pack.formats import Pack
 
 _SIDECARS = ("*.json", "*.safetensors")
 
@@ -47,8 +50,8 @@ class UploadOptions:
     )
 
 
-@click.command("upload", short_help="Upload PACK to the hub, with a model card.")
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.command("upload")
+@click.argument("pack", type=PACK)
 @click.argument("name")
 @options_from(UploadOptions)
 @command_errors(interrupted="interrupted; uploaded files are kept; run the same command again to continue")
@@ -62,6 +65,11 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     pack's bits and what moe-pack eval measured; what else the card says is kept. Log in with hf auth login, or set
     HF_TOKEN. Files that an interrupted upload has finished are not uploaded again.
     """
+    from moe_pack.convert.card import CardFacts, card_text
+    from moe_pack.formats import Pack
+    from moe_pack.formats.hub import import_client
+    from moe_pack.formats.pack import audit
+
     target = parse_name(name)
     if target is None or target.revision is not None:
         raise UsageError(f"NAME: found {name!r}, expected owner/repository or owner/repository:variant")
@@ -87,6 +95,9 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
 
     Raises:  ConversionError if the hub refuses or fails.
     """
+    from moe_pack.convert.card import CARD_FILE
+    from moe_pack.formats.hub import patiently
+
     api = client.HfApi(library_name="moe-pack")
     repository = target.repository
     patiently(target, ConversionError, lambda: api.create_repo(repository, private=private or None, exist_ok=True))
@@ -107,6 +118,8 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
 
 def _files(pack: Pack) -> list[Path]:
     """Returns the pack's files and sidecars, sorted."""
+    from moe_pack.formats.manifest import MANIFEST_FILE
+
     listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
     sidecars = {path.name for pattern in _SIDECARS for path in pack.folder.glob(pattern) if path.is_file()}
     return [pack.folder / name for name in sorted(listed | sidecars)]
@@ -114,6 +127,8 @@ def _files(pack: Pack) -> list[Path]:
 
 def _license(base_model: str | None) -> str | None:
     """Returns the license that a checkpoint's card names."""
+    from moe_pack.formats.hub import HubRepository
+
     if base_model is None:
         return None
     name = parse_name(base_model)
@@ -124,6 +139,9 @@ def _license(base_model: str | None) -> str | None:
 
 def _old_card(target: HubName) -> str | None:
     """Returns the card that the repository has; None if there is none."""
+    from moe_pack.convert.card import CARD_FILE
+    from moe_pack.formats.hub import HubRepository, has_repository
+
     if not has_repository(target, ConversionError):
         return None
     repository = HubRepository(target, ConversionError)

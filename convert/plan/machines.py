@@ -16,6 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from moe_pack.formats import PartFormat, RunError
+from moe_pack.formats.commands import did_you_mean
 from moe_pack.runtime import USUAL_DISK, DiskFacts, FixedCosts, MachineFacts, WidthRate
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ def find_gpu(name: str) -> Gpu:
     gpu = known_gpu(name)
     if gpu is not None:
         return gpu
-    raise RunError(f"--gpu: {name!r} is not known; give one of {', '.join(GPUS)}, or {MEASURE} for this machine's GPU")
+    names = f"{', '.join(GPUS)}, or {MEASURE} for this machine's GPU"
+    raise RunError(f"--gpu: {name!r} is not known; give one of {names}{did_you_mean(name, GPUS)}")
 
 
 def known_gpu(name: str) -> Gpu | None:

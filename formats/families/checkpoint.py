@@ -27,8 +27,8 @@ from moe_pack.formats.families.family import (
     stored_ways,
 )
 from moe_pack.formats.families.given_names import given_names
-from moe_pack.formats.families.published import published_config, published_names
-from moe_pack.formats.families.registry import FAMILIES, SHORT_NAMES, read_spec
+from moe_pack.formats.families.published import published_config
+from moe_pack.formats.families.registry import FAMILIES, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
 from moe_pack.formats.safetensors import StoredTensor, TensorEntry, split_bytes
@@ -313,11 +313,5 @@ def _config(source: str) -> tuple[Any, str]:
         raise CheckpointError(f"{source}: is a GGUF file; give a config.json, a folder with one, or a model's name")
     if path.exists():
         return read_json(FolderFiles(path.parent), path.name), path.name
-    names = published_names()
-    hub_id = SHORT_NAMES.get(source.lower())
-    name = next((name for name in names if name == source.lower() or SHORT_NAMES[name] == hub_id), None)
-    if name is None:
-        raise CheckpointError(
-            f"{source}: found no file, folder or known model with this name; known models: {', '.join(names)}"
-        )
+    name = published_name(source)
     return published_config(name), f"{name}'s config.json"

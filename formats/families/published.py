@@ -7,6 +7,8 @@ from importlib.resources import files
 from typing import Any
 
 from moe_pack.formats import CheckpointError, parse
+from moe_pack.formats.commands import did_you_mean
+from moe_pack.formats.families.registry import SHORT_NAMES
 
 _SUFFIX = ".json"
 
@@ -15,6 +17,19 @@ def published_names() -> tuple[str, ...]:
     """Returns the names of the models whose `config.json` is in the package, sorted."""
     names = (file.name for file in files("moe_pack.formats.families").joinpath("configs").iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def published_name(source: str) -> str:
+    """Returns the published model that a name means, in any of its spellings.
+
+    Raises:  CheckpointError for a name of none, which is no path either.
+    """
+    names, hub_id = published_names(), SHORT_NAMES.get(source.lower())
+    for name in names:
+        if name == source.lower() or SHORT_NAMES[name] == hub_id:
+            return name
+    similar = did_you_mean(source, names, "moe-pack synth --list prints all names")
+    raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")
 
 
 def published_config(name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.commands import did_you_mean
 from moe_pack.formats.families.afmoe import AFMOE
 from moe_pack.formats.families.aria import ARIA
 from moe_pack.formats.families.axk1 import AXK1
@@ -182,8 +183,8 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
         text = config.group("text_config") if config.has("text_config") else None
         if not any(each.has(key) for each in (config, text) if each is not None for key in _EXPERT_COUNTS):
             raise dense_model(config)
-        known = ", ".join(sorted(FAMILIES))
-        raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
+        similar = did_you_mean(model_type, FAMILIES, "docs/families.md lists the supported ones")
+        raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported{similar}")
     config = config.renamed(family.old_keys)
     quantization = read_quantization(config, family.text_keys)
     spec = family.read_config(config)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, dense_roles
+from moe_pack.formats.commands import did_you_mean
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
@@ -122,10 +123,9 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{metadata.place}: architecture {name!r} has no experts; moe-pack is for mixture-of-experts models"
         )
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
+        more = "docs/families.md lists the supported ones; the model's safetensors checkpoint may be supported"
         raise CheckpointError(
-            f"{metadata.place}: GGUF architecture {name!r} is not supported; supported: {known}. The model's "
-            "safetensors checkpoint may be: see docs/families.md"
+            f"{metadata.place}: GGUF architecture {name!r} is not supported{did_you_mean(name, ARCHITECTURES, more)}"
         )
     return ARCHITECTURES[name]
 

@@ -1,9 +1,110 @@
-"""What commands share that take a pack: a folder, or a name of the hub."""
+"""What commands share that take a pack, a checkpoint or a model by its path or by its name."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from moe_pack.formats.cli import TerminalProgress
-from moe_pack.formats.hub.packs import find_pack
+import click
+from click.shell_completion import CompletionItem
+
+from moe_pack.formats import PackError
+from moe_pack.formats.cli import TerminalProgress, failure_of
+from moe_pack.formats.commands import check_is_folder
+from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.hub.names import parse_name, source_name
+
+
+class _Pack(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """The path of a pack, or its name on the hub. A path that leads nowhere is refused before torch is imported."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the path."""
+        try:
+            _check_pack(str(value))
+        except MoePackError as fault:
+            raise failure_of(fault) from fault
+        return Path(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Lets the shell complete folders."""
+        return [CompletionItem(incomplete, type="dir")]
+
+
+class _Named(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """A path, or a name of a model.
+
+    `check`: raises for a text that is neither.   `names`: returns the names that completion offers.
+    """
+
+    name = "text"
+
+    def __init__(self, check: Callable[[str], object], names: Callable[[], Iterable[str]]) -> None:
+        self._check, self._names = check, names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the text."""
+        try:
+            if not Path(value).exists():
+                self._check(value)
+        except MoePackError as fault:
+            raise failure_of(fault) from fault
+        return value
+
+    def list_option(self, body: Any) -> Any:
+        """Adds the option `--list`, which prints all names and ends the command."""
+
+        def show(context: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+            if is_given and not context.resilient_parsing:
+                click.echo("\n".join(sorted(self._names())))
+                context.exit()
+
+        return click.option(
+            "--list", is_flag=True, is_eager=True, expose_value=False, callback=show, help="Print the names of models."
+        )(body)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Returns names and folders that begin so; without one, the shell completes paths."""
+        texts = [*sorted(self._names()), *sorted(f"{path}/" for path in Path().iterdir() if path.is_dir())]
+        found = [CompletionItem(text) for text in texts if text.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]
+
+
+def _check_pack(text: str) -> None:
+    path = Path(text)
+    if not path.exists():
+        if parse_name(text) is not None:
+            return
+        if text.lower() in _short_names():
+            raise PackError(
+                f"{text}: no such folder; this is a model's name, and a pack of the model is needed; make one first: "
+                f"moe-pack convert {text} -o packed/"
+            )
+    check_is_folder(path)
+
+
+def _check_model(name: str) -> None:
+    from moe_pack.formats.families.published import published_name
+
+    _ = source_name(name) if "/" in name else published_name(name)
+
+
+def _short_names() -> Iterable[str]:
+    from moe_pack.formats.families import SHORT_NAMES
+
+    return SHORT_NAMES
+
+
+def _published_names() -> Iterable[str]:
+    from moe_pack.formats.families.published import published_names
+
+    return published_names()
+
+
+PACK = _Pack()
+CHECKPOINT = _Named(source_name, _short_names)
+MODEL = _Named(_check_model, _published_names)
 
 
 def pack_folder(pack: Path) -> Path:
@@ -11,5 +112,7 @@ def pack_folder(pack: Path) -> Path:
 
     Raises:  PackError as `find_pack`.
     """
+    from moe_pack.formats.hub.packs import find_pack
+
     with TerminalProgress() as progress:
         return find_pack(pack, progress)

@@ -6,6 +6,10 @@ of them); the revision is a branch, a tag or a commit. Both can be left out.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.commands import did_you_mean, names_beside
 
 _REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::([A-Za-z0-9][\w.-]{{0,95}}))?(?:@([A-Za-z0-9][\w./-]{{0,127}}))?", re.ASCII)
@@ -37,3 +41,26 @@ def parse_name(text: str) -> HubName | None:
     """Returns the name that a text is; None if it is none, such as an absolute path."""
     match = _NAME.fullmatch(text)
     return None if match is None else HubName(match[1], match[2] or "", match[3])
+
+
+def source_name(source: str) -> HubName:
+    """Returns the name on the hub that a source is, which is no path, or that its short name stands for.
+
+    Raises:  CheckpointError if it is neither, or a path to a file that is no checkpoint.
+    """
+    from moe_pack.formats.families import SHORT_NAMES
+
+    path = Path(source)
+    if path.exists():
+        raise CheckpointError(
+            f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
+        )
+    name = parse_name(SHORT_NAMES.get(source.lower(), source))
+    if name is not None:
+        return name
+    beside = names_beside(path, ".gguf")
+    if "/" in source or source.endswith(".gguf"):
+        similar = did_you_mean(path.name, beside)
+        raise CheckpointError(f"{source}: no such file or folder, and no name of the hub (owner/name){similar}")
+    similar = did_you_mean(source, [*beside, *SHORT_NAMES], "moe-pack convert --list prints all names")
+    raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")

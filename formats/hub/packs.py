@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, size_text
+from moe_pack.formats.commands import did_you_mean, names_beside
 from moe_pack.formats.hub.names import HubName, parse_name
 from moe_pack.formats.hub.repository import HubRepository, Patience, cached_snapshot
 from moe_pack.formats.manifest import MANIFEST_FILE
@@ -27,7 +28,15 @@ def find_pack(folder: Path, progress: Progress = NO_PROGRESS, patience: Patience
         return folder
     snapshot = cached_snapshot(name, PackError)
     found = None if snapshot is None else _cached(name, snapshot)
-    return _downloaded(name, progress, patience) if found is None else found
+    if found is not None:
+        return found
+    try:
+        return _downloaded(name, progress, patience)
+    except PackError as fault:
+        if not folder.parent.exists():
+            raise
+        similar = did_you_mean(folder.name, names_beside(folder))
+        raise PackError(f"{folder}: no such folder{similar} (as a name of the hub: {fault})") from fault
 
 
 def _cached(name: HubName, snapshot: Path) -> Path | None:

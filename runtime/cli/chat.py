@@ -8,6 +8,8 @@ Every turn renders the whole conversation by the model's chat template, and the 
 computed already. Reasoning goes to the template as a field of its own, so that the template decides whether it stays.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -20,19 +22,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import ChatTemplate, Sampler, SamplingOptions, Text
-from moe_pack.runtime.drafts import Drafts
-from moe_pack.runtime.generate import generate
-from moe_pack.runtime.model import Decoder
+from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
-from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS
 from moe_pack.runtime.serve.styles import style_of
-from moe_pack.runtime.text import ChatPrompt, prompt_of
+
+if TYPE_CHECKING:
+    from moe_pack.runtime import ChatTemplate, Text
+    from moe_pack.runtime.drafts import Drafts
+    from moe_pack.runtime.model import Decoder
+    from moe_pack.runtime.text import ChatPrompt
 
 _PROMPT, _NEXT_LINE = "> ", ". "
 # A model may write them, and on a terminal they could move the cursor, change colours or answer in the user's place.
@@ -247,6 +250,8 @@ class Conversation:
 
         Raises:  RunError if the template has an error or refuses the conversation, or there is no token.
         """
+        from moe_pack.runtime.text import prompt_of
+
         prompt = prompt_of(self._text, lambda adds: self._template.render(messages, add_generation_prompt=adds))
         if not prompt.ids:
             raise RunError("the tokenizer finds no token in the conversation")
@@ -254,6 +259,10 @@ class Conversation:
 
     def _made(self, prompt: ChatPrompt) -> Message | None:
         """Makes and shows an answer, and says why it ended early; returns it, or None if it was stopped at once."""
+        from moe_pack.runtime import Sampler
+        from moe_pack.runtime.generate import generate
+        from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS
+
         clock, ids = Clock(), list(prompt.ids)
         seed = self._next_seed()
         sampler = Sampler(replace(self._options.sampling, seed=seed), ids)

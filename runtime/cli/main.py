@@ -3,44 +3,30 @@
 The text goes to standard output; everything else goes to standard error.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from moe_pack.formats import Pack, RunError, UsageError, dump, option, size_text
+from moe_pack.formats import RunError, UsageError, dump, option, size_text
 from moe_pack.formats.cli import NOISE, TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.formats.commands import given
-from moe_pack.formats.hub.cli import pack_folder
+from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.system import peak_resident_bytes
-from moe_pack.runtime import (
-    BenchTimes,
-    Engine,
-    EngineOptions,
-    MachineFacts,
-    RunReport,
-    Sampler,
-    SamplingOptions,
-    Text,
-    chat_prompt,
-    context_for,
-    load_facts,
-    measure,
-    measure_disk,
-    random_prompt,
-    report,
-    report_lines,
-    save_facts,
-)
-from moe_pack.runtime.cli.chat import ChatOptions, Clock, converse, rate_text
-from moe_pack.runtime.generate import USUAL_CONTEXT, generate
-from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.offload import Sequences
+from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, load_facts, save_facts
 from moe_pack.runtime.options import check_sampling
+
+if TYPE_CHECKING:
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import BenchTimes, Engine, RunReport, Sampler, Text
+    from moe_pack.runtime.cli.chat import Clock
+    from moe_pack.runtime.offload import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +58,8 @@ class BenchOptions:
 
 def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:
     """Prints the result of `--bench` on standard output."""
+    from moe_pack.runtime import report_lines
+
     peak = peak_resident_bytes()
     if as_json:
         values = {
@@ -201,7 +189,7 @@ Examples:
   moe-run packed/ --prompt "It was a dark night" --budget 2G --stats
   moe-run packed/ --bench""",
 )
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=PACK)
 @options_from(RunOptions)
 @common_options
 @command_errors(interrupted="interrupted")
@@ -214,6 +202,8 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
     """
+    from moe_pack.runtime import Sampler
+
     pack = pack_folder(pack)
     check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
     sampler = Sampler(options.sampling)
@@ -227,6 +217,12 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
 
 def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -> None:
     """Opens the pack, continues the prompt on standard output, and reports."""
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import Text
+    from moe_pack.runtime.cli.chat import Clock
+    from moe_pack.runtime.generate import generate
+    from moe_pack.runtime.offload import Sequences
+
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
@@ -255,6 +251,10 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
 
 def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
     """Opens the pack, measures how fast it is on random tokens, and prints that."""
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import measure, random_prompt, report
+    from moe_pack.runtime.offload import Sequences
+
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         spec, number = pack.spec, options.bench.prompt_tokens or 128
@@ -270,6 +270,13 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
 
 def _converse(folder: Path, options: RunOptions) -> None:
     """Opens the pack, holds a conversation on the terminal, and reports."""
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import Text, report, report_lines
+    from moe_pack.runtime.cli.chat import ChatOptions, converse
+    from moe_pack.runtime.generate import USUAL_CONTEXT
+    from moe_pack.runtime.model import Decoder
+    from moe_pack.runtime.offload import Sequences
+
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
@@ -291,12 +298,16 @@ def _converse(folder: Path, options: RunOptions) -> None:
 
 
 def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int:
+    from moe_pack.runtime import context_for
+
     spec = pack.spec
     return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
 
 
 def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, sequences: Sequences) -> Engine:
     """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels."""
+    from moe_pack.runtime import Engine, measure_disk
+
     chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:
 
@@ -322,12 +333,17 @@ def _chat_prompt(pack: Pack, words: str) -> str:
 
     Raises:  RunError if the model is none to chat with.
     """
+    from moe_pack.runtime import chat_prompt
+
     if pack.spec.encoder is not None:
         raise RunError("--chat does not support models with an encoder; remove it")
     return chat_prompt(pack, words)
 
 
 def _report(sampler: Sampler, engine: Engine, clock: Clock, num_prompt_tokens: int) -> None:
+    from moe_pack.runtime import report, report_lines
+    from moe_pack.runtime.cli.chat import rate_text
+
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {rate_text(num_prompt_tokens, clock.prefill_s)}"),
         ("generated", f"{clock.num_tokens} tokens, {rate_text(clock.num_tokens - 1, clock.decode_s)}"),

@@ -1,5 +1,7 @@
 """The command `moe-serve`: it serves a pack over HTTP, to clients of OpenAI's and Anthropic's interfaces."""
 
+from __future__ import annotations
+
 import ipaddress
 import logging
 import os
@@ -16,30 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_pack.formats import Pack, PackError, RunError, option, parse, size_text
+from moe_pack.formats import PackError, RunError, option, parse, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
-from moe_pack.formats.commands import read_size
-from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.formats.pack import check_is_folder
-from moe_pack.runtime import (
-    Engine,
-    EngineOptions,
-    MachineFacts,
-    SamplingOptions,
-    Text,
-    available_bytes,
-    load_facts,
-    measure_disk,
-)
-from moe_pack.runtime.generate import USUAL_CONTEXT
+from moe_pack.formats.commands import check_is_folder, read_size
+from moe_pack.formats.hub.cli import PACK, pack_folder
+from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
 from moe_pack.runtime.machine import use_one_heap
-from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.offload import Sequences
-from moe_pack.runtime.offload.budget import BudgetOptionNames, cache_bytes, checkpoint_bytes, most_chunk_tokens
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from moe_pack.formats import Pack
+    from moe_pack.runtime import Engine, Text
+    from moe_pack.runtime.offload import Sequences
     from moe_pack.runtime.serve.app import ServeOptions
     from moe_pack.runtime.serve.scheduler import BatchScheduler
     from moe_pack.runtime.serve.service import Service
@@ -48,7 +39,6 @@ _USUAL_PARALLEL = 4
 _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
-_OPTION_NAMES = BudgetOptionNames("--budget", "--context")
 _LOADING_S = 1.0  # how long a load may go on when the server has ended
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
@@ -136,7 +126,7 @@ class ServeCommand:
     )
     engine: EngineOptions = field(default_factory=EngineOptions)
 
-    def server(self) -> "ServeOptions":
+    def server(self) -> ServeOptions:
         """Returns what the server allows."""
         from moe_pack.runtime.serve.app import ServeOptions
 
@@ -166,7 +156,7 @@ Then:
   curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'""",
 )
-@click.argument("pack", type=click.Path(path_type=Path))
+@click.argument("pack", type=PACK)
 @options_from(ServeCommand)
 @common_options
 @command_errors(interrupted="stopped")
@@ -179,6 +169,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
     Clients of OpenAI's interface use http://HOST:PORT/v1, those of Anthropic's http://HOST:PORT. A browser finds a page
     to chat at http://HOST:PORT/. Requests run together, each with the answer that it would have alone.
     """
+
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
@@ -237,8 +228,11 @@ class _Server:
             self._fault = fault
             self._server.should_exit = True
 
-    def _make_service(self) -> "Service":
+    def _make_service(self) -> Service:
         """Opens pack, engine and scheduler, which `_opened` closes, and returns the service."""
+        from moe_pack.formats import Pack
+        from moe_pack.runtime import Text
+        from moe_pack.runtime.model import Decoder
         from moe_pack.runtime.serve.live import engine_router, live_counts
         from moe_pack.runtime.serve.scheduler import BatchScheduler
         from moe_pack.runtime.serve.sessions import SessionStore
@@ -272,6 +266,10 @@ class _Server:
 
     def _sizes(self, pack: Pack) -> tuple[int, Sequences]:
         """Returns the context of a request, and the sequences that run at once."""
+        from moe_pack.runtime.generate import USUAL_CONTEXT
+        from moe_pack.runtime.offload import Sequences
+        from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+
         options, spec = self._options, pack.spec
         most = spec.max_position_embeddings
         context = min(USUAL_CONTEXT, most) if options.context is None else options.context
@@ -293,6 +291,9 @@ class _Server:
         return context, Sequences(number, _CHECKPOINTS)
 
     def _open_engine(self, pack: Pack, context: int, sequences: Sequences) -> Engine:
+        from moe_pack.runtime import Engine, measure_disk
+        from moe_pack.runtime.offload.budget import BudgetOptionNames
+
         chosen = replace(self._options.engine, machine=load_facts(cache_folder(), pack.folder))
         with TerminalProgress() as progress:
 
@@ -300,12 +301,13 @@ class _Server:
                 progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
                 return measure_disk(pack.folder, progress)
 
+            names = BudgetOptionNames("--budget", "--context")
             return Engine(
-                pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=_OPTION_NAMES
+                pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=names
             )
 
 
-def _service_of(pack: Pack, text: Text, scheduler: "BatchScheduler", name: str | None) -> "Service":
+def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, name: str | None) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
     from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
     from moe_pack.runtime.serve.service import ModelFacts, Service

@@ -325,9 +325,10 @@ def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
     )
 
 
-def test_an_unknown_model_lists_those_that_are_known() -> None:
-    assert "found no file, folder or known model with this name; known models: " in fault(
-        "mixtrall", "--target-vram", "1G"
+def test_an_unknown_model_gets_similar_names() -> None:
+    assert fault("mixtrall", "--target-vram", "1G") == (
+        "moe-pack: mixtrall: no such file or folder, and no known model has this name; did you mean mixtral-8x7b? "
+        "moe-pack synth --list prints all names"
     )
 
 

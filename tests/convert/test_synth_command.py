@@ -137,7 +137,7 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
+    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, and no known model"),
     "GGUF file": (
         ["synth", str(TESTS / "data" / "gguf" / "mixtral.gguf")],
         1,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from cases import case
+from click import Context, Group, Parameter
 from click.testing import CliRunner
 from hub_server import ask_here, running_hub
 from models import DEMO_MODEL, TESTS
@@ -62,6 +63,13 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
         assert result.exit_code == 0, (program, arguments, result.output)
 
 
+def params_of(name: str) -> list[Parameter]:
+    assert isinstance(moe_pack, Group)
+    _, command, _ = moe_pack.resolve_command(Context(moe_pack), [name])
+    assert command is not None
+    return command.params
+
+
 def test_the_page_names_every_option_of_moe_pack() -> None:
     cases = [
         "convert",
@@ -84,14 +92,14 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
     for command in cases:
         with case(command):
             page = (ROOT / "docs" / ("hub.md" if command == "upload" else "moe-pack.md")).read_text("utf-8")
-            for parameter in moe_pack.commands[command].params:  # type: ignore[attr-defined]  # a click group
+            for parameter in params_of(command):
                 if parameter.param_type_name == "option" and parameter.name != "output":
                     assert max(parameter.opts, key=len) in page
 
 
 def test_the_page_names_every_option_of_an_export() -> None:
     page = (ROOT / "docs" / "export.md").read_text("utf-8")
-    for parameter in moe_pack.commands["export"].params:  # type: ignore[attr-defined]  # as above
+    for parameter in params_of("export"):
         if parameter.param_type_name == "option":
             assert max(parameter.opts, key=len) in page
 

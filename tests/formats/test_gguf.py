@@ -419,7 +419,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
         values["general.architecture"] = ("grok", [gguf.GGUFValueType.STRING])
 
     message = refusal(rewritten(tmp_path / "grok.gguf", values=rename))
-    assert message.startswith("grok.gguf: GGUF architecture 'grok' is not supported; supported: ")
+    assert message.startswith("grok.gguf: GGUF architecture 'grok' is not supported; docs/families.md lists the ")
 
 
 def test_a_tensor_that_is_missing_or_has_no_role_or_no_values_is_refused(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_config_is_refused_where_its_text_model_is_not_the_family_s(source: Pa
         ),
         ({"logit_cap": 3.0}, "config.json: key 'logit_cap' (3.0) is unknown for this family and may change the "
                              "arithmetic"),
-        ({"model_type": "qwen9_moe"}, "config.json: architecture 'qwen9_moe' is not supported; supported: "),
+        ({"model_type": "qwen9_moe"}, "config.json: architecture 'qwen9_moe' is not supported; did you mean "),
     ]  # fmt: skip
     for number, (changes, message) in enumerate(cases):
         with case(changes):

@@ -1,0 +1,196 @@
+"""What the programs load before they compute: neither torch nor numpy for help, versions, mistakes and completion."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import case
+from click import Choice, Command, Context, Group
+from click.testing import CliRunner
+
+from moe_pack.convert.cli.main import main as moe_pack
+from moe_pack.formats.families import SHORT_NAMES
+from moe_pack.formats.families.published import published_names
+from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.cli.serve import main as moe_serve
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Returns the top packages in memory after a fresh interpreter imported the modules."""
+    script = f"import {', '.join(modules)}, sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_formats_loads_none_of_the_heavy_packages() -> None:
+    heavy = {
+        "torch",
+        "hqq",
+        "transformers",
+        "datasets",
+        "click",
+        "tqdm",
+        "huggingface_hub",
+        "safetensors",
+        "tokenizers",
+    }
+    assert loaded_by("moe_pack.formats.pack", "moe_pack.formats.writer") & heavy == set()
+
+
+def test_importing_the_runtime_loads_nothing_of_the_extras() -> None:
+    extras = {
+        "hqq",
+        "transformers",
+        "datasets",
+        "pyarrow",
+        "huggingface_hub",
+        "safetensors",
+        "jinja2",
+        "pytest",
+        "triton",
+    }
+    loaded = loaded_by("moe_pack.runtime.engine", "moe_pack.runtime.text", "moe_pack.calib.report.page")
+    assert loaded & extras == set()
+    assert "torch" in loaded, "as the test above would find it"
+
+
+PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run, "moe-serve": moe_serve}
+COMMANDS = sorted(moe_pack.commands) if isinstance(moe_pack, Group) else []
+HEAVY = {
+    "datasets", "fastapi", "gguf", "hqq", "huggingface_hub", "jinja2", "numpy", "pyarrow", "pydantic", "ray",
+    "safetensors", "tokenizers", "torch", "tqdm", "transformers", "triton", "uvicorn",
+}  # fmt: skip
+# What a user types, the exit code, and a part of the answer. There are a folder `packs/first` and a file `small.gguf`.
+MISTAKES: list[tuple[str, int, str]] = [
+    ("moe-pack convrt", 2, "No such command 'convrt'. Did you mean 'convert'?"),
+    ("moe-pack convert mixtral --quantiser x", 2, "No such option '--quantiser'. (Did you mean one of: '--quantizer'"),
+    ("moe-pack convert", 2, "Missing argument 'PATH'"),
+    ("moe-pack convert nowhere", 1, "nowhere: no such file or folder, and no known model has this name; moe-pack "),
+    ("moe-pack convert mixtrall", 1, "; did you mean mixtral or mixtral-8x7b? moe-pack convert --list prints "),
+    ("moe-pack convert packs/a/frist", 1, "packs/a/frist: no such file or folder, and no name of the hub (owner/name)"),
+    ("moe-pack convert small.ggu", 1, "; did you mean small.gguf? moe-pack convert --list prints all names"),
+    ("moe-pack profile olmo -o x", 1, "did you mean olmoe? moe-pack convert --list"),
+    ("moe-pack plan mixtrall", 1, "; did you mean mixtral-8x7b? moe-pack synth --list prints all names"),
+    ("moe-pack synth QWEN3-30B-A3 -o x", 1, "did you mean qwen3-30b-a3b"),
+    ("moe-pack inspect packz", 1, "moe-pack: packz: no such folder; did you mean packs?\n"),
+    ("moe-pack verify ./packs/frist", 1, "moe-pack: packs/frist: no such folder; did you mean first?\n"),
+    ("moe-pack check mixtral", 1, "mixtral: no such folder; this is a model's name"),
+    ("moe-pack plan mixtral --target-vram 11G --search napsack", 2, "'uniform'; did you mean knapsack?"),
+    ("moe-pack replay x --pack packs/first --budget 1G --policy lruu", 2, "edgemoe, importance; did you mean lru?"),
+    ("moe-run packz", 1, "moe-run: packz: no such folder; did you mean packs?\n"),
+    ("moe-run small.gguf --prompt x", 1, "small.gguf: is a file, but a pack is a folder"),
+    ("moe-run packs/first --policy edgmoe", 2, "'importance'; did you mean edgemoe?"),
+    ("moe-run packs/first", 2, "give the text to continue"),
+    ("moe-run packs/first --temperature", 2, "Option '--temperature' requires an argument"),
+    ("moe-serve packz", 1, "moe-serve: packz: no such folder; did you mean packs?\n"),
+    ("moe-serve packs/first --port many", 2, "'many' is not a valid integer"),
+]  # fmt: skip
+# What stands on a line when TAB is pressed, and some of what is offered.
+TABS: list[tuple[str, set[str]]] = [
+    ("moe-pack conv", {"convert"}),
+    ("moe-pack convert mixtral-", {"mixtral-8x7b", "mixtral-8x22b"}),
+    ("moe-pack convert pac", {"packs/"}),
+    ("moe-pack plan qwen3-30", {"qwen3-30b-a3b"}),
+    ("moe-pack convert mixtral --quant", {"--quantizer"}),
+    ("moe-pack inspect pac", {"dir pac"}),
+    ("moe-run pac", {"dir pac"}),
+    ("moe-run packs/first --policy l", {"lru"}),
+    ("moe-run packs/first --rec", {"--record"}),
+    ("moe-serve packs/first --kv-dtype ", {"f32", "bf16", "q8", "q4"}),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the folder `packs/first` and the file `small.gguf`."""
+    (tmp_path / "packs" / "first").mkdir(parents=True)
+    (tmp_path / "small.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def typed(line: str) -> tuple[int, str]:
+    """Returns the exit code and the output of a command line."""
+    program, *words = line.split()
+    done = CliRunner().invoke(PROGRAMS[program], words, prog_name=program)
+    return done.exit_code, done.output
+
+
+def offered(line: str) -> set[str]:
+    """Returns what bash gets at a TAB: texts, and `dir` or `file` where it looks for paths itself."""
+    program, *words = line.split(" ")
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    env = {variable: "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    shown = CliRunner().invoke(PROGRAMS[program], [], prog_name=program, env=env).output.splitlines()
+    return {text if kind == "plain" else f"{kind} {text}" for kind, _, text in (row.partition(",") for row in shown)}
+
+
+def command_of(name: str) -> Command:
+    assert isinstance(moe_pack, Group)
+    command = moe_pack.resolve_command(Context(moe_pack), [name])[1]
+    assert command is not None
+    return command
+
+
+def test_mistakes_get_an_answer_with_similar_names(here: Path) -> None:
+    for line, exit_code, answer in MISTAKES:
+        with case(line):
+            code, said = typed(line)
+            assert (code, answer in said) == (exit_code, True), said
+            assert code == 2 or said.count("\n") == 1, "one line, but for what click says of a command's use"
+
+
+def test_a_tab_completes_commands_options_choices_names_and_paths(here: Path) -> None:
+    for line, some in TABS:
+        with case(line):
+            assert some <= offered(line)
+
+
+def test_a_tab_completes_every_option_with_choices() -> None:
+    commands = {"moe-run x": moe_run, "moe-serve x": moe_serve}
+    commands |= {f"moe-pack {name}": command_of(name) for name in COMMANDS}
+    num_options = 0
+    for start, command in commands.items():
+        for option in command.params:
+            if isinstance(option.type, Choice):
+                num_options += 1
+                with case((start, option.name)):
+                    assert offered(f"{start} {option.opts[0]} ") == set(option.type.choices)
+    assert num_options > 20
+
+
+def test_a_list_has_the_names_that_commands_take() -> None:
+    for command, names in (("convert", SHORT_NAMES), ("synth", published_names())):
+        assert typed(f"moe-pack {command} --list") == (0, "".join(f"{name}\n" for name in sorted(names)))
+
+
+def test_every_command_is_listed_with_a_line_and_has_its_name() -> None:
+    _, listed = typed("moe-pack --help")
+    for name in COMMANDS:
+        with case(name):
+            assert command_of(name).name == name
+            assert re.search(rf"^  {name} +[A-Z].*\.$", listed, re.MULTILINE)
+            assert typed(f"moe-pack {name} --help")[1].startswith(f"Usage: moe-pack {name} ")
+
+
+def test_help_mistakes_and_completion_load_neither_torch_nor_numpy(here: Path) -> None:
+    lines = [f"{program} {option}" for program in PROGRAMS for option in ("--version", "--help")]
+    lines += [f"moe-pack {name} --help" for name in COMMANDS]
+    lines += [line for line, _, _ in MISTAKES]
+    lines += ["moe-pack convert --list", "moe-pack synth --list"]
+    script = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent / "support")]}
+import test_start_up as here
+loaded = set(here.HEAVY & set(sys.modules))
+for work, line in [*((here.typed, line) for line in {lines}), *((here.offered, line) for line, _ in here.TABS)]:
+    work(line)
+    for name in sorted(here.HEAVY & set(sys.modules) - loaded):
+        print(line, "loads", name)
+        loaded.add(name)
+print("end")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=here)
+    assert done.stdout == "end\n"
