@@ -1,7 +1,5 @@
 """The versions of moe-pack and of the packages that it uses."""
 
-from importlib.metadata import version
-
 VERSION = "0.1.0"  # pyproject.toml reads it here
 
 
@@ -10,4 +8,6 @@ def installed_version(package: str) -> str:
 
     Raises:  PackageNotFoundError if the package is not installed.
     """
+    from importlib.metadata import version  # takes longer to import than everything else that --version needs
+
     return VERSION if package == "moe-pack" else version(package)

@@ -161,6 +161,16 @@ def test_a_tab_completes_every_option_with_choices() -> None:
     assert num_options > 20
 
 
+def test_the_lines_for_shells_give_a_script_for_each_program() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "install.md").read_text(encoding="utf-8")
+    lines = re.findall(r"(_MOE_\w+_COMPLETE)=((?:bash|zsh|fish)_source) (moe-\w+)", page)
+    assert len(lines) == len(set(lines)) == 3 * len(PROGRAMS)
+    for variable, instruction, program in lines:
+        with case((instruction, program)):
+            shown = CliRunner().invoke(PROGRAMS[program], [], prog_name=program, env={variable: instruction})
+            assert instruction.replace("_source", "_complete") in shown.output
+
+
 def test_a_list_has_the_names_that_commands_take() -> None:
     for command, names in (("convert", SHORT_NAMES), ("synth", published_names())):
         assert typed(f"moe-pack {command} --list") == (0, "".join(f"{name}\n" for name in sorted(names)))

@@ -122,7 +122,7 @@ class SynthOptions:
 def synth_command(name: str, options: SynthOptions) -> None:
     """Make a pack with the dimensions of the model NAME and random weights, to measure how fast NAME would run here.
 
-    NAME is a published model such as mixtral-8x7b (an unknown name lists all), a config.json, or a folder with one.
+    NAME is a published model such as mixtral-8x7b (--list prints all), a config.json, or a folder with one.
     Nothing is downloaded. moe-run OUTPUT --bench measures the speed. The text of such a pack is noise.
     """
     import numpy as np

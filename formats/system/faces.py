@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from pkgutil import get_data
+from pathlib import Path
 
 
 def face(package: str) -> Callable[[str], object]:
@@ -34,7 +34,6 @@ def face(package: str) -> Callable[[str], object]:
 @cache
 def _modules(package: str) -> dict[str, str]:
     """Returns the module that defines each name which a folder's `__init__.py` imports under `TYPE_CHECKING`."""
-    source = get_data(package, "__init__.py")
-    assert source is not None, "a folder has its __init__.py"
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

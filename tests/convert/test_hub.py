@@ -81,7 +81,7 @@ def test_a_cached_model_with_a_shard_missing_is_said_to_be_there_only_in_part(ca
 def test_what_can_be_no_hub_id_is_refused_with_similar_names() -> None:
     with pytest.raises(CheckpointError, match=r"has this name; moe-pack convert --list prints all names$"):
         find_checkpoint("no-such-name")
-    with pytest.raises(CheckpointError, match=r"; did you mean olmoe or olmoe-1b-7b\? moe-pack convert --list prints "):
+    with pytest.raises(CheckpointError, match=r"; did you mean olmoe-1b-7b or olmoe\? moe-pack convert --list prints "):
         find_checkpoint("olmoe-1b")
     for source in ["./nowhere", "a/b/c", "../x", "owner/", "/nowhere", "nowhere.gguf"]:
         with case(source), pytest.raises(CheckpointError, match="no such file or folder, and no name of the hub"):

@@ -158,7 +158,7 @@ WRONG = {
     "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
     "group": (["--group-size", "128"], 1, "group size 128 does not divide rows of 64 values"),
     "no plan": (["--plan", "/nowhere/plan.json"], 1, "moe-pack: plan.json: file is missing"),
-    "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: found no profile.json"),
+    "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: no such folder"),
     "layers": (["--layers", "4"], 1, "--layers is 4, but this model's num_hidden_layers is 3"),
 }
 

@@ -128,7 +128,7 @@ def test_wrong_targets_end_in_a_line(source: Path, new_folder: Callable[[], Path
         ([*CPU, "--plan", "plan.json"], 2, "--target-vram makes a plan, which decides this; remove --plan"),
         ([*CPU, "--max-loss", "a bit"], 2, "found 'a bit', expected a share of perplexity such as 1%, or nats"),
         (["--target-vram", "lots"], 2, "found 'lots', expected a size such as 11G"),
-        ([*CPU, "--profile", "/nowhere"], 1, "/nowhere: found no profile.json"),
+        ([*CPU, "--profile", "/nowhere"], 1, "/nowhere: no such folder"),
     ]
     for options, exit_code, says in cases:
         with case(options, exit_code, says):

@@ -154,7 +154,7 @@ def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_refused_with_similar_ones(tmp_path: Path) -> None:
     listed = "docs/families.md lists the supported ones"
-    for number, (name, similar) in enumerate([("unheard_of", ""), ("mixtrall", "did you mean mixtral? ")]):
+    for number, (name, similar) in enumerate([("unheard_of", ""), ("dots2", "did you mean dots1? ")]):
         folder = configured(tmp_path / str(number), model_type=name)
         assert refusal(folder) == f"config.json: architecture {name!r} is not supported; {similar}{listed}"
 
