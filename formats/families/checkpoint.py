@@ -27,7 +27,7 @@ from moe_pack.formats.families.family import (
     stored_ways,
 )
 from moe_pack.formats.families.given_names import given_names
-from moe_pack.formats.families.published import published_config
+from moe_pack.formats.families.published import published_config, published_name
 from moe_pack.formats.families.registry import FAMILIES, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
