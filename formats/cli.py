@@ -36,12 +36,10 @@ C = TypeVar("C", bound=Callable[..., Any])
 class _Failure(click.ClickException):
     """An error that prints one line on standard error and exits with a code."""
 
-    exit_code: int
-
     def __init__(self, program: str, message: str, exit_code: int = 1) -> None:
         super().__init__(" ".join(message.split()))
         self._program = program
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # type: ignore[misc]  # click reads it of the object
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"{self._program}: {self.message}", file=file, err=True)

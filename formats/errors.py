@@ -12,6 +12,14 @@
 A message is one line: *place: what is wrong, found X, expected Y; what to do*.
 """
 
+_MOST_SHOWN = 60  # characters of a value in a message
+
+
+def shortened(value: object) -> str:
+    """Returns a value as a message shows it: as Python writes it, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
 
 class MoePackError(Exception):
     """The root of the tree. Only the command line catches it."""

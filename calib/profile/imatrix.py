@@ -12,7 +12,6 @@ Source: llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
 
 import hashlib
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,17 +57,18 @@ from moe_pack.formats import (
     RangeReader,
 )
 from moe_pack.formats.commands import Stage
+from moe_pack.formats.errors import shortened
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
-from moe_pack.formats.gguf.header import gguf_package
+from moe_pack.formats.gguf.header import MAGIC, gguf_package, read_header
 from moe_pack.runtime.model import CheckpointWeights, embed, linear
 from moe_pack.runtime.model import Matrix as RunMatrix
 from moe_pack.runtime.model.matrix import InMemoryMatrix, gather_rows
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_MAGIC = b"GGUF"
 _LEGACY_CHUNK = 512  # tokens of a chunk by default; the older format does not say how many
-_FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeDecodeError)
+_MAX_BYTES = 1 << 34
+_MAX_ENTRIES, _MAX_NAME_BYTES = 1 << 20, 1 << 12  # of the older format
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class Imatrix:
     num_chunks: int
     chunk_tokens: int
     has_counts: bool
-    sha256: str
+    sha256: str = ""
 
 
 def expert_tensor(layer: int, name: str) -> str:
@@ -291,71 +291,94 @@ def read_imatrix(path: Path) -> Imatrix:
     with RangeReader(path, PackError) as reader:
         if not reader.num_bytes:
             raise PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")
-        is_gguf = reader.read(0, min(4, reader.num_bytes)).tobytes() == _MAGIC
-        sha256 = reader.sha256()
-    try:
-        return _read_gguf(path, sha256) if is_gguf else _read_legacy(path, sha256)
-    except _FAULTS as fault:
-        raise PackError(f"{path}: is damaged, or no importance file of llama-imatrix ({fault})") from fault
+        if reader.num_bytes > _MAX_BYTES:
+            raise PackError(
+                f"{path}: has {reader.num_bytes:,} bytes, an importance file has at most {_MAX_BYTES:,}; give a file "
+                "that llama-imatrix wrote"
+            )
+        is_gguf = reader.read(0, min(4, reader.num_bytes)).tobytes() == MAGIC
+        read = _read_gguf(path) if is_gguf else _read_legacy(path)
+        return replace(read, sha256=reader.sha256())
 
 
-def _read_gguf(path: Path, sha256: str) -> Imatrix:
+def _read_gguf(path: Path) -> Imatrix:
     package = gguf_package()
-    reader = package.GGUFReader(path)
-    values = {name: field.contents() for name, field in reader.fields.items()}
-    if values.get(package.Keys.General.TYPE) != package.GGUFType.IMATRIX:
+    values, listed = read_header(path, PackError)
+    kind = values.get(package.Keys.General.TYPE)
+    if kind != package.GGUFType.IMATRIX:
         raise PackError(
-            f"{path}: its general.type is {values.get(package.Keys.General.TYPE)!r}, expected 'imatrix'; give a file "
-            "that llama-imatrix wrote"
+            f"{path}: its general.type is {shortened(kind)}, expected 'imatrix'; give a file that llama-imatrix wrote"
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in listed}
     for name, tensor in tensors.items():
         ending = next((each for each in (_SUMS, _COUNTS) if name.endswith(each)), None)
         if ending is None:
-            raise PackError(f"{path}: tensor {name!r} is neither a sum ({_SUMS}) nor a count ({_COUNTS})")
+            raise PackError(f"{path}: tensor {shortened(name)} is neither a sum ({_SUMS}) nor a count ({_COUNTS})")
         other = name.removesuffix(ending) + (_COUNTS if ending == _SUMS else _SUMS)
         if other not in tensors:
-            raise PackError(f"{path}: has tensor {name!r}, but not {other!r}")
-        if tensor.tensor_type.name != "F32":
-            raise PackError(f"{path}: tensor {name!r} is {tensor.tensor_type.name}, expected F32")
-    entries = {}
+            raise PackError(f"{path}: has tensor {shortened(name)}, but not {shortened(other)}")
+        if tensor.type != "F32":
+            raise PackError(f"{path}: tensor {shortened(name)} is {tensor.type}, expected F32")
+    raw, entries = np.memmap(path, np.uint8, "r"), {}
     for name in (name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)):
-        counts = tensors[name + _COUNTS].data.reshape(-1)
-        entries[name] = Entry(tensors[name + _SUMS].data.reshape(len(counts), -1), counts)
-    datasets = tuple(str(each) for each in values.get(package.Keys.IMatrix.DATASETS) or ())
+        sums, counts = (
+            raw[tensor.offset : tensor.offset + tensor.num_bytes].view("<f4")
+            for tensor in (tensors[name + _SUMS], tensors[name + _COUNTS])
+        )
+        if len(sums) % len(counts):
+            raise PackError(
+                f"{path}: entry {shortened(name)} has {len(sums):,} sums for {len(counts):,} experts; the file is "
+                "damaged"
+            )
+        entries[name] = Entry(sums.reshape(len(counts), -1), counts)
+    datasets = values.get(package.Keys.IMatrix.DATASETS)
+    names = tuple(map(str, datasets)) if isinstance(datasets, list) else ()
     chunks = (values.get(key) for key in (package.Keys.IMatrix.CHUNK_COUNT, package.Keys.IMatrix.CHUNK_SIZE))
-    num_chunks, chunk_tokens = (each if isinstance(each, int) else 0 for each in chunks)
-    return Imatrix(path, entries, datasets, num_chunks, chunk_tokens, True, sha256)
+    num_chunks, chunk_tokens = (each if type(each) is int and 0 <= each < 2**31 else 0 for each in chunks)
+    return Imatrix(path, entries, names, num_chunks, chunk_tokens, True)
 
 
-def _read_legacy(path: Path, sha256: str) -> Imatrix:
+def _read_legacy(path: Path) -> Imatrix:
     """Reads the older format: int32 number of entries; of each int32 length, name, int32 calls, int32 length, float32
     sums; then, in later files, int32 chunks, int32 length, name of the text. All are little-endian.
     """
     raw, place = np.memmap(path, np.uint8, "r"), 0
 
+    def fault(what: str) -> PackError:
+        return PackError(f"{path}: {what}; the file is damaged, or no importance file of llama-imatrix")
+
     def take(num_bytes: int) -> Array:
         nonlocal place
-        if num_bytes < 0 or place + num_bytes > len(raw):
-            raise ValueError(f"it ends at byte {len(raw)}, within what begins at byte {place}")
+        if not 0 <= num_bytes <= len(raw) - place:
+            raise fault(f"byte {place:,} says that {num_bytes:,} bytes follow, the file has {len(raw):,}")
         place += num_bytes
         return raw[place - num_bytes : place]
 
     def number() -> int:
-        return int(struct.unpack("<i", take(4).tobytes())[0])
+        return int(take(4).view("<i4")[0])
 
-    entries = {}
+    def text(what: str) -> str:
+        start, length = place, number()
+        if length > _MAX_NAME_BYTES:
+            raise fault(f"{what} at byte {start:,} has {length:,} bytes, at most {_MAX_NAME_BYTES:,}")
+        try:
+            return take(length).tobytes().decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            raise fault(f"{what} at byte {start:,} is not text") from wrong
+
+    entries = dict[str, Entry]()
     num_entries = number()
-    if num_entries < 1:
-        raise ValueError(f"it has {num_entries} entries")
+    if not 1 <= num_entries <= _MAX_ENTRIES:
+        raise fault(f"it has {num_entries:,} entries, expected 1 to {_MAX_ENTRIES:,}")
     for _ in range(num_entries):
-        name = take(number()).tobytes().decode()
-        calls = number()
+        name, calls = text("the name"), number()
+        if name in entries:
+            raise fault(f"entry {shortened(name)} appears twice")
         entries[name] = Entry(take(4 * number()).view("<f4")[None], np.array([calls], np.float32))
     num_chunks, datasets = 0, tuple[str, ...]()
     if place < len(raw):
-        num_chunks, datasets = number(), (take(number()).tobytes().decode(),)
-    return Imatrix(path, entries, datasets, num_chunks, 0, False, sha256)
+        num_chunks, datasets = max(0, number()), (text("the name of the text"),)
+    return Imatrix(path, entries, datasets, num_chunks, 0, False)
 
 
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> Profile:

@@ -33,7 +33,7 @@ from moe_pack.formats.gguf.architecture import (
 )
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.factors import rope_factors
-from moe_pack.formats.gguf.header import FACTORS, GgufTensor, Metadata, part_paths, read_headers
+from moe_pack.formats.gguf.header import FACTORS, MAX_HEADER_BYTES, GgufTensor, Metadata, part_paths, read_headers
 from moe_pack.formats.gguf.hybrids import HYBRIDS
 from moe_pack.formats.gguf.latents import LATENTS
 from moe_pack.formats.gguf.rows import (
@@ -64,7 +64,6 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.formats.safetensors import TensorEntry
 
-_MAX_HEADER_BYTES = 256 << 20
 ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
 _CLASSES: Mapping[str, str] = {
@@ -274,7 +273,7 @@ class GgufFiles(CheckpointFiles):
         files = []
         for number, (path, reader) in enumerate(zip(self._paths, self._readers, strict=True)):
             offsets = [tensor.offset for tensor in self._stored.values() if tensor.file == number]
-            header = reader.read(0, min(min(offsets, default=reader.num_bytes), _MAX_HEADER_BYTES))
+            header = reader.read(0, min(min(offsets, default=reader.num_bytes), MAX_HEADER_BYTES))
             files.append(SourceFile(path.name, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
         return sorted(files, key=lambda file: file.name)
 

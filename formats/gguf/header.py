@@ -1,23 +1,40 @@
 """What the header of a GGUF file says: its metadata, and name, type, shape and place of each tensor.
 
-The `gguf` package of llama.cpp reads the header. Of the tensors, only factors of rotary positions are read here, which
-`config.json` has. Source: the format's specification, ggml/docs/gguf.md.
+Sizes and counts are checked against the file before anything is read by them, and tensors must lie in the file without
+overlaps. The `gguf` package of llama.cpp only knows the types: its own reader trusts the counts. Of the tensors, only
+factors of rotary positions are read here, which `config.json` has.
+
+Source: the format's specification, ggml/docs/gguf.md; what is refused, llama.cpp's ggml/src/gguf.cpp refuses too.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_pack.formats import CheckpointError, RangeReader
+from moe_pack.formats.errors import CheckpointError, MoePackError, shortened
+from moe_pack.formats.safetensors import RangeReader
 
+MAX_HEADER_BYTES = 256 << 20
+_MAX_ENTRIES = 1 << 20  # keys, and tensors, of a file
+_MAX_DIMENSIONS = 4
+_MAX_FACTOR_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # of a header, which are read at once
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 FACTORS = "rope_freqs.weight"  # a number for each pair of rotary positions, by which its frequency is divided
-_FAULTS = (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError, MemoryError)
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# The types of values: numbers by their NumPy type, a truth value (one byte), a text, a list.
+_NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_TRUTH, _TEXT, _LIST = 7, 8, 9
 
 
 def gguf_package() -> Any:
@@ -143,7 +160,7 @@ class Metadata:
         if value is None:
             raise CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise CheckpointError(f"{self.place}: {self._full(key)} is {value!r}, expected {expected}")
+            raise CheckpointError(f"{self.place}: {self._full(key)} is {shortened(value)}, expected {expected}")
         return value
 
 
@@ -167,65 +184,230 @@ def part_paths(path: Path) -> list[Path]:
 def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     """Reads the metadata, which the first part has, and the tensors of all parts.
 
-    Raises:  CheckpointError if a file is no GGUF file, or is cut short, or a tensor is in two parts.
+    Raises:  CheckpointError as `read_header`, or if a tensor is in two parts, or a part belongs to another model.
     """
     tensors: dict[str, GgufTensor] = {}
     factors: tuple[float, ...] = ()
-    values: dict[str, Any] = {}
+    parts: list[dict[str, Any]] = []
     for number, path in enumerate(paths):
-        with RangeReader(path, CheckpointError) as content:
-            content.check_content()
-        reader = _open(path)
-        if number == 0:
-            values = {name: _content(field) for name, field in reader.fields.items()}
-        for tensor in reader.tensors:
-            shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
+        values, own = read_header(path, CheckpointError, number)
+        parts.append(values)
+        for tensor in own:
             if tensor.name in tensors:
                 raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is also in another part")
-            if not shape or min(shape) < 1:
-                raise CheckpointError(f"{path.name}: tensor {tensor.name!r} has shape {list(shape)}")
-            offset, num_bytes = int(tensor.data_offset), int(tensor.n_bytes)
-            tensors[tensor.name] = GgufTensor(tensor.name, tensor.tensor_type.name, shape, number, offset, num_bytes)
+            tensors[tensor.name] = tensor
             if tensor.name == FACTORS:
                 factors = _factors(path, tensor)
-    if not paths or not isinstance(values.get("general.architecture"), str):
+    if not isinstance(parts[0].get("general.architecture"), str):
         raise CheckpointError(f"{paths[0].name}: metadata has no key 'general.architecture'")
-    count = values.get("split.count")
+    _check_parts(paths, parts, len(tensors))
+    return Metadata(paths[0].name, parts[0], tensors, factors), tensors
+
+
+def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: int) -> None:
+    """Checks what the parts of a model say of themselves: their number, how many there are, and of how many tensors."""
+    count = parts[0].get("split.count")
     if isinstance(count, int) and count not in (0, len(paths)):
         raise CheckpointError(f"{paths[0].name}: is one of {count} parts; keep their names as llama.cpp made them")
-    return Metadata(paths[0].name, values, tensors, factors), tensors
-
-
-def _factors(path: Path, tensor: Any) -> tuple[float, ...]:
-    if tensor.tensor_type.name != "F32":
-        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is {tensor.tensor_type.name}, expected F32")
-    return tuple(float(str(value)) for value in np.asarray(tensor.data).reshape(-1))
-
-
-def _content(field: Any) -> Any:
-    try:
-        return field.contents()
-    except UnicodeDecodeError:  # some published vocabularies have tokens that are no text
-        return None
-
-
-def _open(path: Path) -> Any:
-    package = gguf_package()
-
-    class Reader(package.GGUFReader):  # type: ignore[misc, name-defined]  # the package has no types
-        """The package's reader, which refuses to read behind the end of the file."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
-                raise ValueError("the file is cut short")
-            return super()._get(offset, dtype, count, override_order)
-
-    try:
-        reader = Reader(path)
-    except _FAULTS as fault:
-        raise CheckpointError(f"{path.name}: the gguf package cannot read it ({fault})") from fault
-    if reader.byte_order != "I":
+    if len(paths) == 1:
+        return
+    for number, (path, values) in enumerate(zip(paths, parts, strict=True)):
+        if values.get("split.no") != number:
+            raise CheckpointError(
+                f"{path.name}: split.no is {shortened(values.get('split.no'))}, expected {number} by its name; keep "
+                "the names as llama.cpp made them"
+            )
+    total = parts[0].get("split.tensors.count")
+    if isinstance(total, int) and total != num_tensors:
         raise CheckpointError(
-            f"{path.name}: is a GGUF file of a big-endian machine; convert it with gguf-convert-endian"
+            f"{paths[0].name}: the parts have {num_tensors} tensors, expected {total}; a part is of another model, get "
+            "it again"
         )
-    return reader
+
+
+def _factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
+    if tensor.type != "F32":
+        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is {tensor.type}, expected F32")
+    if tensor.num_bytes > _MAX_FACTOR_BYTES:
+        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} has {tensor.num_bytes // 4:,} factors, too many")
+    with RangeReader(path, CheckpointError) as reader:
+        values = reader.read(tensor.offset, tensor.num_bytes).view("<f4")
+    return tuple(float(str(value)) for value in values)
+
+
+def read_header(path: Path, error: type[MoePackError], file: int = 0) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Reads the metadata by key and the tensors of one GGUF file. A value that should be text but is none is None.
+
+    Args:    error: the class of the errors.   file: the number of the file among those of its model.
+    Raises:  `error` if it is no GGUF file, is cut short, or a key or tensor stands twice, or a tensor does not lie in
+             the file, or overlaps another one.
+    """
+    with RangeReader(path, error) as reader:
+        reader.check_content()
+        header = _Header(path.name, reader, error)
+        header.begin()
+        num_tensors, num_values = header.count("tensors"), header.count("keys")
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = header.name("key")
+            if key in values:
+                raise error(f"{path.name}: key {shortened(key)} appears twice")
+            values[key] = header.value(key, header.number("<u4"))
+        listed = [header.tensor(file) for _ in range(num_tensors)]
+        start = _aligned(header.place, _alignment(values, path.name, error))
+        tensors = [_placed(tensor, start) for tensor in listed]
+        _check_places(tensors, start, _alignment(values, path.name, error), reader.num_bytes, header.fault)
+    return values, tensors
+
+
+class _Header:
+    """The bytes of a header, taken in order, never behind the end of the file.
+
+    `place`: of the next byte.
+    """
+
+    def __init__(self, name: str, reader: RangeReader, error: type[MoePackError]) -> None:
+        self._name, self._reader, self._error = name, reader, error
+        self._num_bytes = reader.num_bytes
+        self._raw, self._start, self.place = b"", 0, 0
+
+    def fault(self, what: str) -> MoePackError:
+        """Returns an error that names the file."""
+        return self._error(f"{self._name}: {what}")
+
+    def take(self, num_bytes: int) -> bytes:
+        """Returns the next bytes."""
+        end = self.place + num_bytes
+        if end > self._num_bytes:
+            raise self.fault(
+                f"the header needs {end:,} bytes, the file has {self._num_bytes:,}; the file is cut short or damaged, "
+                "get it again"
+            )
+        if end > MAX_HEADER_BYTES:
+            raise self.fault(f"the header has more than {MAX_HEADER_BYTES:,} bytes; the file is damaged, get it again")
+        if end > self._start + len(self._raw):
+            size = min(max(num_bytes, _PIECE_BYTES), self._num_bytes - self.place)
+            self._raw, self._start = self._reader.read(self.place, size).tobytes(), self.place
+        piece = self._raw[self.place - self._start : end - self._start]
+        self.place = end
+        return piece
+
+    def begin(self) -> None:
+        """Takes the file's first bytes, and checks that it is a GGUF file of a version that is known."""
+        if self._num_bytes < 8 or self.take(4) != MAGIC:
+            raise self.fault("is no GGUF file, or is cut short")
+        version = self.number("<u4")
+        if version and not version & 0xFFFF:
+            raise self.fault("is a GGUF file of a big-endian machine; convert it with gguf-convert-endian")
+        if version not in _VERSIONS:
+            raise self.fault(f"is of version {version} of GGUF, expected 2 or 3; make it again with a newer llama.cpp")
+
+    def number(self, dtype: str) -> Any:
+        """Takes a number."""
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0].item()
+
+    def count(self, what: str) -> int:
+        """Takes the number of keys or of tensors."""
+        count = int(self.number("<u8"))
+        if count > _MAX_ENTRIES:
+            raise self.fault(f"the header lists {count:,} {what}, at most {_MAX_ENTRIES:,}; the file is damaged")
+        return count
+
+    def text(self) -> str | None:
+        """Takes a text; returns None for bytes that are no text, which some published vocabularies have."""
+        raw = self.take(self.number("<u8"))
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+
+    def name(self, what: str) -> str:
+        """Takes the name of a key or tensor."""
+        place, name = self.place, self.text()
+        if name is None:
+            raise self.fault(f"the name of the {what} at byte {place} is not text; the file is damaged")
+        return name
+
+    def value(self, key: str, kind: int) -> Any:
+        """Takes the value of a key."""
+        if kind == _LIST:
+            inner, count = self.number("<u4"), self.number("<u8")
+            return self._list(key, inner, count)
+        if kind == _TEXT:
+            return self.text()
+        return self._list(key, kind, 1)[0]
+
+    def _list(self, key: str, kind: int, count: int) -> Any:
+        if kind == _TEXT:
+            texts = [self.text() for _ in range(count)]  # each takes 8 bytes or more: `take` bounds the loop
+            return None if None in texts else texts
+        if kind == _TRUTH:
+            return [byte != 0 for byte in self.take(count)]
+        if kind not in _NUMBERS:
+            what = "a list of lists" if kind == _LIST else f"of the unknown type {kind}"
+            raise self.fault(f"{shortened(key)} is {what}; the file is damaged, or of a newer version of GGUF")
+        dtype = np.dtype(_NUMBERS[kind])
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def tensor(self, file: int) -> GgufTensor:
+        """Takes a tensor; its offset counts from the first tensor's byte."""
+        name, num_dimensions = self.name("tensor"), self.number("<u4")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise self.fault(
+                f"tensor {shortened(name)} has {num_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}"
+            )
+        shape = tuple(self.number("<u8") for _ in range(num_dimensions))[::-1]
+        kind, offset = self.number("<u4"), self.number("<u8")
+        if min(shape) < 1:
+            raise self.fault(f"tensor {shortened(name)} has shape {list(shape)}")
+        package = gguf_package()
+        try:
+            known = package.GGMLQuantizationType(kind)
+        except ValueError as fault:
+            raise self.fault(
+                f"tensor {shortened(name)} is of type {kind}, which the gguf package does not know; a newer one may: "
+                "pip install -U gguf"
+            ) from fault
+        block, block_bytes = package.GGML_QUANT_SIZES[known]
+        if shape[-1] % block:
+            raise self.fault(
+                f"tensor {shortened(name)} has rows of {shape[-1]:,} values, expected a multiple of {block} for "
+                f"{known.name}"
+            )
+        return GgufTensor(name, known.name, shape, file, offset, math.prod(shape) // block * block_bytes)
+
+
+def _alignment(values: Mapping[str, Any], place: str, error: type[MoePackError]) -> int:
+    """Returns the number of which the offsets of tensors are multiples."""
+    value = values.get("general.alignment", 32)
+    if type(value) is not int or value < 1 or value & (value - 1):
+        raise error(f"{place}: general.alignment is {shortened(value)}, expected a power of two")
+    return value
+
+
+def _aligned(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment
+
+
+def _placed(tensor: GgufTensor, start: int) -> GgufTensor:
+    return replace(tensor, offset=start + tensor.offset)
+
+
+def _check_places(
+    tensors: Sequence[GgufTensor], start: int, alignment: int, file_bytes: int, fault: Callable[[str], MoePackError]
+) -> None:
+    """Checks that the tensors of a file have names of their own, and lie in it without overlaps."""
+    names, end, before = set[str](), start, ""
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.name in names:
+            raise fault(f"tensor {shortened(tensor.name)} appears twice")
+        names.add(tensor.name)
+        stop = tensor.offset + tensor.num_bytes
+        where = f"tensor {shortened(tensor.name)} lies at bytes {tensor.offset:,} to {stop:,}"
+        if stop > file_bytes:
+            raise fault(f"{where}, the file has {file_bytes:,}; the file is cut short or damaged, get it again")
+        if (tensor.offset - start) % alignment:
+            raise fault(f"{where}, expected a multiple of {alignment} after byte {start:,}; the file is damaged")
+        if tensor.offset < end:
+            raise fault(f"{where}, in tensor {shortened(before)}, which ends at byte {end:,}; the file is damaged")
+        end, before = stop, tensor.name

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from models import TinyMixtral
 from numpy.typing import NDArray
 from profiles import copied, profiled, reseal, tokens_of
+from raw_gguf import F32, KIND_F32, LIST, TEXT, U32, Value, gguf_file, list_of, text
 from tokenizers import Tokenizer
 
 from moe_pack.calib.profile import (
@@ -275,13 +277,22 @@ def test_files_that_lack_nothing_of_the_experts_are_accepted(source: Path, tmp_p
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     older = (GOLDEN / "imatrix.dat").read_bytes()
+    one = struct.pack("<ii1sii", 1, 1, b"a", 5, 0)
     contents = {
         "empty": (b"", "the file is empty"),
         "cut": (older[:5000], "is damaged, or no importance file of llama-imatrix"),
-        "cut gguf": ((GOLDEN / "imatrix.gguf").read_bytes()[:5000], "is damaged, or no importance file"),
+        "cut gguf": ((GOLDEN / "imatrix.gguf").read_bytes()[:5000], "the file is cut short or damaged"),
         "text": (b"It was a dark night" * 9, "is damaged, or no importance file of llama-imatrix"),
-        "no entries": (struct.pack("<i", 0) + older[4:], "it has 0 entries"),
-        "negative": (struct.pack("<ii", 1, -5), "is damaged, or no importance file of llama-imatrix"),
+        "no entries": (struct.pack("<i", 0) + older[4:], "it has 0 entries, expected 1 to 1,048,576"),
+        "many entries": (struct.pack("<i", 2**31 - 1) + older[4:], "it has 2,147,483,647 entries, expected"),
+        "negative": (
+            struct.pack("<ii", 1, -5),
+            "byte 8 says that -5 bytes follow, the file has 8; the file is",
+        ),
+        "name": (struct.pack("<ii", 1, 5000) + bytes(9000), "the name at byte 4 has 5,000 bytes, at most 4,096"),
+        "no text": (one.replace(b"a", b"\xff"), "the name at byte 4 is not text"),
+        "sums": (one[:-4] + struct.pack("<i", 2**31 - 1), "byte 17 says that 8,589,934,588 bytes follow"),
+        "twice": (struct.pack("<i", 2) + one[4:] * 2, "entry 'a' appears twice"),
     }
     for name, (raw, message) in contents.items():
         with case(name):
@@ -294,6 +305,57 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_imatrix(model)
     with pytest.raises(PackError):
         read_imatrix(tmp_path / "missing")
+
+
+def test_counts_that_a_file_cannot_have_end_in_one_line_at_once(tmp_path: Path) -> None:
+    kind: Value = ("general.type", TEXT, text("imatrix"))
+    for count in (2**40, 2**63, 2**64 - 1):
+        for inner in (F32, U32, TEXT, LIST):
+            with case(count, inner):
+                file = tmp_path / "file"
+                file.write_bytes(gguf_file((kind, ("a", LIST, list_of(inner, count, b"")))))
+                result = run("profile", tmp_path, "--imatrix", file, "-o", tmp_path / "profile")
+                assert result.exit_code == 1 and len(result.output.splitlines()) == 1, result.output
+                assert result.output.startswith("moe-pack: ")
+
+
+def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+    older = struct.pack("<i", 1) + struct.pack("<i1sii2f", 1, b"a", 5, 2, 1, 2)
+    newer = gguf_file(
+        (("general.type", TEXT, text("imatrix")),),
+        (("a.in_sum2", (2, 1), KIND_F32, 0), ("a.counts", (1, 1), KIND_F32, 32)),
+        bytes(36),
+    )
+    for whole in (older, newer):
+        for size in range(len(whole) + 1):
+            with case(whole[:4], size):
+                (tmp_path / "file").write_bytes(whole[:size])
+                if size == len(whole):
+                    assert read_imatrix(tmp_path / "file").entries["a"].sums.shape == (1, 2)
+                    continue
+                with pytest.raises(PackError):
+                    read_imatrix(tmp_path / "file")
+
+
+def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    older = struct.pack("<i", 2) + b"".join(struct.pack("<i1sii2f", 1, n, 5, 2, 1, 2) for n in (b"a", b"b"))
+    for number in range(300):
+        raw = bytearray(older + struct.pack("<ii1s", 3, 1, b"t"))
+        for _ in range(int(draw.integers(1, 3))):
+            place = int(draw.integers(0, len(raw) - 4))
+            raw[place : place + 4] = draw.choice((b"\0" * 4, b"\xff" * 4, draw.bytes(4)))
+        with case(number):
+            (tmp_path / "file").write_bytes(raw)
+            with suppress(PackError):
+                assert read_imatrix(tmp_path / "file").num_chunks >= 0
+
+
+def test_a_file_larger_than_any_importance_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(PackError, match=r"has 1,099,511,627,776 bytes, an importance file has at most"):
+        read_imatrix(tmp_path / "file")
 
 
 def test_older_files_may_end_before_the_chunks(tmp_path: Path) -> None:

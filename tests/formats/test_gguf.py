@@ -1,6 +1,7 @@
 """GGUF files as checkpoints: what is read of them, and every reason to refuse one, each with the nearest accepted."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -47,6 +48,12 @@ def logits(path: Path, ids: list[int]) -> NDArray[np.float32]:
     found = Decoder(CheckpointWeights(checkpoint, torch.device("cpu")), 64).logits(ids).numpy()
     checkpoint.close()
     return found
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """Returns the logits of a golden file, and the tokens they belong to."""
+    with np.load(path.with_suffix(".npz")) as arrays:
+        return dict(arrays)
 
 
 def rewritten(
@@ -96,7 +103,7 @@ def test_each_family_has_the_logits_of_its_dequantized_weights_in_transformers()
     """llama.cpp's converter wrote the files, and transformers ran the checkpoints: see golden_gguf.py."""
     for path in sorted(GOLDEN.glob("*.gguf")):
         with case(path.stem):
-            expected = np.load(path.with_suffix(".npz"))
+            expected = stored(path)
             assert np.abs(expected["logits"]).max() > 0.5, "logits so small that the bound would prove nothing"
             assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
 
@@ -158,7 +165,7 @@ def test_a_model_in_parts_is_that_in_one_file(tmp_path: Path) -> None:
     rewritten(tmp_path / "model.gguf", split_max_tensors=9)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) == 3
-    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    expected = stored(MIXTRAL)
     assert find_gguf(tmp_path) == parts[0]
     for part in parts:
         assert np.abs(logits(part, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
@@ -177,7 +184,7 @@ def test_experts_gate_and_up_or_queries_keys_and_values_may_be_in_one_tensor(tmp
                 raw = np.concatenate([part[0] for part in parts], axis=axis)
                 tensors[f"blk.{layer}.{joined}.weight"] = (raw, parts[0][1])
 
-    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    expected = stored(MIXTRAL)
     path = rewritten(tmp_path / "joined.gguf", tensors=join)
     assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
 
@@ -189,7 +196,7 @@ def test_files_of_early_2024_have_a_tensor_for_each_expert(tmp_path: Path) -> No
             for expert, matrix in enumerate(raw):
                 tensors[name.replace("_exps.", f".{expert}.")] = (matrix, kind)
 
-    expected = np.load(MIXTRAL.with_suffix(".npz"))
+    expected = stored(MIXTRAL)
     path = rewritten(tmp_path / "early.gguf", tensors=part)
     assert np.abs(logits(path, expected["ids"].tolist()) - expected["logits"]).max() < TOLERANCE
 
@@ -383,11 +390,9 @@ def test_a_file_that_is_cut_or_no_gguf_file_is_refused(tmp_path: Path) -> None:
     for size in (3, 4, 23, 24, 100, 1000, 4000, len(whole) // 2, len(whole) - 1):
         with case(size):
             path.write_bytes(whole[:size])
-            assert refusal(path).startswith("model.gguf: the gguf package cannot read it (")
+            assert re.match(r"model\.gguf: .*cut short", refusal(path))
     path.write_bytes(b"GGML" + whole[4:])
-    assert refusal(path) == "model.gguf: the gguf package cannot read it (GGUF magic invalid)"
-    path.write_bytes(whole[:8] + b"\xff" * 8 + whole[16:])
-    assert refusal(path).startswith("model.gguf: the gguf package cannot read it (")
+    assert refusal(path) == "model.gguf: is no GGUF file, or is cut short"
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
