@@ -11,16 +11,18 @@ import math
 import re
 import types
 import typing
+from collections import Counter
 from typing import Any, TypeVar, cast
 
-from moe_pack.formats.errors import MoePackError, PackError
+from moe_pack.formats.errors import MoePackError, PackError, shortened
 from moe_pack.formats.parts import is_added
 
 T = TypeVar("T")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool = False) -> Any:
-    """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities and deep nesting.
+    """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities, deep nesting and halves of surrogates.
 
     Args:    place: the file's name, for messages.   error: the class of the errors.   is_foreign: `Infinity`, which
              Python's library writes, is read as the object that transformers 5 writes in its place.
@@ -41,15 +43,17 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise error(f"{place}: key {twice!r} appears twice")
+            twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
+            raise error(f"{place}: key {shortened(twice)} appears twice")
         return values
 
     try:
-        return json.loads(
+        values = json.loads(
             raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite
         )
+        if _SURROGATE.search(raw) is not None:  # an escaped one: a half is neither a file's name nor printable
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+        return values
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
         raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
 
@@ -83,18 +87,18 @@ def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
         return _load_union(arguments, value, place, error)
     if origin is typing.Literal:
         if type(value) is not str or value not in arguments:
-            raise error(f"{place}: found {_short(value)}, expected one of {', '.join(arguments)}")
+            raise error(f"{place}: found {shortened(value)}, expected one of {', '.join(arguments)}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise error(f"{place}: found {_short(value)}, expected a list")
+            raise error(f"{place}: found {shortened(value)}, expected a list")
         return tuple(_load(arguments[0], item, f"{place}[{i}]", error) for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _load_record(kind, value, place, error)
     if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
     if type(value) is not kind:
-        raise error(f"{place}: found {_short(value)}, expected {kind.__name__}")
+        raise error(f"{place}: found {shortened(value)}, expected {kind.__name__}")
     return value
 
 
@@ -105,34 +109,29 @@ def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[Mo
     if len(known) == 1:
         return _load(known[0], value, place, error)
     if not isinstance(value, dict):
-        raise error(f"{place}: found {_short(value)}, expected an object")
+        raise error(f"{place}: found {shortened(value)}, expected an object")
     if "kind" not in value:
         raise error(f"{place}: key 'kind' is missing")
     by_kind = {typing.get_args(typing.get_type_hints(member)["kind"])[0]: member for member in known}
     member = by_kind.get(value["kind"]) if isinstance(value["kind"], str) else None
     if member is None:
-        raise error(f"{place}: kind: found {_short(value['kind'])}, expected one of {', '.join(by_kind)}")
+        raise error(f"{place}: kind: found {shortened(value['kind'])}, expected one of {', '.join(by_kind)}")
     return _load_record(member, value, place, error)
 
 
 def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
     if not isinstance(value, dict):
-        raise error(f"{place}: found {_short(value)}, expected an object")
+        raise error(f"{place}: found {shortened(value)}, expected an object")
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in hints:
-            raise error(f"{place}: unknown key {key!r}")
+            raise error(f"{place}: unknown key {shortened(key)}")
     may_lack = {field.name for field in dataclasses.fields(kind) if is_added(field)}
     for key in hints:
         if key not in value and key not in may_lack:
             raise error(f"{place}: key {key!r} is missing")
     given = {key: hint for key, hint in hints.items() if key in value}
     return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in given.items()})
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _first_line(fault: Exception) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import json_files
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.errors import MoePackError, shortened
 from moe_pack.formats.system import READ_FLAGS, read_at
 
 _HASH_CHUNK_BYTES = 8 << 20
@@ -59,6 +59,8 @@ class RangeReader:
             raise error(f"{self._place}: file is missing") from fault
         except OSError as fault:
             raise error(f"{self._place}: cannot be opened ({fault.strerror})") from fault
+        except ValueError as fault:  # a name with a zero byte
+            raise error(f"{shortened(self._place)}: is no file's name") from fault
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise error(f"{self._place}: is not a regular file")
@@ -218,7 +220,8 @@ def _check_entries(
         if entry.offset != end:
             kind = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
             raise error(
-                f"{place}: tensor {entry.name!r} {kind} (offset {entry.offset - start}, expected {end - start})"
+                f"{place}: tensor {shortened(entry.name)} {kind} (offset {entry.offset - start}, expected "
+                f"{end - start})"
             )
         end += entry.num_bytes
     if end != file_bytes:
@@ -228,13 +231,13 @@ def _check_entries(
 
 def _entry(name: str, value: Any, place: str, start: int, error: type[MoePackError]) -> TensorEntry:
     def fault(text: str) -> MoePackError:
-        return error(f"{place}: tensor {name!r}: {text}")
+        return error(f"{place}: tensor {shortened(name)}: {text}")
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise fault("expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise fault(f"unknown dtype {dtype!r}")
+        raise fault(f"unknown dtype {shortened(dtype)}")
     if not _whole_numbers(shape):
         raise fault("shape is not a list of whole numbers")
     if len(shape) > _MAX_DIMENSIONS:

@@ -4,6 +4,7 @@ Each distinct combination of an expert's formats is listed once, and every exper
 are listed by role. docs/moe-pack.md describes the file.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -133,8 +134,8 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
     if unknown:
         raise PlanError(f"{place}: dense: the model has no matrix {min(unknown)!r}")
     if len(named) < len(file.dense):
-        names = [choice.name for choice in file.dense]
-        raise PlanError(f"{place}: dense: {next(n for n in names if names.count(n) > 1)!r} is listed twice")
+        twice = next(name for name, number in Counter(choice.name for choice in file.dense).items() if number > 1)
+        raise PlanError(f"{place}: dense: {twice!r} is listed twice")
     experts = tuple(tuple(file.formats[number] for number in layer) for layer in file.experts)
     dense = tuple(named.get(role.name) for role in roles)
     return Plan(file.selector, file.quantizer, experts, dense, file.repeats)

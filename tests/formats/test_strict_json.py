@@ -61,7 +61,30 @@ def test_deep_nesting_is_refused_and_does_not_end_the_process(raw: bytes) -> Non
 
 
 def test_a_number_of_ten_thousand_digits_is_refused() -> None:
-    assert refusal(b"1" * 10_000).startswith("a.json: not valid JSON (Exceeds the limit")
+    for num_digits in (10_000, 3_000_000):  # of the latter, conversion alone would take minutes
+        assert refusal(b"1" * num_digits).startswith("a.json: not valid JSON (Exceeds the limit")
+
+
+def test_a_duplicate_among_many_keys_costs_no_more_than_reading_them() -> None:
+    # Comparing each key with all others would take many minutes.
+    raw = b"{" + b",".join(b'"k%d":0' % number for number in (*range(300_000), 299_999)) + b"}"
+    assert refusal(raw) == "a.json: key 'k299999' appears twice"
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    for half in (r"\ud83d", r"\uDE00", r"\udE00\ud83d", r"x\ud83dx"):
+        for raw in (f'["{half}"]', f'{{"{half}": 1}}'):
+            with case(raw):
+                assert "surrogates not allowed" in refusal(raw.encode())
+    assert parse(rb'["\ud83d\ude00 \\ud83d \u0000"]', "a.json", PackError) == ["\U0001f600 \\ud83d \0"]
+
+
+def test_long_keys_and_values_are_cut_in_messages() -> None:
+    long = "x" * 100_000
+    with pytest.raises(PackError) as refused:
+        load(Tree, GOOD | {long: 1}, "a.json", PackError)
+    assert str(refused.value) == f"a.json: unknown key '{'x' * 56}..."
+    assert refusal(f'{{"{long}": 1, "{long}": 1}}'.encode()) == f"a.json: key '{'x' * 56}... appears twice"
 
 
 @pytest.mark.parametrize("raw", [b'{"a": 1e999}', b'{"a": -1e999}'])
