@@ -22,6 +22,7 @@ from moe_pack.formats.manifest import (
     COPIED_FILES,
     FORMAT,
     INDEX_FILE,
+    MAX_SMALL_BYTES,
     ORDER_FILE,
     ROTATION_FILE,
     SOURCE_FILE,
@@ -110,9 +111,6 @@ def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
         raise PlanError(f"order: {fault}")
 
 
-_MAX_COPIED_BYTES = 256 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
     """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes.
@@ -133,7 +131,7 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
     """
     checkpoint, order = recipe.checkpoint, recipe.order
     files = checkpoint.files
-    copied = [(name, files.read_file(name, _MAX_COPIED_BYTES).tobytes()) for name in COPIED_FILES if files.has(name)]
+    copied = [(name, files.read_file(name, MAX_SMALL_BYTES).tobytes()) for name in COPIED_FILES if files.has(name)]
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()

@@ -44,6 +44,7 @@ from moe_pack.convert.plan import (
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.json_files import Positive
 from moe_pack.formats.manifest import MANIFEST_FILE
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.version import installed_version
@@ -131,7 +132,7 @@ class Attempt:
 
     nats: float
     measured: float
-    content_bytes: int
+    content_bytes: Positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,6 @@ def is_complete(folder: Path) -> bool:
         return False
     index, shards = folder / INDEX, {SINGLE}
     if index.exists():
-        shards = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
+        shards = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text("utf-8", "replace")))
     is_single = (folder / SINGLE).exists() and SINGLE not in shards
     return is_single or all((folder / shard).exists() for shard in shards)

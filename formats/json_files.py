@@ -18,6 +18,21 @@ from moe_pack.formats.errors import MoePackError, PackError, shortened
 from moe_pack.formats.parts import is_added
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Within:
+    """The numbers that a field of our files may have, in its type: `Annotated[int, Within(0)]`."""
+
+    least: float
+    most: float = math.inf
+
+
+Count = typing.Annotated[int, Within(0)]
+Positive = typing.Annotated[int, Within(1)]
+Amount = typing.Annotated[float, Within(0)]
+Share = typing.Annotated[float, Within(0, 1)]
+_LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -61,9 +76,10 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
 def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
     """Returns the dataclass `kind` with the values of the parsed JSON `value`.
 
-    Fields may be str, int, bool, float, Literal, another dataclass, `tuple[X, ...]`, or any of these `| None`; also a
-    union of dataclasses, each with its own Literal in a field `kind`. Only keys of `added` fields may be missing.
-    Raises:  `error` naming the key, if one is unknown, missing or of another type.
+    Fields may be str, int (of 64 bits), bool, float, Literal, another dataclass, `tuple[X, ...]`, a number `Within` a
+    range, or any of these `| None`; also a union of dataclasses, each with its own Literal in a field `kind`. Only keys
+    of `added` fields may be missing.
+    Raises:  `error` naming the key, if one is unknown, missing, of another type or out of its range.
     """
     return cast(T, _load(kind, value, place, error))
 
@@ -85,6 +101,8 @@ def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return _load_union(arguments, value, place, error)
+    if origin is typing.Annotated:
+        return _load_within(arguments[0], arguments[1], value, place, error)
     if origin is typing.Literal:
         if type(value) is not str or value not in arguments:
             raise error(f"{place}: found {shortened(value)}, expected one of {', '.join(arguments)}")
@@ -99,7 +117,17 @@ def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
         return float(value)
     if type(value) is not kind:
         raise error(f"{place}: found {shortened(value)}, expected {kind.__name__}")
+    if kind is int and not _LEAST_INT <= value <= _MOST_INT:
+        raise error(f"{place}: found {shortened(value)}, expected a number of 64 bits")
     return value
+
+
+def _load_within(kind: Any, range_: Within, value: Any, place: str, error: type[MoePackError]) -> Any:
+    number = _load(kind, value, place, error)
+    if not range_.least <= number <= range_.most:
+        expected = f"at least {range_.least:g}" + (f" and at most {range_.most:g}" if range_.most < math.inf else "")
+        raise error(f"{place}: found {shortened(number)}, expected {expected}")
+    return number
 
 
 def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[MoePackError]) -> Any:
@@ -122,7 +150,7 @@ def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[Mo
 def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
     if not isinstance(value, dict):
         raise error(f"{place}: found {shortened(value)}, expected an object")
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     for key in value:
         if key not in hints:
             raise error(f"{place}: unknown key {shortened(key)}")

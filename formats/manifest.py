@@ -306,6 +306,8 @@ SOURCE_FILE = "source.json"
 FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
+MAX_SMALL_BYTES = 256 << 20  # of a copied file, and of the source account
+_INDEX_ENTRY_BYTES = 128  # more than an expert has in the index
 FEATURES = frozenset(
     {
         "affine",
@@ -475,7 +477,7 @@ def _check_files(manifest: Manifest) -> None:
     for file in manifest.files:
         if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE, *tables):
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
-        _check_size_and_digest(file.name, file.bytes, file.sha256)
+        check_size_and_digest(file.name, file.bytes, file.sha256)
     if (ROTATION_FILE in names) != ("rotated" in manifest.features):
         raise PackError(f"{MANIFEST_FILE}: feature 'rotated' and file {ROTATION_FILE!r} must be present together")
     for required in (*REQUIRED_FILES, *tables):
@@ -485,7 +487,7 @@ def _check_files(manifest: Manifest) -> None:
     for expert_file, name in zip(manifest.expert_files, expected, strict=False):
         if expert_file.name != name:
             raise PackError(f"{MANIFEST_FILE}: found expert file {expert_file.name!r}, expected {name!r}")
-        _check_size_and_digest(expert_file.name, expert_file.bytes, expert_file.header_sha256)
+        check_size_and_digest(expert_file.name, expert_file.bytes, expert_file.header_sha256)
     if len(manifest.expert_files) != len(expected):
         raise PackError(
             f"{MANIFEST_FILE}: {len(manifest.expert_files)} expert files, expected {len(expected)}: one for each "
@@ -498,17 +500,25 @@ def table_files(spec: ModelSpec) -> tuple[str, ...]:
     return () if spec.ngrams is None else tuple(map(ngrams_file, spec.ngrams.layers))
 
 
-def _check_size_and_digest(name: str, num_bytes: int, digest: str) -> None:
+def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = MANIFEST_FILE) -> None:
+    """Checks what the file `place` lists of another file: its size, and a digest.
+
+    Raises:  PackError if no file can have them.
+    """
     if not 0 <= num_bytes < 2**62:
-        raise PackError(f"{MANIFEST_FILE}: file {name!r} has {num_bytes} bytes, expected 0 to 2^62 - 1")
+        raise PackError(f"{place}: file {name!r} has {num_bytes} bytes, expected 0 to 2^62 - 1")
     if not _HEX.fullmatch(digest):
-        raise PackError(f"{MANIFEST_FILE}: digest of {name!r} is not 64 hexadecimal digits")
+        raise PackError(f"{place}: digest of {name!r} is not 64 hexadecimal digits")
 
 
 def _check_meaning(manifest: Manifest) -> None:
     fault = spec_fault(manifest.model)
     if fault:
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
+    for file in manifest.files:
+        most = _most_bytes(file.name, manifest.model)
+        if most is not None and file.bytes > most:
+            raise PackError(f"{MANIFEST_FILE}: file {file.name!r} has {file.bytes:,} bytes, at most {most:,}")
     if (manifest.model.expert.repeats > 0) != ("repeated" in manifest.features):
         raise PackError(f"{MANIFEST_FILE}: feature 'repeated' and repeats of experts must be present together")
     if (manifest.model.ngrams is not None) != ("ngrams" in manifest.features):
@@ -526,6 +536,16 @@ def _check_meaning(manifest: Manifest) -> None:
     listed = sum(file.bytes for file in manifest.files) + sum(file.bytes for file in manifest.expert_files)
     if content != listed or content != sum(totals.values()):
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")
+
+
+def _most_bytes(name: str, spec: ModelSpec) -> int | None:
+    """Returns the most bytes that a file may have which is read whole; None for those that are read in parts."""
+    if name in (*COPIED_FILES, SOURCE_FILE):
+        return MAX_SMALL_BYTES
+    if name in (INDEX_FILE, THRESHOLDS_FILE, ORDER_FILE, ROTATION_FILE):
+        of_experts = spec.router.num_experts * (_INDEX_ENTRY_BYTES + 4 * spec.expert.intermediate_size)
+        return MAX_MANIFEST_BYTES + len(spec.moe_layers) * (of_experts + 8 * spec.hidden_size)
+    return None
 
 
 Fate = Literal["packed", "resident", "table", "scales", "unused", "dropped"]

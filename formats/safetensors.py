@@ -73,9 +73,15 @@ class RangeReader:
     def read(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Returns a range of the file, in memory of its own: u8 [num_bytes].
 
-        Raises:  the reader's error if the file ends before the range does, or the disk fails.
+        Raises:  the reader's error if the file ends before the range does, it is more than memory has, or the disk
+                 fails.
         """
-        out = np.empty(num_bytes, np.uint8)
+        if num_bytes > self.num_bytes - offset:
+            raise self._error(f"{self._place}: ends at byte {self.num_bytes}, expected {offset + num_bytes}")
+        try:
+            out = np.empty(num_bytes, np.uint8)
+        except MemoryError as fault:
+            raise self._error(f"{self._place}: {num_bytes:,} bytes of it do not fit into memory") from fault
         self.read_into(offset, out.data)
         return out
 
@@ -143,6 +149,17 @@ class RangeReader:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def read_small(path: Path, most_bytes: int, error: type[MoePackError]) -> NDArray[np.uint8]:
+    """Returns a whole file, which must not have more than `most_bytes`: u8 [bytes], own memory.
+
+    Raises:  `error` if it is larger, or cannot be read.
+    """
+    with RangeReader(path, error) as reader:
+        if reader.num_bytes > most_bytes:
+            raise error(f"{path.name}: {reader.num_bytes:,} bytes, at most {most_bytes:,}")
+        return reader.read(0, reader.num_bytes)
 
 
 DTYPE_BYTES = {

@@ -31,6 +31,7 @@ from moe_pack.formats.safetensors import (
     TensorFileLayout,
     lay_out,
     read_header,
+    read_small,
     split_bytes,
 )
 from moe_pack.formats.writer import SteppedFolder, pass_step
@@ -84,7 +85,8 @@ def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
     Raises:  PackError if it is longer than a reader accepts.
     """
     raw = sealed({_CONTENT: json_files.dump(values), "root": root})
-    _check_size(name, len(raw))
+    if len(raw) > MAX_SIDECAR_BYTES:
+        raise PackError(f"{name}: {len(raw):,} bytes, at most {MAX_SIDECAR_BYTES:,}")
     return raw
 
 
@@ -95,9 +97,7 @@ def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:
     """
     if not (folder / name).exists():
         return None
-    with RangeReader(folder / name, PackError) as reader:
-        _check_size(name, reader.num_bytes)
-        raw = reader.read(0, reader.num_bytes).tobytes()
+    raw = read_small(folder / name, MAX_SIDECAR_BYTES, PackError).tobytes()
     values = json_files.parse(raw, name, PackError)
     check_seal(raw, name)
     if not isinstance(values, dict) or _CONTENT not in values:
@@ -106,11 +106,6 @@ def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:
     if json_files.load(_Frame, values, name, PackError).root != root:
         return None
     return json_files.load(kind, content, f"{name}: {_CONTENT}", PackError)
-
-
-def _check_size(name: str, num_bytes: int) -> None:
-    if num_bytes > MAX_SIDECAR_BYTES:
-        raise PackError(f"{name}: {num_bytes} bytes, at most {MAX_SIDECAR_BYTES}")
 
 
 MAX_TENSOR_SIDECAR_BYTES = 1 << 32

@@ -7,12 +7,13 @@ a file for each file system. `doctor` measures; planner and runtime read the fac
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from moe_pack.formats import RunError, canonical, dump, load, parse
+from moe_pack.formats.json_files import Amount, Count, Positive, Within
 
 if TYPE_CHECKING:
     from moe_pack.formats import PackLayout
@@ -143,9 +144,11 @@ def _number(path: Path) -> int | None:
 # ---- measured rates -------------------------------------------------------------------------------------------------
 
 ReadMode = Literal["direct", "pread", "map"]
+Rate = Annotated[float, Within(1e-3, 1e18)]  # bytes a second
 
 VERSION = 5  # of the file with the facts; a file of another version counts as missing
 MAX_GAP_BYTES = 1 << 20
+_MAX_FACTS_BYTES = 1 << 20
 _ROW_ALIGN = 16  # of rows within a file (docs/format.md)
 
 
@@ -154,17 +157,17 @@ class ReadRate:
     """The rate of scattered reads of one size, with the number of threads that is best for it."""
 
     mode: ReadMode
-    size: int
-    threads: int
-    rate: float
+    size: Positive
+    threads: Positive
+    rate: Rate
 
 
 @dataclass(frozen=True, slots=True)
 class SizedRate:
     """The rate at one size."""
 
-    size: int
-    rate: float
+    size: Positive
+    rate: Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,8 @@ class WidthRate:
     `width`: bits of a code; 16: bfloat16; of a trellis, bits of two weights.
     """
 
-    width: int
-    rate: float
+    width: Positive
+    rate: Rate
 
 
 def _rate_at(curve: Sequence[SizedRate], size: float) -> float:
@@ -202,14 +205,14 @@ class DiskFacts:
     """
 
     name: str | None
-    file_bytes: int
+    file_bytes: Count
     mode: Literal["direct", "pread"]
-    threads: int
+    threads: Positive
     curve: tuple[SizedRate, ...]
     alone: tuple[SizedRate, ...]
     best: tuple[ReadRate, ...]
-    read_cpu_s: float = 0.0
-    byte_cpu_s: float = 0.0
+    read_cpu_s: Amount = 0.0
+    byte_cpu_s: Amount = 0.0
 
     @property
     def smallest_efficient_bytes(self) -> int:
@@ -318,13 +321,13 @@ class CpuFacts:
     experts stored as trellises.
     """
 
-    cores: int
+    cores: Positive
     instruction_set: str | None
-    read_one: float | None
-    read_all: float | None
+    read_one: Rate | None
+    read_all: Rate | None
     experts: tuple[WidthRate, ...]
     dense: tuple[WidthRate, ...]
-    row_s: float | None
+    row_s: Amount | None
     trellises: tuple[WidthRate, ...] = ()
 
 
@@ -333,7 +336,7 @@ class LinkFacts:
     """A GPU and the link to it: rates of copies from page-locked memory, in rising order of sizes."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: Count
     copies: tuple[SizedRate, ...]
 
 
@@ -345,11 +348,11 @@ class FixedCosts:
     of which single rows are read, as often as some are missing.
     """
 
-    token_s: float
-    layer_s: float
-    expert_s: float
-    miss_s: float
-    rows_s: float
+    token_s: Amount
+    layer_s: Amount
+    expert_s: Amount
+    miss_s: Amount
+    rows_s: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,14 +424,13 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
 
     Raises:  RunError if the facts are damaged, or there is no such path.
     """
+    from moe_pack.formats.safetensors import read_small
+
     file = facts_file(cache_folder, path)
-    try:
-        raw = file.read_bytes()
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except OSError as fault:
-        raise RunError(f"{file}: cannot be read ({fault.strerror})") from fault
     try:
+        raw = read_small(file, _MAX_FACTS_BYTES, RunError).tobytes()
         values = parse(raw, file.name, RunError)
         if isinstance(values, dict) and values.get("version") != VERSION:
             return None
@@ -440,17 +442,8 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
 
 
 def _check(facts: MachineFacts, place: str) -> None:
-    """Refuses facts that no measurement gives, and curves that `DiskFacts.rate` cannot use."""
-    disk, cpu, link, fixed = facts.drive, facts.cpu, facts.link, facts.fixed
-    for name, curve in (("curve", disk.curve), ("alone", disk.alone)):
+    """Refuses curves that `DiskFacts.rate` cannot use."""
+    for name, curve in (("curve", facts.drive.curve), ("alone", facts.drive.alone)):
         sizes = [point.size for point in curve]
-        if not curve or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        if not curve or sizes != sorted(set(sizes)):
             raise RunError(f"{place}: drive: {name}: sizes are {sizes}, expected positive sizes in rising order")
-    rates = [point.rate for point in (*disk.curve, *disk.alone, *(link.copies if link else ()))]
-    rates += [one.rate for one in disk.best] + [one.rate for one in (*cpu.experts, *cpu.dense)]
-    rates += [rate for rate in (cpu.read_one, cpu.read_all) if rate is not None]
-    seconds = [cpu.row_s or 0.0, disk.read_cpu_s, disk.byte_cpu_s, *(() if fixed is None else astuple(fixed))]
-    if min(seconds) < 0:
-        raise RunError(f"{place}: some seconds are negative")
-    if min(rates) <= 0 or disk.threads < 1:
-        raise RunError(f"{place}: some rates or threads are not positive")

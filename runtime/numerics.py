@@ -12,6 +12,8 @@ sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enoug
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from moe_pack.formats.json_files import Amount, Positive
+
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
 
@@ -31,7 +33,7 @@ class ModeLoss:
     """
 
     kl: float
-    half_width: float | None
+    half_width: Amount | None
 
     @property
     def is_small(self) -> bool:
@@ -44,7 +46,7 @@ class NumericsLoss:
     """The sidecar `numerics.json`: the loss of a pack with each mode, on `num_tokens` tokens of a text."""
 
     text: str
-    num_tokens: int
+    num_tokens: Positive
     instruction_set: str
     fast: ModeLoss
     fastest: ModeLoss

@@ -44,6 +44,7 @@ from moe_pack.calib.forward import (
 )
 from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.json_files import Amount, Count, Positive, Share
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
 
 QUALITY_FILE = "quality.json"
@@ -65,15 +66,15 @@ class SourceQuality:
 
     source: str
     is_exact: bool
-    num_outcomes: int
+    num_outcomes: Count
     kl: Estimate
     kl_bound: Estimate
-    noise_floor: float
+    noise_floor: Amount
     source_perplexity: Estimate
     perplexity_increase: Estimate
     agreement: Estimate
-    source_tail: float
-    pack_tail: float
+    source_tail: Amount
+    pack_tail: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,11 @@ class Quality:
 
     text: str
     text_sha256: str
-    num_sequences: int
-    sequence_length: int
-    num_tokens: int
-    content_bytes: int
-    sparsity: float | None
+    num_sequences: Positive
+    sequence_length: Positive
+    num_tokens: Positive
+    content_bytes: Positive
+    sparsity: Share | None
     perplexity: Estimate
     against: SourceQuality | None
     prices: Prices | None = None

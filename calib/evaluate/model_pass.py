@@ -34,6 +34,7 @@ from moe_pack.calib.sensitivity import (
     log_probabilities,
 )
 from moe_pack.formats import Progress
+from moe_pack.formats.json_files import Count, Share
 from moe_pack.runtime.model import embed
 
 
@@ -44,9 +45,9 @@ class RealizedSparsity:
     `tokens`: the number of tokens of each expert.
     """
 
-    overall: float | None
-    experts: tuple[tuple[float | None, ...], ...]
-    tokens: tuple[tuple[int, ...], ...]
+    overall: Share | None
+    experts: tuple[tuple[Share | None, ...], ...]
+    tokens: tuple[tuple[Count, ...], ...]
 
 
 def realized(counts: Iterable[tuple[Array, Array]], num_neurons: int) -> RealizedSparsity:

@@ -31,6 +31,7 @@ from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
 from moe_pack.calib.forward import Array, LayerwiseWeights, ProfileStore, Sequences, Tokens, stack_tokens
 from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
+from moe_pack.formats.json_files import Amount, Positive, Share
 from moe_pack.runtime import Engine, EngineOptions, available_bytes
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import (
@@ -60,8 +61,8 @@ class SparsityPrice:
     `realized`: the share of neurons that did not run on the judged text; None if no token reached an expert.
     """
 
-    sparsity: float
-    realized: float | None
+    sparsity: Share
+    realized: Share | None
     kl: Estimate
     perplexity_increase: Estimate
 
@@ -156,9 +157,9 @@ class SubstitutionPrice:
     `replaced`: the share of chosen experts that were replaced.   `fetched`: the share of run experts that were missing.
     """
 
-    alpha: float
-    replaced: float
-    fetched: float
+    alpha: Amount
+    replaced: Share
+    fetched: Share
     kl: Estimate
     perplexity_increase: Estimate
 
@@ -168,8 +169,8 @@ class Substitution:
     """The prices with one policy. `room`: the share of experts that fit in memory. `fetched`: without substitution."""
 
     policy: str
-    room: float
-    fetched: float
+    room: Share
+    fetched: Share
     prices: tuple[SubstitutionPrice, ...]
 
 
@@ -377,7 +378,7 @@ _WORK_FOLDER = "prices.work"
 class Prices:
     """The prices on the first `num_tokens` predicted tokens of a text. `calibration`: the text for the thresholds."""
 
-    num_tokens: int
+    num_tokens: Positive
     calibration: str
     sparsity: tuple[SparsityPrice, ...]
     substitution: Substitution

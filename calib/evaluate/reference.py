@@ -35,6 +35,7 @@ from torch import Tensor
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.forward import (
     Array,
+    ArrayRule,
     LayerwiseWeights,
     ProfileStore,
     Tokens,
@@ -55,6 +56,7 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.json_files import Amount, Count, Positive
 from moe_pack.formats.parts.added import added
 from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights
@@ -71,7 +73,7 @@ class Estimate:
     """A figure and half the width of its 95% confidence interval; None if there are fewer than two blocks."""
 
     value: float
-    half_width: float | None
+    half_width: Amount | None
 
     @property
     def upper(self) -> float | None:
@@ -258,12 +260,12 @@ class ReferenceFacts:
     source: str
     text: str
     text_sha256: str
-    num_sequences: int
-    sequence_length: int
-    vocab_size: int
-    num_outcomes: int
-    num_drawn: int
-    noise_floor: float
+    num_sequences: Positive
+    sequence_length: Positive
+    vocab_size: Positive
+    num_outcomes: Count
+    num_drawn: Count
+    noise_floor: Amount
     start_token: int | None = added(None)  # a field, whose default is None
 
     @property
@@ -448,7 +450,7 @@ def read_reference(path: Path) -> Reference:
 
 
 def _check_facts(facts: ReferenceFacts, place: str) -> None:
-    if min(facts.num_sequences, facts.vocab_size, facts.num_predicted) < 1 or facts.noise_floor < 0:
+    if facts.num_predicted < 1:
         raise PackError(f"{place}: facts: found impossible counts; make the reference again")
     if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
         raise PackError(
@@ -459,24 +461,16 @@ def _check_facts(facts: ReferenceFacts, place: str) -> None:
 
 def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
     predicted = (facts.num_sequences, facts.num_predicted)
-    wanted: dict[str, tuple[str, tuple[int, ...]]] = {
-        "sequences": ("U32", (facts.num_sequences, facts.sequence_length)),
-        "ids": ("U32", (*predicted, facts.num_outcomes)),
-        "log_probs": ("F32", (*predicted, facts.num_outcomes)),
-        "log_tail": ("F32", predicted),
-        "drawn_ids": ("U32", (*predicted, facts.num_drawn)),
-        "drawn_log_probs": ("F32", (*predicted, facts.num_drawn)),
-        "next_log_probs": ("F32", predicted),
+    ids, has_tail = {"most": facts.vocab_size - 1}, facts.num_outcomes < facts.vocab_size
+    wanted = {
+        "sequences": ArrayRule("U32", (facts.num_sequences, facts.sequence_length), **ids),
+        "ids": ArrayRule("U32", (*predicted, facts.num_outcomes), **ids),
+        "log_probs": ArrayRule("F32", (*predicted, facts.num_outcomes), most=_ROUNDING),
+        "log_tail": ArrayRule("F32", predicted, None if has_tail else -math.inf, _ROUNDING),
+        "drawn_ids": ArrayRule("U32", (*predicted, facts.num_drawn), **ids),
+        "drawn_log_probs": ArrayRule("F32", (*predicted, facts.num_drawn), most=_ROUNDING),
+        "next_log_probs": ArrayRule("F32", predicted, most=_ROUNDING),
     }
     check_arrays(arrays, wanted, place)
-    for name in ("sequences", "ids", "drawn_ids"):
-        if arrays[name].size and int(arrays[name].max()) >= facts.vocab_size:
-            raise PackError(f"{place}: tensor {name!r} has a token beyond the vocabulary; make the reference again")
-    for name in ("log_probs", "log_tail", "drawn_log_probs", "next_log_probs"):
-        has_tail = facts.num_outcomes < facts.vocab_size or name != "log_tail"
-        if has_tail and not (np.isfinite(arrays[name]).all() and (arrays[name] < _ROUNDING).all()):
-            raise PackError(
-                f"{place}: tensor {name!r} has values that are not log-probabilities; make the reference again"
-            )
     if sha256(arrays["sequences"].astype("<i4").tobytes()).hexdigest() != facts.text_sha256:
         raise PackError(f"{place}: the tokens do not match the digest in its facts; make the reference again")

@@ -38,6 +38,7 @@ from moe_pack.calib.sensitivity import (
     kinds_of_layers,
 )
 from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical, dump
+from moe_pack.formats.json_files import Count, Positive
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.model import TORCH, Operations, StreamedPackWeights, activations, embed
@@ -85,9 +86,9 @@ class MeasuredThresholds:
     rule: ThresholdRule
     text: str
     text_sha256: str
-    num_sequences: int
-    sequence_length: int
-    num_held_out: int
+    num_sequences: Positive
+    sequence_length: Positive
+    num_held_out: Count
     learned: RealizedSparsity
     held_out: RealizedSparsity
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from moe_pack.calib.forward.store import (
         PROFILE_FILE,
         Array,
+        ArrayRule,
         ProfileStore,
         check_arrays,
         made_with,
@@ -60,6 +61,7 @@ __all__ = [
     "NUM_BINS",
     "PROFILE_FILE",
     "Array",
+    "ArrayRule",
     "ExpertActivity",
     "ExpertInputs",
     "Histogram",

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.forward.layers import LayerStates, LayerTokens
-from moe_pack.calib.forward.store import Array
+from moe_pack.calib.forward.store import Array, ArrayRule, check_arrays
 from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RangeReader, Selector
 from moe_pack.formats.safetensors import lay_out, read_header
@@ -402,22 +402,32 @@ class ExpertInputs:
         routes, weights, norms = (
             self._reader.read(entries[n].offset, entries[n].num_bytes) for n in ("experts", "weights", "norms")
         )
+        self._place = path.name
         self.experts: Array = routes.view("<u2").reshape(wanted["experts"][1])
         self.weights: Array = weights.view("<f4").reshape(wanted["weights"][1])
         self.norms: Array = norms.view("<f4")
-        if self.experts.max(initial=0) >= spec.router.num_experts:
+        rules = {
+            "experts": ArrayRule("U16", self.experts.shape, most=spec.router.num_experts - 1),
+            "weights": ArrayRule("F32", self.weights.shape),
+            "norms": ArrayRule("F32", self.norms.shape, 0),
+        }
+        try:
+            check_arrays({name: getattr(self, name) for name in rules}, rules, self._place)
+        except PackError:
             self.close()
-            raise PackError(
-                f"{path.name}: tensor 'experts' names expert {self.experts.max()}, expected less than "
-                f"{spec.router.num_experts}; profile the model again"
-            )
+            raise
 
     def rows(self, token_idx: Tensor) -> Tensor:
-        """Reads the inputs of these tokens, int64 [n], from the file: float32 [n, d]."""
+        """Reads the inputs of these tokens, int64 [n], from the file: float32 [n, d].
+
+        Raises:  PackError if some are not finite.
+        """
         out = torch.empty((len(token_idx), self._hidden_size), dtype=torch.bfloat16)
         num_bytes = 2 * self._hidden_size
         for row, token in zip(out.view(torch.int16).numpy().view(np.uint8), token_idx.tolist(), strict=True):
             row[:] = self._reader.read(self._first_byte + token * num_bytes, num_bytes)
+        if not torch.isfinite(out).all():
+            raise PackError(f"{self._place}: tensor 'inputs' has NaN or infinity; the file is damaged, make it again")
         return out.to(torch.float32)
 
     def of_expert(self, expert: int, first_token: int = 0, stored: Tensor | None = None) -> ExpertTokens:

@@ -1,7 +1,7 @@
 """The folder of a profile while it is written: arrays as safetensors files, one after another, and what made them.
 
 `write_arrays` and `read_all_arrays` are the body of a profile: named little-endian arrays. `check_arrays` accepts a
-file only with the names, dtypes and shapes that its reader expects.
+file only with the names, dtypes and shapes that its reader expects, and with values that a measurement can give.
 
 `ProfileStore` writes the folder. Each file is written under a temporary name and renamed, so a killed run goes on with
 the files it has. The small JSON file that makes the folder a profile comes last. The folder is locked from `open` to
@@ -11,9 +11,11 @@ the files it has. The small JSON file that makes the folder a profile comes last
 """
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward.shared import publish_once
 from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
 from moe_pack.formats.commands import Part
-from moe_pack.formats.errors import PartBusyError
+from moe_pack.formats.errors import PartBusyError, shortened
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
 from moe_pack.formats.safetensors import assemble, read_header
@@ -71,22 +73,49 @@ def read_all_arrays(path: Path) -> dict[str, Array]:
     return arrays
 
 
-def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, tuple[str, tuple[int, ...]]], place: str) -> None:
-    """Checks that the arrays have exactly the expected names, dtypes and shapes.
+@dataclass(frozen=True, slots=True)
+class ArrayRule:
+    """What an array of a file must be: its dtype and shape, and from `least` to `most`; None: any finite number.
+
+    `has_nan`: whether some values may be NaN, which stands for a figure that nothing measured.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    least: float | None = None
+    most: float | None = None
+    has_nan: bool = False
+
+    def fault(self, array: Array) -> str | None:
+        """Returns what is wrong with an array, or None."""
+        if array.dtype != np.dtype(_DTYPES[self.dtype]) or array.shape != self.shape:
+            return f"is {_NAMES[array.dtype]} {list(array.shape)}, expected {self.dtype} {list(self.shape)}"
+        fits = array > -math.inf if self.least is None else array >= self.least
+        fits &= array < math.inf if self.most is None else array <= self.most
+        wrong = np.argwhere(~(fits | np.isnan(array) if self.has_nan else fits))
+        if not len(wrong):
+            return None
+        place = tuple(wrong[0].tolist())
+        return f"is {array[place]!s} at {list(place)}, expected {self._range()}; the file is damaged, make it again"
+
+    def _range(self) -> str:
+        bounds = [f"at least {self.least:g}"] if self.least is not None else []
+        bounds += [f"at most {self.most:g}"] if self.most is not None else []
+        return " ".join(["a finite number", *([f"of {' and '.join(bounds)}"] if bounds else [])])
+
+
+def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, ArrayRule], place: str) -> None:
+    """Checks that the arrays have exactly the expected names, dtypes and shapes, and possible values.
 
     Raises:  PackError naming the first array that differs.
     """
     for name in [*expected, *arrays]:
         if name not in expected:
-            raise PackError(f"{place}: unknown tensor {name!r}")
+            raise PackError(f"{place}: unknown tensor {shortened(name)}")
         if name not in arrays:
             raise PackError(f"{place}: tensor {name!r} is missing")
-        dtype, shape = expected[name]
-        array = arrays[name]
-        if array.dtype != np.dtype(_DTYPES[dtype]) or array.shape != shape:
-            raise PackError(
-                f"{place}: tensor {name!r} is {_NAMES[array.dtype]} {list(array.shape)}, expected {dtype} {list(shape)}"
-            )
+        if fault := expected[name].fault(arrays[name]):
+            raise PackError(f"{place}: tensor {name!r} {fault}")
 
 
 PROFILE_FILE = "profile.json"

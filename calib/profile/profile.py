@@ -20,6 +20,7 @@ from moe_pack.calib.forward import (
     KINDS,
     PROFILE_FILE,
     Array,
+    ArrayRule,
     ExpertInputs,
     Tokens,
     check_arrays,
@@ -35,6 +36,7 @@ from moe_pack.calib.quantize import ExpertMoments, RotateChoice
 from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
     MOST_COPIES,
+    MOST_GROWTH,
     SPARSITIES,
     WIDTHS,
     Effects,
@@ -60,8 +62,17 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import did_you_mean, names_beside
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, PackageVersion, RotationVectors, rotation_fault
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.json_files import Count, Positive
+from moe_pack.formats.manifest import (
+    ROTATION_FILE,
+    ContentFile,
+    PackageVersion,
+    RotationVectors,
+    check_size_and_digest,
+    rotation_fault,
+)
+from moe_pack.formats.safetensors import read_small
+from moe_pack.formats.spec import spec_fault, with_repeats
 from moe_pack.runtime.offload import PathStatistics
 
 VERSION = 9
@@ -71,6 +82,8 @@ PATHS_FILE = "paths.safetensors"
 EFFECTS_FILE = "effects.safetensors"
 EXACT_FILE = "exact.safetensors"
 _MAX_JSON_BYTES = 16_000_000
+_LEAST_KL = -1e-3  # a KL divergence of nearly 0 that was measured, of which rounding makes a negative one
+_MOST_LOSS = 1e30
 
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
@@ -88,10 +101,10 @@ class TextFacts:
 
     name: str
     sha256: str
-    num_sequences: int
-    sequence_length: int
-    num_held_out: int
-    num_kept: int
+    num_sequences: Positive
+    sequence_length: Positive
+    num_held_out: Count
+    num_kept: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +193,7 @@ class Profile:
                 f"{folder}: found no {PROFILE_FILE}; this is not a profile, or it is not finished; "
                 "repeat the moe-pack profile command to finish it"
             )
-        with RangeReader(path, PackError) as reader:
-            raw = reader.read(0, min(reader.num_bytes, _MAX_JSON_BYTES + 1)).tobytes()
-        if len(raw) > _MAX_JSON_BYTES:
-            raise PackError(
-                f"{PROFILE_FILE}: the file has more than {_MAX_JSON_BYTES:,} bytes; profile the model again"
-            )
+        raw = read_small(path, _MAX_JSON_BYTES, PackError).tobytes()
         values = parse(raw, PROFILE_FILE, PackError)
         if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
             raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again")
@@ -193,10 +201,13 @@ class Profile:
         if self.facts.sha256 != _digest(self.facts):
             raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model again")
         text = self.facts.text
-        is_possible = min(text.num_sequences, text.sequence_length) >= 1 and 0 <= text.num_held_out < text.num_sequences
-        if not is_possible or not 0 <= text.num_kept <= text.num_sequences - text.num_held_out:
+        if text.num_held_out >= text.num_sequences or text.num_kept > text.num_sequences - text.num_held_out:
             raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model again")
+        if fault := spec_fault(self.facts.model):
+            raise PackError(f"{PROFILE_FILE}: model: {fault}; profile the model again")
         self.spec = self.facts.model
+        for file in self.facts.files:
+            check_size_and_digest(file.name, file.bytes, file.sha256, PROFILE_FILE)
         self._files = {file.name: file for file in self.facts.files}
         self._checked: set[str] = set()
 
@@ -239,7 +250,8 @@ class Profile:
     def tokens(self) -> Tokens:
         """Reads the tokens of the profile's text."""
         text, arrays = self.facts.text, self._read(TOKENS_FILE)
-        check_arrays(arrays, {"tokens": ("U32", (text.num_sequences, text.sequence_length))}, TOKENS_FILE)
+        shape, most = (text.num_sequences, text.sequence_length), self.spec.vocab_size - 1
+        check_arrays(arrays, {"tokens": ArrayRule("U32", shape, most=most)}, TOKENS_FILE)
         return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
 
     def statistics(self, layer_idx: int) -> LayerStatistics:
@@ -266,8 +278,9 @@ class Profile:
     def kept_sequences(self) -> NDArray[np.int32]:
         """Reads the tokens whose experts' inputs are kept, in the order of these: int32 [n, S]."""
         text = self.facts.text
+        all_tokens = self.tokens()  # checks how many sequences there are
         kept = kept_sequences(text.num_sequences - text.num_held_out, text.num_kept)
-        sequences: NDArray[np.int32] = self.tokens().sequences[kept.numpy()]
+        sequences: NDArray[np.int32] = all_tokens.sequences[kept.numpy()]
         return sequences
 
     @property
@@ -282,10 +295,10 @@ class Profile:
             return LayerMoments(counted.tokens, counted.input_squares, counted.hidden_squares)
         spec, name = self.spec, layer_file("moments", self.spec.moe_layers[layer_idx])
         E = spec.router.num_experts
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
-            "tokens": ("U32", (E,)),
-            "input_squares": ("F32", (E, spec.hidden_size)),
-            "hidden_squares": ("F32", (E, spec.expert.intermediate_size)),
+        wanted = {
+            "tokens": ArrayRule("U32", (E,)),
+            "input_squares": ArrayRule("F32", (E, spec.hidden_size), 0),
+            "hidden_squares": ArrayRule("F32", (E, spec.expert.intermediate_size), 0),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
@@ -304,7 +317,7 @@ class Profile:
         if not self.has(ROTATION_FILE):
             return None
         arrays, shape = self._read(ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
-        check_arrays(arrays, {"input": ("F32", shape), "output": ("F32", shape)}, ROTATION_FILE)
+        check_arrays(arrays, {"input": ArrayRule("F32", shape), "output": ArrayRule("F32", shape)}, ROTATION_FILE)
         vectors = RotationVectors(**arrays)
         if fault := rotation_fault(vectors):
             raise PackError(f"{ROTATION_FILE}: {fault}")
@@ -327,18 +340,18 @@ class Profile:
         """Reads what changes in a decoder layer cost by the estimates to second order."""
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
-            "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
-            "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
-            "repeated": ("F32", (E, len(WIDTHS)) if with_experts else (0,)),
-            "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
-            "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
-            "calibrated": (
-                "F32",
-                (len(MATRICES), len(calibrated_formats(spec.hidden_size)))
-                if with_experts and self.has_inputs
-                else (0,),
-            ),
+
+        def losses(*shape: int) -> ArrayRule:
+            return ArrayRule("F32", shape if with_experts else (0,), 0, _MOST_LOSS)
+
+        num_calibrated = len(calibrated_formats(spec.hidden_size))
+        wanted = {
+            "dense": ArrayRule("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS)), 0, _MOST_LOSS),
+            "quantized": losses(E, len(MATRICES), len(WIDTHS)),
+            "repeated": losses(E, len(WIDTHS)),
+            "sparse": losses(E, len(KINDS), len(SPARSITIES)),
+            "ratios": losses(len(MATRICES), len(compared_formats(spec.hidden_size))),
+            "calibrated": losses(len(MATRICES), num_calibrated) if self.has_inputs else ArrayRule("F32", (0,)),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
@@ -346,12 +359,13 @@ class Profile:
 
     def effects(self) -> Effects:
         """Reads what copies of the text measured at the model's output."""
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
-            "growth": ("F32", (self.spec.num_hidden_layers,)),
-            "embedding": ("F32", (len(DENSE_WIDTHS),)),
-            "head": ("F32", (len(DENSE_WIDTHS),)),
-            "copies": ("F32", (min(MOST_COPIES, len(self.spec.moe_layers)), 2)),
-            "nll_per_kl": ("F32", (1,)),
+        copies = (min(MOST_COPIES, len(self.spec.moe_layers)), 2)
+        wanted = {
+            "growth": ArrayRule("F32", (self.spec.num_hidden_layers,), 1 / MOST_GROWTH, MOST_GROWTH),
+            "embedding": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "head": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "copies": ArrayRule("F32", copies),
+            "nll_per_kl": ArrayRule("F32", (1,), 0, _MOST_LOSS),
         }
         arrays = self._read(EFFECTS_FILE)
         check_arrays(arrays, wanted, EFFECTS_FILE)
@@ -370,7 +384,7 @@ class Profile:
         """Reads EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
         arrays = self._read(EXACT_FILE)
         shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
-        check_arrays(arrays, {"losses": ("F32", shape), "base": ("F32", (1,))}, EXACT_FILE)
+        check_arrays(arrays, {"losses": ArrayRule("F32", shape), "base": ArrayRule("F32", (1,))}, EXACT_FILE)
         return arrays
 
     def _read(self, name: str) -> dict[str, Array]:

@@ -39,6 +39,7 @@ from moe_pack.calib.quantize.gptq import square_quantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction
 from moe_pack.formats.codecs import decode_part
+from moe_pack.formats.json_files import Amount, Count
 from moe_pack.runtime.model import NeuronBlock, activations
 
 # The shares of its expected loss up to which a calibrated row, or block of down, is taken without a plain rounding.
@@ -57,13 +58,13 @@ class ExpertLoss:
     all layers are calibrated with the source's inputs.
     """
 
-    relative_error: float
-    median_error: float
-    num_tokens: int
-    plain_gate: int = 0
-    plain_up: int = 0
-    plain_down: int = 0
-    inherited_error: float = 0.0
+    relative_error: Amount
+    median_error: Amount
+    num_tokens: Count
+    plain_gate: Count = 0
+    plain_up: Count = 0
+    plain_down: Count = 0
+    inherited_error: Amount = 0.0
 
     @property
     def own_error(self) -> float:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,
         MOST_COPIES,
+        MOST_GROWTH,
         Effects,
         LayerLosses,
         Level,
@@ -48,6 +49,7 @@ __all__ = [
     "DENSE_WIDTHS",
     "GROUP",
     "MOST_COPIES",
+    "MOST_GROWTH",
     "SPARSITIES",
     "WIDTHS",
     "Cost",

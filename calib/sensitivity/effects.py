@@ -60,7 +60,7 @@ _NLL_DEVIATION = 0.1  # between models, of the log-likelihood lost for a nat of 
 _LEAST_NLL_PER_KL = 0.1
 MOST_COPIES = 3
 _COPY_KL = 0.25  # nats: the most that a copy should diverge, so that it says something of usual losses
-_MOST_GROWTH = 4.0
+MOST_GROWTH = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequen
     Growth is that of the copy in the middle of its layers, and changes evenly between the copies' middles.
     """
     growth = [
-        min(max(float(kl) / copy.estimated, 1 / _MOST_GROWTH), _MOST_GROWTH) if copy.estimated > 0 else 1.0
+        min(max(float(kl) / copy.estimated, 1 / MOST_GROWTH), MOST_GROWTH) if copy.estimated > 0 else 1.0
         for copy, kl in zip(copies, measured.kls, strict=True)
     ]
     middles = [(moe_layers[copy.layers[0]] + moe_layers[copy.layers[-1]]) / 2 for copy in copies]

@@ -25,6 +25,7 @@ from moe_pack.calib.forward import (
     KINDS,
     NUM_BINS,
     Array,
+    ArrayRule,
     ExpertActivity,
     Histogram,
     LayerStates,
@@ -273,22 +274,23 @@ class LayerStatistics:
                  name k different experts of the model.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            "tokens": ("U32", (E,)),
-            "held_out_tokens": ("U32", (E,)),
-            "mass": ("F32", (E,)),
-            "routes": ("U16", (num_tokens, k)),
-            "coactivation": ("U32", (E, E)),
-            "quantiles": ("F32", (E, len(KINDS), len(QUANTILE_LEVELS))),
-            "hot_thresholds": ("F32", (E, len(KINDS), len(HOT_SPARSITIES))),
-            "hot": ("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
-            "cosine": ("F32", (2,)),
-            "input_squares": ("F32", (E, spec.hidden_size)),
-            "hidden_squares": ("F32", (E, f)),
+        counts = {"most": num_tokens}
+        rules = {
+            "tokens": ArrayRule("U32", (E,), **counts),
+            "held_out_tokens": ArrayRule("U32", (E,), **counts),
+            "mass": ArrayRule("F32", (E,)),
+            "routes": ArrayRule("U16", (num_tokens, k), most=E - 1),
+            "coactivation": ArrayRule("U32", (E, E), **counts),
+            "quantiles": ArrayRule("F32", (E, len(KINDS), len(QUANTILE_LEVELS)), 0),
+            "hot_thresholds": ArrayRule("F32", (E, len(KINDS), len(HOT_SPARSITIES)), 0),
+            "hot": ArrayRule("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
+            "cosine": ArrayRule("F32", (2,), -1.01, 1.01, has_nan=True),
+            "input_squares": ArrayRule("F32", (E, spec.hidden_size), 0),
+            "hidden_squares": ArrayRule("F32", (E, f), 0),
         }
-        check_arrays(arrays, shapes, place)
+        check_arrays(arrays, rules, place)
         ordered = np.sort(arrays["routes"], axis=1)
-        if ordered.max() >= E or (ordered[:, 1:] == ordered[:, :-1]).any():
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
             raise PackError(
                 f"{place}: tensor 'routes' does not name {k} different experts for each token; profile the model again"
             )

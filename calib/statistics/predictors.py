@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, check_arrays, sample_places
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, ArrayRule, check_arrays, sample_places
 from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.formats import NeuronFunction, PackError, RunError
+from moe_pack.formats import NeuronFunction, RunError
 from moe_pack.runtime.model import Expert, Weights, activations, router_scores
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor
 from moe_pack.runtime.offload.routing_file import multi_hot, network_logits
@@ -381,15 +381,13 @@ class LayerPredictors:
 
         Raises:  PackError if an array is missing, unknown, or of another dtype or shape.
         """
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {
-            "experts": ("F32", (len(PREDICTORS), 3)),
-            "neurons": ("F32", (len(KINDS), len(HOT_SPARSITIES), 2)),
-            "best": ("U8", (1,)),
+        expected = {
+            "experts": ArrayRule("F32", (len(PREDICTORS), 3), 0, 1, has_nan=True),
+            "neurons": ArrayRule("F32", (len(KINDS), len(HOT_SPARSITIES), 2), 0, 1, has_nan=True),
+            "best": ArrayRule("U8", (1,), most=len(PREDICTORS) - 1),
         }
         network = {name: array for name, array in arrays.items() if name.endswith(("weight", "bias"))}
         check_arrays({name: array for name, array in arrays.items() if name not in network}, expected, place)
-        if arrays["best"][0] >= len(PREDICTORS):
-            raise PackError(f"{place}: best is predictor {arrays['best'][0]}, expected less than {len(PREDICTORS)}")
         figures = {name: arrays[name] for name in expected}
         return cls(**figures, network=Predictor.from_stored(network, place))
 

@@ -19,7 +19,6 @@ from moe_pack.formats import (
     Plan,
     PlanError,
     Quantizer,
-    RangeReader,
     Selector,
     canonical,
     dense_roles,
@@ -29,6 +28,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.parts.added import added
 from moe_pack.formats.plan import dense_quantizer, plan_fault, quantizer_fault
+from moe_pack.formats.safetensors import read_small
 
 MAX_PLAN_BYTES = 1 << 30
 VERSION = 1
@@ -106,10 +106,7 @@ def read_plan(path: Path, spec: ModelSpec) -> Decision:
 
     Raises:  PlanError if the file is not a plan, or not one for this model.
     """
-    with RangeReader(path, PlanError) as reader:
-        if reader.num_bytes > MAX_PLAN_BYTES:
-            raise PlanError(f"{path}: found {reader.num_bytes:,} bytes, a plan has at most {MAX_PLAN_BYTES:,}")
-        raw = reader.read(0, reader.num_bytes).tobytes()
+    raw = read_small(path, MAX_PLAN_BYTES, PlanError).tobytes()
     values = parse(raw, str(path), PlanError)
     if not isinstance(values, dict) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise PlanError(f"{path}: expected format {FORMAT!r}, version {VERSION}; make it with moe-pack plan -o")

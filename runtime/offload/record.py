@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
+from moe_pack.formats.json_files import Count, Positive
 from moe_pack.formats.safetensors import assemble, read_header
 from moe_pack.formats.system import sync_folder
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
@@ -36,9 +37,9 @@ class RecordingFacts:
     version: int
     root: str
     policy: str
-    budget_bytes: int
-    context_tokens: int
-    num_pages: int
+    budget_bytes: Count
+    context_tokens: Positive
+    num_pages: Count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,6 @@
 """Arrays as safetensors files: as the safetensors package reads them; kinds and shapes not promised are refused."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import load as load_numpy
 from safetensors.torch import load as load_torch
 from safetensors.torch import save_file
 
-from moe_pack.calib.forward import check_arrays, read_all_arrays
+from moe_pack.calib.forward import ArrayRule, check_arrays, read_all_arrays
 from moe_pack.calib.forward.store import write_arrays
 from moe_pack.formats import PackError
 
@@ -98,11 +99,23 @@ def test_a_missing_and_a_cut_file_are_refused(tmp_path: Path) -> None:
     read_all_arrays(written(tmp_path, raw))
 
 
-WANTED: dict[str, tuple[str, tuple[int, ...]]] = {"counts": ("U32", (2, 3)), "shares": ("F32", (2,))}
+WANTED = {
+    "counts": ArrayRule("U32", (2, 3), most=9),
+    "shares": ArrayRule("F32", (2,), 0, 1),
+    "any": ArrayRule("F32", (2,)),
+    "logs": ArrayRule("F32", (1,), -math.inf, 0),
+    "figures": ArrayRule("F32", (2,), least=-1, has_nan=True),
+}
 
 
 def legal() -> dict[str, NDArray[Any]]:
-    return {"counts": np.zeros((2, 3), np.uint32), "shares": np.zeros(2, np.float32)}
+    return {
+        "counts": np.full((2, 3), 9, np.uint32),
+        "shares": np.array([0, 1], np.float32),
+        "any": np.array([-3e38, 3e38], np.float32),
+        "logs": np.array([-np.inf], np.float32),
+        "figures": np.array([np.nan, 3e38], np.float32),
+    }
 
 
 def test_the_arrays_that_are_wanted_pass() -> None:
@@ -119,6 +132,18 @@ FAULTS: list[tuple[dict[str, NDArray[Any] | None], str]] = [
     ({"shares": np.zeros((2, 1), np.float32)}, "tensor 'shares' is F32 [2, 1], expected F32 [2]"),
     ({"shares": np.array(0, np.float32)}, "tensor 'shares' is F32 [], expected F32 [2]"),
 ]
+IMPOSSIBLE: list[tuple[str, list[Any], str]] = [
+    ("counts", [[0, 9, 9], [0, 10, 0]], "is 10 at [1, 1], expected a finite number of at most 9"),
+    ("shares", [-1, 0], "is -1.0 at [0], expected a finite number of at least 0 and at most 1"),
+    ("shares", [0, 2], "is 2.0 at [1], expected a finite number of at least 0 and at most 1"),
+    ("shares", [0, np.nan], "is nan at [1], expected a finite number of at least 0 and at most 1"),
+    ("any", [0, np.nan], "is nan at [1], expected a finite number"),
+    ("any", [np.inf, 0], "is inf at [0], expected a finite number"),
+    ("any", [0, -np.inf], "is -inf at [1], expected a finite number"),
+    ("logs", [np.nan], "is nan at [0], expected a finite number of at least -inf and at most 0"),
+    ("figures", [np.nan, np.inf], "is inf at [1], expected a finite number of at least -1"),
+    ("figures", [np.nan, -2], "is -2.0 at [1], expected a finite number of at least -1"),
+]
 
 
 def test_other_arrays_are_refused_by_name() -> None:
@@ -128,3 +153,12 @@ def test_other_arrays_are_refused_by_name() -> None:
             with pytest.raises(PackError) as refused:
                 check_arrays(arrays, WANTED, "x.safetensors")
             assert str(refused.value) == f"x.safetensors: {fault}"
+
+
+def test_values_that_nothing_measures_are_refused_by_name_and_place() -> None:
+    for name, values, fault in IMPOSSIBLE:
+        with case(name, values):
+            array = np.array(values, legal()[name].dtype)
+            with pytest.raises(PackError) as refused:
+                check_arrays(legal() | {name: array}, WANTED, "x.safetensors")
+            assert str(refused.value) == f"x.safetensors: tensor '{name}' {fault}; the file is damaged, make it again"

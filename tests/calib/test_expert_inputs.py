@@ -107,7 +107,7 @@ FAULTS: list[tuple[Change, str]] = [
     (lambda held: held.update(inputs=held["inputs"][:-1]), "tensor 'inputs' is BF16 [17, 16], expected BF16 [18, 16]"),
     (
         lambda held: held.update(experts=held["experts"].to(torch.int16).fill_(E).view(torch.uint16)),
-        "tensor 'experts' names expert 5, expected less than 5; profile the model again",
+        "tensor 'experts' is 5 at [0, 0], expected a finite number of at most 4; the file is damaged, make it again",
     ),
 ]
 

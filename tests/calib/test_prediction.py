@@ -258,7 +258,10 @@ def test_a_file_that_is_no_layers_predictors_is_refused_by_name(found: Found) ->
         (without("neurons"), "tensor 'neurons' is missing"),
         (setting("more", np.zeros(1, np.float32)), "unknown tensor 'more'"),
         (setting("experts", np.zeros((6, 2), np.float32)), r"tensor 'experts' is F32 \[6, 2\], expected F32 \[6, 3\]"),
-        (setting("best", np.asarray([6], np.uint8)), "best is predictor 6, expected less than 6"),
+        (
+            setting("best", np.asarray([6], np.uint8)),
+            r"tensor 'best' is 6 at \[0\], expected a finite number of at most 5",
+        ),
     ]:
         with named_case(change, message):
             arrays = found["none", 2].arrays()

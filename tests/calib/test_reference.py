@@ -171,7 +171,7 @@ def test_what_no_reference_can_be_is_refused(made: Path, tmp_path: Path) -> None
             (set_fact("more", 1), "facts: unknown key 'more'"),
             (set_fact("source", "0" * 64), "root is not the source in its facts; make the reference again"),
             (set_fact("sequence_length", 1), "facts: found impossible counts; make the reference again"),
-            (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference again"),
+            (set_fact("noise_floor", -1.0), "facts: noise_floor: found -1.0, expected at least 0"),
             (
                 set_fact("num_outcomes", 255),
                 "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference again",
@@ -187,22 +187,30 @@ def test_what_no_reference_can_be_is_refused(made: Path, tmp_path: Path) -> None
                 lambda arrays: arrays.update(log_tail=arrays["log_tail"].astype("<f8")),
                 "tensor 'log_tail' is F64 [3, 39], expected F32 [3, 39]",
             ),
-            (set_value("ids", 300), "tensor 'ids' has a token beyond the vocabulary; make the reference again"),
+            (
+                set_value("ids", 300),
+                "tensor 'ids' is 300 at [2, 38, 255], expected a finite number of at most 299; the file is "
+                "damaged, make it again",
+            ),
             (
                 set_value("drawn_ids", 300),
-                "tensor 'drawn_ids' has a token beyond the vocabulary; make the reference again",
+                "tensor 'drawn_ids' is 300 at [2, 38, 31], expected a finite number of at most 299; the file is "
+                "damaged, make it again",
             ),
             (
                 set_value("log_probs", 0.1),
-                "tensor 'log_probs' has values that are not log-probabilities; make the reference again",
+                "tensor 'log_probs' is 0.1 at [2, 38, 255], expected a finite number of at most 0.001; the file is "
+                "damaged, make it again",
             ),
             (
                 set_value("log_tail", np.nan),
-                "tensor 'log_tail' has values that are not log-probabilities; make the reference again",
+                "tensor 'log_tail' is nan at [2, 38], expected a finite number of at most 0.001; the file is "
+                "damaged, make it again",
             ),
             (
                 set_value("next_log_probs", -np.inf),
-                "tensor 'next_log_probs' has values that are not log-probabilities; make the reference again",
+                "tensor 'next_log_probs' is -inf at [2, 38], expected a finite number of at most 0.001; the file is "
+                "damaged, make it again",
             ),
         ]
     ):

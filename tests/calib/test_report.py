@@ -223,15 +223,19 @@ def test_arrays_that_cannot_be_drawn_are_refused_by_name(tmp_path: Path) -> None
         [
             (
                 "expert",
-                "statistics-000.safetensors: tensor 'routes' does not name 2 different experts for each token; "
-                "profile the model again",
+                "statistics-000.safetensors: tensor 'routes' is 6 at [0, 0], expected a finite number of at most 5; "
+                "the file is damaged, make it again",
             ),
             (
                 "twice",
                 "statistics-000.safetensors: tensor 'routes' does not name 2 different experts for each token; "
                 "profile the model again",
             ),
-            ("best", "predictors-001.safetensors: best is predictor 6, expected less than 6"),
+            (
+                "best",
+                "predictors-001.safetensors: tensor 'best' is 6 at [0], expected a finite number of at most 5; the "
+                "file is damaged, make it again",
+            ),
             ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [6, 3]"),
             ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
         ]

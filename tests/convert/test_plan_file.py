@@ -248,4 +248,4 @@ def test_a_file_too_long_to_be_a_plan_is_not_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(plan_file, "MAX_PLAN_BYTES", size - 1)
     with pytest.raises(PlanError) as error:
         read_plan(path, GROUPED)
-    assert str(error.value) == f"{path}: found {size:,} bytes, a plan has at most {size - 1:,}"
+    assert str(error.value) == f"plan.json: {size:,} bytes, at most {size - 1:,}"

@@ -181,7 +181,7 @@ def test_a_number_without_fraction_stands_for_a_float(tmp_path: Path) -> None:
 def test_a_sidecar_beyond_16_mb_is_neither_read_nor_written(tmp_path: Path) -> None:
     with (tmp_path / NAME).open("wb") as file:
         file.truncate(16_000_001)  # takes no room
-    message = "quality.json: 16000001 bytes, at most 16000000"
+    message = "quality.json: 16,000,001 bytes, at most 16,000,000"
     assert refusal(tmp_path) == message
     with (tmp_path / NAME).open("r+b") as file:
         file.truncate(16_000_000)

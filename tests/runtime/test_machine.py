@@ -191,8 +191,8 @@ def test_damaged_facts_are_refused_with_what_to_do(tmp_path: Path) -> None:
             (without_curve, "drive: curve: sizes are [], expected positive sizes in rising order"),
             (with_sizes_falling, "drive: curve: sizes are [65536, 4096], expected positive sizes in rising order"),
             (without_single_reads, "drive: alone: sizes are [], expected positive sizes in rising order"),
-            (with_time_gained, "some seconds are negative"),
-            (with_rate_zero, "some rates or threads are not positive"),
+            (with_time_gained, "facts: fixed: miss_s: found -1e-06, expected at least 0"),
+            (with_rate_zero, "facts: cpu: experts[0]: rate: found 0.0, expected at least 0.001 and at most 1e+18"),
             (with_unknown_key, "facts: drive: unknown key 'colour'"),
         ]
     ):
