@@ -5,8 +5,11 @@ The face of this folder does not import this file, so that Python code can read 
 
 import errno
 import functools
+import io
 import os
+import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 NOISE = "synthetic: its weights are random, its text is noise"  # every command says this about a synthetic pack
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MOST_SHOWN = 4000  # characters of an error
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -37,7 +42,8 @@ class _Failure(click.ClickException):
     """An error that prints one line on standard error and exits with a code."""
 
     def __init__(self, program: str, message: str, exit_code: int = 1) -> None:
-        super().__init__(" ".join(message.split()))
+        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
+        super().__init__(line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 3] + "...")
         self._program = program
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it of the object
 
@@ -78,6 +84,65 @@ def failure_of(fault: MoePackError, exit_code: int = 1) -> Exception:
     return fault if root.params.get("debug") else _Failure(root.info_name or "moe-pack", str(fault), exit_code)
 
 
+class Program(click.Command):
+    """A command that a shell starts: standard streams may be closed, full, or of an encoding that lacks letters."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Runs the command. What it prints to a closed stream is lost, and a closed standard input is empty."""
+        _open_streams()
+        try:
+            return super().main(*args, **options)
+        except OSError as fault:  # of click's own output: --help, --version
+            if fault.filename is not None or fault.errno not in _FULL:
+                raise
+            _Failure(Path(sys.argv[0]).name, f"standard output: cannot be written ({fault.strerror})").show()
+            sys.exit(1)
+
+
+def _open_streams() -> None:
+    """Opens the standard streams that are closed, so that no other file gets their numbers.
+
+    A letter that the encoding of a stream lacks is written as its number.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # open until the process ends
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # likewise
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _check_text(context: click.Context) -> None:
+    """Checks that the texts among a command's options and arguments are text. A path may have any bytes.
+
+    Raises:  click.BadParameter for bytes that are no text, which Python decodes to halves of surrogates.
+    """
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and (place := _SURROGATE.search(text)) is not None:
+                encoding = sys.getfilesystemencoding().upper()
+                raise click.BadParameter(f"is not {encoding} text (character {place.start()})", context, parameter)
+
+
+def environment_text(name: str) -> str:
+    """Returns a variable of the environment, empty if it is not set.
+
+    Raises:  UsageError if it is no text.
+    """
+    text = os.environ.get(name, "")
+    if _SURROGATE.search(text) is not None:
+        raise UsageError(f"{name} is not {sys.getfilesystemencoding().upper()} text; set another value")
+    return text
+
+
 def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
     """Wraps a command's body: our errors print one line, Ctrl-C exits with 130, SIGTERM with 143.
 
@@ -87,8 +152,10 @@ def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
     def wrap(body: C) -> C:
         @functools.wraps(body)
         def guarded(*args: Any, **options: Any) -> Any:
-            root = click.get_current_context().find_root()
+            context = click.get_current_context()
+            root = context.find_root()
             program = root.info_name or "moe-pack"
+            _check_text(context)
             try:
                 with _ended_by_sigterm():
                     return body(*args, **options)
@@ -123,7 +190,7 @@ class LateCommand(click.Command):
         return command
 
 
-class Commands(click.Group):
+class Commands(Program, click.Group):
     """A group of commands, some of them in modules that the group's help and completion do not import."""
 
     def resolve_command(

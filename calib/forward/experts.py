@@ -32,6 +32,7 @@ from moe_pack.runtime.model import Activations, Expert, Weights, activations, ru
 from moe_pack.runtime.model.expert import resting_output
 from moe_pack.runtime.model.weights import from_experts, to_experts
 
+_MOST_WEIGHT, _MOST_NORM = 1e6, 1e15  # of a router, and of hidden states: their squares are numbers of float32
 _MANTISSA_BITS = 10
 _SHIFT = 23 - _MANTISSA_BITS
 NUM_BINS = 1 << (31 - _SHIFT)
@@ -408,8 +409,8 @@ class ExpertInputs:
         self.norms: Array = norms.view("<f4")
         rules = {
             "experts": ArrayRule("U16", self.experts.shape, most=spec.router.num_experts - 1),
-            "weights": ArrayRule("F32", self.weights.shape),
-            "norms": ArrayRule("F32", self.norms.shape, 0),
+            "weights": ArrayRule("F32", self.weights.shape, -_MOST_WEIGHT, _MOST_WEIGHT),
+            "norms": ArrayRule("F32", self.norms.shape, 0, _MOST_NORM),
         }
         try:
             check_arrays({name: getattr(self, name) for name in rules}, rules, self._place)

@@ -99,9 +99,11 @@ class ArrayRule:
         return f"is {array[place]!s} at {list(place)}, expected {self._range()}; the file is damaged, make it again"
 
     def _range(self) -> str:
-        bounds = [f"at least {self.least:g}"] if self.least is not None else []
-        bounds += [f"at most {self.most:g}"] if self.most is not None else []
-        return " ".join(["a finite number", *([f"of {' and '.join(bounds)}"] if bounds else [])])
+        if self.least is not None and self.most is not None:
+            return f"{self.least:g} to {self.most:g}"
+        bounds = [f" of at least {self.least:g}"] if self.least is not None else []
+        bounds += [f" of at most {self.most:g}"] if self.most is not None else []
+        return "a finite number" + "".join(bounds)
 
 
 def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, ArrayRule], place: str) -> None:

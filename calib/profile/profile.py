@@ -83,7 +83,7 @@ EFFECTS_FILE = "effects.safetensors"
 EXACT_FILE = "exact.safetensors"
 _MAX_JSON_BYTES = 16_000_000
 _LEAST_KL = -1e-3  # a KL divergence of nearly 0 that was measured, of which rounding makes a negative one
-_MOST_LOSS = 1e30
+_MOST_LOSS, _MOST_SCALE = 1e30, 1e9  # of rotated coordinates
 
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
@@ -317,7 +317,11 @@ class Profile:
         if not self.has(ROTATION_FILE):
             return None
         arrays, shape = self._read(ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
-        check_arrays(arrays, {"input": ArrayRule("F32", shape), "output": ArrayRule("F32", shape)}, ROTATION_FILE)
+        check_arrays(
+            arrays,
+            dict.fromkeys(("input", "output"), ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE)),
+            ROTATION_FILE,
+        )
         vectors = RotationVectors(**arrays)
         if fault := rotation_fault(vectors):
             raise PackError(f"{ROTATION_FILE}: {fault}")

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from moe_pack.formats import RunError, UsageError, dump, option, size_text
-from moe_pack.formats.cli import NOISE, TerminalProgress, cache_folder, command_errors, common_options, options_from
+from moe_pack.formats.cli import (
+    NOISE,
+    Program,
+    TerminalProgress,
+    cache_folder,
+    command_errors,
+    common_options,
+    options_from,
+)
 from moe_pack.formats.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.system import peak_resident_bytes
@@ -179,6 +187,7 @@ class RunOptions:
 
 
 @click.command(
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:

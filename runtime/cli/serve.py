@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_pack.formats import PackError, RunError, option, parse, size_text
-from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
+from moe_pack.formats.cli import (
+    Program,
+    TerminalProgress,
+    cache_folder,
+    command_errors,
+    common_options,
+    environment_text,
+    options_from,
+)
 from moe_pack.formats.commands import check_is_folder, read_size
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
@@ -130,7 +138,7 @@ class ServeCommand:
         """Returns what the server allows."""
         from moe_pack.runtime.serve.app import ServeOptions
 
-        keys = tuple(_listed(self.api_key if self.api_key is not None else os.environ.get(_KEY_VARIABLE, "")))
+        keys = tuple(_listed(self.api_key if self.api_key is not None else environment_text(_KEY_VARIABLE)))
         is_open = not keys and _is_loopback(self.host)
         return ServeOptions(
             api_keys=keys,
@@ -146,6 +154,7 @@ def _listed(text: str) -> Iterator[str]:
 
 
 @click.command(
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:

@@ -134,13 +134,13 @@ FAULTS: list[tuple[dict[str, NDArray[Any] | None], str]] = [
 ]
 IMPOSSIBLE: list[tuple[str, list[Any], str]] = [
     ("counts", [[0, 9, 9], [0, 10, 0]], "is 10 at [1, 1], expected a finite number of at most 9"),
-    ("shares", [-1, 0], "is -1.0 at [0], expected a finite number of at least 0 and at most 1"),
-    ("shares", [0, 2], "is 2.0 at [1], expected a finite number of at least 0 and at most 1"),
-    ("shares", [0, np.nan], "is nan at [1], expected a finite number of at least 0 and at most 1"),
+    ("shares", [-1, 0], "is -1.0 at [0], expected 0 to 1"),
+    ("shares", [0, 2], "is 2.0 at [1], expected 0 to 1"),
+    ("shares", [0, np.nan], "is nan at [1], expected 0 to 1"),
     ("any", [0, np.nan], "is nan at [1], expected a finite number"),
     ("any", [np.inf, 0], "is inf at [0], expected a finite number"),
     ("any", [0, -np.inf], "is -inf at [1], expected a finite number"),
-    ("logs", [np.nan], "is nan at [0], expected a finite number of at least -inf and at most 0"),
+    ("logs", [np.nan], "is nan at [0], expected -inf to 0"),
     ("figures", [np.nan, np.inf], "is inf at [1], expected a finite number of at least -1"),
     ("figures", [np.nan, -2], "is -2.0 at [1], expected a finite number of at least -1"),
 ]
