@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.commands import did_you_mean, names_beside
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.json_files import Count, Positive
+from moe_pack.formats.json_files import Count, Within
 from moe_pack.formats.manifest import (
     ROTATION_FILE,
     ContentFile,
@@ -85,6 +85,8 @@ _MAX_JSON_BYTES = 16_000_000
 _LEAST_KL = -1e-3  # a KL divergence of nearly 0 that was measured, of which rounding makes a negative one
 _MOST_LOSS, _MOST_SCALE = 1e30, 1e9  # of rotated coordinates
 
+_TextCount = Annotated[int, Within(1, 2**31 - 1)]
+
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
     """Returns the name of the file with a stage's result for decoder layer `layer`."""
@@ -101,8 +103,8 @@ class TextFacts:
 
     name: str
     sha256: str
-    num_sequences: Positive
-    sequence_length: Positive
+    num_sequences: _TextCount
+    sequence_length: _TextCount
     num_held_out: Count
     num_kept: Count
 

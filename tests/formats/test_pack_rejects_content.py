@@ -23,6 +23,8 @@ from reseal import (
     write_tensors,
 )
 
+from moe_pack.formats.manifest import order_fault
+
 THRESHOLDS, ORDER, INDEX = "thresholds.safetensors", "order.safetensors", "index.safetensors"
 DENSE, EXPERTS = "dense.safetensors", "experts-000.safetensors"
 
@@ -158,6 +160,22 @@ def test_missing_thresholds_are_refused(folder: Path) -> None:
 def test_an_order_that_is_no_permutation_is_refused(folder: Path, value: int) -> None:
     with_array(folder, ORDER, "order", putting(value, 1, 1, 47))
     assert refusal(folder) == "order.safetensors: order of layer 1 expert 1 is not a permutation of 48 neurons"
+
+
+def test_an_order_has_every_neuron_once_or_twice() -> None:
+    for rows, num_neurons, fault in (
+        ([0, 1, 2, 3], 4, ""),
+        ([3, 1, 0, 2, 1, 3], 4, ""),
+        ([0, 0, 2, 3], 4, "is not a permutation of 4 neurons"),  # without neuron 1, in the middle
+        ([0, 0, 1, 3, 3], 4, "is not a permutation of 4 neurons, 1 of them twice"),
+        ([0, 1, 1, 1, 2, 3], 4, "is not a permutation of 4 neurons, 2 of them twice"),
+        ([0, 0, 0, 1], 2, "is not a permutation of 2 neurons, 2 of them twice"),
+        ([1, 2, 3, 3], 4, "is not a permutation of 4 neurons"),
+        ([0, 1, 2, 2], 4, "is not a permutation of 4 neurons"),
+    ):
+        with case(rows):
+            found = order_fault(np.array([[rows]], np.uint32), num_neurons)
+            assert found == (fault and f"order of layer 0 expert 0 {fault}")
 
 
 def test_an_order_other_than_the_source_s_is_read(folder: Path) -> None:

@@ -1,8 +1,9 @@
 """The application around the protocols: keys, limits, origins, clients that leave, counts, health."""
 
+import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_scheduler import PlayedTicket, Script, ScriptedScheduler, scripted_service
 from served import Served, served
+from starlette.types import Message
 from waiting import HANG_S, wait_until
 
-from moe_pack.runtime.serve.app import OPEN_PATHS, ServeOptions
+from moe_pack.runtime.serve.app import OPEN_PATHS, ServeOptions, create_app
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 KEYS = ("first-key", "second-key")
@@ -142,6 +144,41 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_there() -> None:
         assert status_of(connection) == 408
 
 
+def test_the_pieces_of_a_body_count_together() -> None:
+    """A server gives the application a body in pieces of its own choice."""
+    app = create_app(None, ServeOptions(max_body_bytes=1000))  # 400: spaces are no JSON
+
+    async def status(pieces: list[int]) -> int:
+        messages: list[Message] = [
+            {"type": "http.request", "body": b" " * size, "more_body": place < len(pieces) - 1}
+            for place, size in enumerate(pieces)
+        ]
+        sent: list[MutableMapping[str, Any]] = []
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"host", b"a"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/messages", "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+        return int(sent[0]["status"])
+
+    for pieces, expected in (
+        ([1000], 400),
+        ([1001], 413),
+        ([500, 500], 400),
+        ([500, 501], 413),
+        ([900, 50, 50, 1], 413),
+        ([1] * 1001, 413),
+        ([1] * 1000 + [0], 400),
+    ):
+        with case(pieces[:4]):
+            assert asyncio.run(status(pieces)) == expected
+
+
 def test_a_client_that_leaves_ends_its_request() -> None:
     for delay_s in (0.01, 0.3):  # between tokens that come, and while nothing comes
         with served(LONG, delay_s=delay_s) as server:
@@ -225,6 +262,10 @@ def test_a_server_for_this_machine_answers_to_its_own_names_alone() -> None:
             ("[::1]:80", 200),
             ("evil.example", 403),
             ("127.0.0.1.evil.example:80", 403),
+            ("notlocalhost", 403),
+            ("evil.localhost", 403),
+            (f"1127.0.0.1:{server.port}", 403),
+            ("a[::1]", 403),
             ("", 403),
         ):
             for path in ("/health", "/v1/models"):
