@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from moe_pack.convert.fixed_costs import measure_fixed_costs
     from moe_pack.convert.hub import find_checkpoint
     from moe_pack.convert.matrix_bytes import (
-        SOURCE,
         keep_source,
         kept_text,
         lossless_formats,
         with_kept,
     )
-    from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, dense_dtypes, layout_for, memory_line
+    from moe_pack.convert.options import MEMORY_BYTES, SOURCE
+    from moe_pack.convert.pipeline import ConversionResult, convert, dense_dtypes, layout_for, memory_line
     from moe_pack.convert.synthetic import (
         SyntheticTraits,
         link_memory_folder,

@@ -461,13 +461,13 @@ def _check_facts(facts: ReferenceFacts, place: str) -> None:
 
 def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
     predicted = (facts.num_sequences, facts.num_predicted)
-    ids, has_tail = {"most": facts.vocab_size - 1}, facts.num_outcomes < facts.vocab_size
+    last_id, has_tail = facts.vocab_size - 1, facts.num_outcomes < facts.vocab_size
     wanted = {
-        "sequences": ArrayRule("U32", (facts.num_sequences, facts.sequence_length), **ids),
-        "ids": ArrayRule("U32", (*predicted, facts.num_outcomes), **ids),
+        "sequences": ArrayRule("U32", (facts.num_sequences, facts.sequence_length), most=last_id),
+        "ids": ArrayRule("U32", (*predicted, facts.num_outcomes), most=last_id),
         "log_probs": ArrayRule("F32", (*predicted, facts.num_outcomes), most=_ROUNDING),
         "log_tail": ArrayRule("F32", predicted, None if has_tail else -math.inf, _ROUNDING),
-        "drawn_ids": ArrayRule("U32", (*predicted, facts.num_drawn), **ids),
+        "drawn_ids": ArrayRule("U32", (*predicted, facts.num_drawn), most=last_id),
         "drawn_log_probs": ArrayRule("F32", (*predicted, facts.num_drawn), most=_ROUNDING),
         "next_log_probs": ArrayRule("F32", predicted, most=_ROUNDING),
     }

@@ -274,13 +274,12 @@ class LayerStatistics:
                  name k different experts of the model.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
-        counts = {"most": num_tokens}
         rules = {
-            "tokens": ArrayRule("U32", (E,), **counts),
-            "held_out_tokens": ArrayRule("U32", (E,), **counts),
+            "tokens": ArrayRule("U32", (E,), most=num_tokens),
+            "held_out_tokens": ArrayRule("U32", (E,), most=num_tokens),
             "mass": ArrayRule("F32", (E,)),
             "routes": ArrayRule("U16", (num_tokens, k), most=E - 1),
-            "coactivation": ArrayRule("U32", (E, E), **counts),
+            "coactivation": ArrayRule("U32", (E, E), most=num_tokens),
             "quantiles": ArrayRule("F32", (E, len(KINDS), len(QUANTILE_LEVELS)), 0),
             "hot_thresholds": ArrayRule("F32", (E, len(KINDS), len(HOT_SPARSITIES)), 0),
             "hot": ArrayRule("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
