@@ -107,6 +107,7 @@ class _Run:
             pack = stack.enter_context(Pack(folder))
             budget = whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
             options = EngineOptions(
+                device="cpu",
                 budget_bytes=budget,
                 policy="lru",
                 read="pread",

@@ -10,7 +10,6 @@ There are three ways to run a pack, and `Engine` has a method that builds each:
 If something that the options ask for is not possible, the engine does something else and lists it as a fallback.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -23,6 +22,7 @@ import torch
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.families import PredictionLayer
 from moe_pack.formats.pack import audit
+from moe_pack.runtime import machine
 from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.drafts import MOST_DRAFTED, Drafts, Gate, NgramDrafter
@@ -30,9 +30,17 @@ from moe_pack.runtime.drafts.drafter import Drafter
 from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
 from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
+from moe_pack.runtime.gpu.fit import (
+    BuiltEngine,
+    GpuCosts,
+    GpuMemoryUse,
+    GpuRequest,
+    fit_to_gpu,
+    gpu_needs,
+    usual_budget,
+)
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
-from moe_pack.runtime.machine import MachineFacts, available_bytes
+from moe_pack.runtime.machine import GpuHere, MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
     TORCH,
@@ -71,13 +79,12 @@ from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.prefetch import methods_by_layer
 from moe_pack.runtime.offload.split import balanced, fastest
-from moe_pack.runtime.options import EngineOptions
+from moe_pack.runtime.options import Device, EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.gpu.gpu_engine import GpuInputs
     from moe_pack.runtime.gpu.prefetch import PredictionPlan
 
-LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
 
 
@@ -100,6 +107,7 @@ class Engine:
     its policies; None on the CPU.
     `drafts`: with which `generate` may run several tokens in a pass; None: it runs each alone, `why_no_drafts` says why
     unless the options do.
+    `options`: as given, with a device in place of `auto`.
     `fallbacks`: what the engine does because something else was not possible.
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
@@ -120,6 +128,7 @@ class Engine:
         sequences: Sequences = ONE_SEQUENCE,
         option_names: BudgetOptionNames = AS_BUDGET,
     ) -> None:
+        options, _ = choose_device(pack, options, context_tokens)
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
         self.numerics: NumericsMode = "exact"
@@ -407,17 +416,10 @@ class Engine:
             self._fall_back("--trust-experts changes nothing: all experts are in GPU memory")
 
     def _open_gpu(self) -> _GpuRun:
-        """Opens the GPU, and returns what its engine is built for.
-
-        Raises:  RunError if Triton is not installed or the GPU is too old.
-        """
+        """Opens the GPU, and returns what its engine is built for."""
         options = self.options
-        if importlib.util.find_spec("triton") is None:
-            raise RunError("--device cuda needs triton, which comes with torch for GPUs; pip install triton")
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
-        facts = torch.cuda.get_device_properties(self.device)
-        check_capability(facts.name, (facts.major, facts.minor))
-        cache_dtype: KvDtype = options.kv_dtype or "bf16"
+        cache_dtype = _gpu_cache_dtype(options)
         request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 
@@ -524,9 +526,62 @@ class Engine:
         return self._offloaded_weights(ram_bytes, operations, EXACT)  # the GPU chooses the experts
 
 
-def _device(name: Literal["cpu", "cuda"]) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: torch finds no CUDA device; use --device cpu")
+def choose_device(
+    pack: Pack, options: EngineOptions, context_tokens: int, needs_cpu: str | None = None
+) -> tuple[EngineOptions, str | None]:
+    """Returns the options with a device in place of `auto`, and a line for people that says which one and why.
+
+    The GPU is chosen if there is one that can run the pack with these options, in this budget.
+    Args:    needs_cpu: an option of the command, as `--sessions`, that has no meaning on a GPU.
+    Returns: options that name a device as they are, and None.
+    Raises:  RunError if an option has a meaning on a GPU only, and the CPU is chosen.
+    """
+    if options.device != "auto":
+        return options, None
+    gpu = machine.gpu_here()
+    why_cpu = why_no_gpu(gpu)
+    if gpu is not None and why_cpu is None:
+        refusal = options.gpu_refusal(pack.spec)
+        if needs_cpu is not None:
+            why_cpu = f"{needs_cpu} needs it"
+        else:
+            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal.why
+    if gpu is not None and why_cpu is None:
+        return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
+    if names := options.gpu_only():
+        raise RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
+    return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
+
+
+def why_no_gpu(gpu: GpuHere | None) -> str | None:
+    """Returns why no pack runs on a GPU of this machine, in words; None if one can."""
+    return "no GPU found" if gpu is None else gpu.fault
+
+
+def _why_too_small(pack: Pack, options: EngineOptions, context_tokens: int, gpu: GpuHere) -> str | None:
+    """Returns why a pack does not run in the budget, or in the GPU's memory, in words; None if it should."""
+    budget = options.budget_bytes
+    if budget is not None and budget > gpu.memory_bytes:
+        return f"--budget is {size_text(budget)}, {gpu.name} has {size_text(gpu.memory_bytes)}"
+    least = gpu_needs(pack.layout, context_tokens, GpuCosts(_gpu_cache_dtype(options))).least_budget
+    if least <= (usual_budget(gpu.memory_bytes) if budget is None else budget):
+        return None
+    here = f"{gpu.name} has {size_text(gpu.memory_bytes)}" if budget is None else f"--budget is {size_text(budget)}"
+    return f"a GPU needs {size_text(least)} for this pack, {here}"
+
+
+def _gpu_cache_dtype(options: EngineOptions) -> KvDtype:
+    """Returns how keys and values are stored on a GPU."""
+    return options.kv_dtype or "bf16"
+
+
+def _device(name: Device) -> torch.device:
+    """Returns torch's name of a device.
+
+    Raises:  RunError if it is a GPU, and there is none on which the kernels run.
+    """
+    if name == "cuda" and (fault := why_no_gpu(machine.gpu_here())) is not None:
+        raise RunError(f"--device cuda: {fault}; use --device cpu")
     return torch.device(name)
 
 
@@ -534,16 +589,3 @@ def _usual_ram_bytes() -> int:
     """Returns the host memory for experts if `--ram` does not say how much."""
     free = available_bytes()
     return sys.maxsize if free is None else int(_SHARE_OF_FREE_MEMORY * free)
-
-
-def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a GPU for which the kernels are not made.
-
-    Raises:  RunError if the GPU has no tensor cores for bfloat16 and tf32.
-    """
-    if capability < LEAST_CAPABILITY:
-        have, need = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
-        raise RunError(
-            f"--device cuda: {name} has compute capability {have}; the kernels need {need} or later "
-            "(A100, RTX 30 series and newer); use --device cpu"
-        )

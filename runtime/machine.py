@@ -1,13 +1,14 @@
-"""Facts about this machine: its memory, as this process sees it, and the rates that `moe-pack doctor` measured.
+"""Facts about this machine: its memory, its GPU, and the rates that `moe-pack doctor` measured.
 
 Memory comes from the kernel's files on Linux; elsewhere it is not known. Rates are bytes a second; a folder keeps them,
 a file for each file system. `doctor` measures; planner and runtime read the facts here.
 """
 
 import ctypes
+import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -139,6 +140,60 @@ def _number(path: Path) -> int | None:
         return None
     text = path.read_text("ascii", "replace").strip()
     return int(text) if text.isdigit() else None
+
+
+# ---- the GPU --------------------------------------------------------------------------------------------------------
+
+_LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
+_NAME_BYTES = 256
+_MAJOR, _MINOR = 75, 76  # the two halves of the compute capability, in cuda.h's CUdevice_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHere:
+    """The GPU on which torch computes. `fault`: why our kernels do not run on it, in words; None if they do."""
+
+    name: str
+    memory_bytes: int
+    fault: str | None = None
+
+
+def gpu_here() -> GpuHere | None:
+    """Returns the GPU of this machine; None if torch finds none.
+
+    The driver says what it is. torch would make a context on the GPU, whose memory an engine has to count.
+    """
+    import torch  # here, because this takes a second, and most callers of this module need no GPU
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return GpuHere("a GPU", 0, "the kernels need a GPU of NVIDIA")
+    device, memory, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    if (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetName(name, _NAME_BYTES, device)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    ):
+        return GpuHere("a GPU", 0, "the driver does not say which GPU this is")
+    found = GpuHere(name.value.decode("utf-8", "replace"), memory.value)
+    return replace(found, fault=gpu_fault(found.name, (major.value, minor.value)))
+
+
+def gpu_fault(name: str, capability: tuple[int, int]) -> str | None:
+    """Returns why our kernels do not run on a GPU of NVIDIA, in words; None if they do."""
+    if capability < _LEAST_CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+        return f"{name} has compute capability {have}; the kernels need {need} or later (A100, RTX 30 series and newer)"
+    if importlib.util.find_spec("triton") is None:
+        return "the kernels need triton, which is not installed: pip install triton"
+    return None
 
 
 # ---- measured rates -------------------------------------------------------------------------------------------------

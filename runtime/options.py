@@ -25,7 +25,8 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
-DEVICE_OPTION = option("--device", help="Where to compute.")
+DEVICE_OPTION = option("--device", help="Where to compute.")  # of measurements, which are the same everywhere on CPUs
+Device = Literal["auto", "cpu", "cuda"]
 _MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
 
@@ -92,6 +93,14 @@ def _uncoded_on_gpu(spec: ModelSpec, kv_dtype: KvDtype | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuRefusal:
+    """What keeps a run from a GPU. `why`: for `--device auto`, which takes the CPU; `message`: for `--device cuda`."""
+
+    why: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How to run a pack; the help of each option says what its field means.
 
@@ -99,7 +108,14 @@ class EngineOptions:
     many as the budget allows.   `machine`: what `moe-pack doctor` measured; None if it did not.
     """
 
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    device: Device = field(
+        default="auto",
+        metadata=option(
+            "--device",
+            help="Where to compute. auto is cuda if there is a GPU that can run the pack with the given options, else "
+            "cpu; a line says which, and why.",
+        ),
+    )
     budget_bytes: int | None = field(
         default=None,
         metadata=option(
@@ -264,7 +280,7 @@ class EngineOptions:
                 raise RunError(f"{name} does not support models with experts that return their input; remove it")
         if spec.encoder is not None and self.kv_dtype not in (None, "f32"):
             raise RunError(f"--kv-dtype {self.kv_dtype} does not support models with an encoder; remove it")
-        if names := given(self, mark=_GPU):
+        if names := self.gpu_only():
             raise RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
@@ -274,18 +290,32 @@ class EngineOptions:
 
         Raises:  RunError.
         """
+        if (refusal := self.gpu_refusal(spec)) is not None:
+            raise RunError(refusal.message)
+
+    def gpu_refusal(self, spec: ModelSpec) -> GpuRefusal | None:
+        """Returns what in the options or in the model needs the CPU; None if nothing does."""
         if (part := cpu_only(spec)) is not None:
-            raise RunError(f"--device cuda does not support models with {part}; use --device cpu")
-        if (part := _uncoded_on_gpu(spec, self.kv_dtype)) is not None:
-            raise RunError(
-                f"--kv-dtype {self.kv_dtype} with --device cuda does not support models with {part}; use bf16 or f32"
+            return GpuRefusal(
+                f"models with {part} do not run on GPUs",
+                f"--device cuda does not support models with {part}; use --device cpu",
             )
-        if self.read == "map":
-            raise RunError("--read map needs --device cpu; remove one of them")
+        if (part := _uncoded_on_gpu(spec, self.kv_dtype)) is not None:
+            return GpuRefusal(
+                f"--kv-dtype {self.kv_dtype} does not run on GPUs for models with {part}",
+                f"--kv-dtype {self.kv_dtype} with --device cuda does not support models with {part}; use bf16 or f32",
+            )
         if self.numerics == "fastest":
-            raise RunError("--numerics fastest needs --device cpu; with --device cuda give fast or exact")
-        if names := given(self, mark=_OFFLOAD):
-            raise RunError(f"{names[0]} needs --device cpu; remove one of them")
+            message = "--numerics fastest needs --device cpu; with --device cuda give fast or exact"
+            return GpuRefusal("--numerics fastest needs it", message)
+        names = [*(["--read map"] if self.read == "map" else []), *given(self, mark=_OFFLOAD)]
+        if names:
+            return GpuRefusal(f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
+        return None
+
+    def gpu_only(self) -> list[str]:
+        """Lists the given options that have a meaning on a GPU only."""
+        return given(self, mark=_GPU)
 
 
 @dataclass(frozen=True, slots=True)

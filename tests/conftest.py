@@ -10,6 +10,9 @@ from pathlib import Path
 
 # Before triton is imported: kernels run one program after the other in numpy, unless a GPU is asked for.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("MOE_PACK_GPU") == "1" else "1")
+# A GPU of this machine is hidden from tests and their processes unless it is asked for: `--device auto` would take it.
+if os.environ.get("MOE_PACK_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch

@@ -218,7 +218,9 @@ def _price(
 
 def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
     approximations = Approximations(substitute=alpha)
-    options = EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations)
+    options = EngineOptions(
+        device="cpu", budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations
+    )
     return Engine(pack, options, context_tokens)
 
 
@@ -314,7 +316,7 @@ def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRES
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
     S = sequences.shape[1]
-    with _same_threads(), Engine(pack, EngineOptions(numerics="exact", read="map"), S) as engine:
+    with _same_threads(), Engine(pack, EngineOptions(device="cpu", numerics="exact", read="map"), S) as engine:
         assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
         kernels = engine.operations.kernels
         losses: dict[NumericsMode, list[float]] = {"fast": [], "fastest": []}

@@ -525,12 +525,15 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
     from moe_pack.calib.profile import losses_of
     from moe_pack.convert import AutoPacker, dense_dtypes, lossless_formats, pack_goal, with_kept
     from moe_pack.convert.matrix_bytes import checkpoint_repeats
-    from moe_pack.convert.plan import PlanningModel, check_budget, with_kv_dtype
+    from moe_pack.convert.plan import PlanningModel, check_budget, choose_target_device, with_kv_dtype
     from moe_pack.convert.plan.rotation import PlanRotation
     from moe_pack.runtime import Text
     from moe_pack.runtime.model import operations_for
 
     dtypes = dense_dtypes(checkpoint)
+    target, device_line = choose_target_device(target, checkpoint.spec, dtypes)
+    if device_line is not None:
+        _tell(device_line)
     target = with_kv_dtype(target, checkpoint.spec, dtypes)
     check_budget(target, checkpoint.spec, dtypes)
     text = Text(checkpoint.files)
@@ -629,20 +632,19 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
 
 
 def _run_line(output: Path, target: Target) -> str:
-    import torch
-
+    """Returns the command that runs the pack as planned, on this machine if it can."""
     from moe_pack.convert.plan import kv_text
+    from moe_pack.runtime import machine
 
-    budget = _budget_text(target.budget_bytes)
-    if target.device == "cpu":
-        kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
-        return f"run it: moe-run {output} --budget {budget}{kv_dtype}"
-    line = f"run it: moe-run {output} --device cuda --budget {budget}"
-    return (
-        line
-        if torch.cuda.is_available()
-        else f"{line} (this machine has no GPU; to run it on the CPU: moe-run {output})"
-    )
+    gpu = machine.gpu_here()
+    has_gpu, budget = gpu is not None and gpu.fault is None, f"--budget {_budget_text(target.budget_bytes)}"
+    if target.device == "cuda":
+        if has_gpu:
+            return f"run it: moe-run {output} {budget}"
+        return f"run it here, on the CPU: moe-run {output}; where the GPU is: moe-run {output} {budget}"
+    device = " --device cpu" if has_gpu else ""  # where moe-run would take the GPU
+    kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
+    return f"run it: moe-run {output}{device} {budget}{kv_dtype}"
 
 
 def _budget_text(num_bytes: int) -> str:

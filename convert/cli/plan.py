@@ -51,7 +51,7 @@ class PlanRequest:
     """A model as the user named it, the target, and what is known of the model.
 
     `profile`: None if routes and losses were not measured.   `defaults`: the choices that the target leaves open, as
-    texts.
+    texts.   `device_line`: which device `--device auto` is, and why; None if one was given.
     """
 
     name: str
@@ -59,6 +59,7 @@ class PlanRequest:
     model: PlanningModel
     profile: Profile | None
     defaults: list[str]
+    device_line: str | None
 
     @property
     def origin(self) -> str:
@@ -146,6 +147,8 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
     offers = list(_offers(planner, request))
     first = offers[0].planned
     assert first is not None, "without a plan for the given loss, an error was raised"
+    if request.device_line is not None:
+        click.echo(request.device_line, err=True)
     if options.output is not None:
         write_output(options.output, plan_bytes(first.decision, model.spec), "--output")
     if options.as_json:
@@ -163,7 +166,7 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     from moe_pack.calib.profile import Profile, assumed_losses, losses_of
     from moe_pack.calib.quantize import usual_repeats
     from moe_pack.convert import with_kept
-    from moe_pack.convert.plan import PlanningModel, defaults_text, with_kv_dtype
+    from moe_pack.convert.plan import PlanningModel, choose_target_device, defaults_text, with_kv_dtype
     from moe_pack.convert.plan.rotation import PlanRotation
 
     spec, dtypes, lossless = _model(path)
@@ -175,10 +178,11 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     is_repeated = losses.quantizer == "calibrated" and not lossless and target.purpose != "vllm"
     repeats = usual_repeats(spec.expert.source_size) if is_repeated else 0
     model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, PlanRotation(rotated))
+    target, device_line = choose_target_device(target, spec, dtypes)
     target = with_kv_dtype(target, spec, dtypes)
     if profile is not None and profile.facts.imatrix is not None:
         profile = None  # it has no routes, and its popularity is among the losses
-    return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts))
+    return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts), device_line)
 
 
 def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_pack.convert.plan.planner import Planner
     from moe_pack.convert.plan.target import (
         check_budget,
+        choose_target_device,
         defaults_text,
         held_out_passes,
         kv_text,
@@ -45,6 +46,7 @@ __all__ = [
     "PlanningModel",
     "Target",
     "check_budget",
+    "choose_target_device",
     "compression_text",
     "decision_lines",
     "defaults_text",

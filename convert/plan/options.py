@@ -13,7 +13,7 @@ from moe_pack.runtime.model.caches import KvDtype
 
 PresetName = Literal["floe", "corm", "fiddler", "edgemoe"]
 SearchName = Literal["knapsack", "edgemoe", "uniform"]
-Device = Literal["cuda", "cpu"]
+Device = Literal["auto", "cuda", "cpu"]
 Purpose = Literal["moe-run", "vllm"]
 USUAL_CONTEXT = 4096
 
@@ -66,8 +66,10 @@ def parse_limit(text: str) -> LossLimit | None:
 class Target:
     """The options of a plan. A field that is None has a default, which `defaults_text` reports.
 
-    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`.   `gpu`, `link_rate` (bytes a second),
-    `ram_bytes`: only on `cuda`.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
+    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`.   `device`: `auto` is for
+    `choose_target_device`, whose result all other functions need.   `gpu`, `link_rate` (bytes a second), `ram_bytes`:
+    only on `cuda`.   `kv_dtype`: only on `cpu`.   `preset`: a paper's pack in place of a search.   `sparsity`: of
+    preset floe.
     """
 
     budget_bytes: int = field(
@@ -75,14 +77,16 @@ class Target:
             "--target-vram",
             parse=read_size,
             metavar="SIZE",
-            help="Memory in which the pack will run, such as 11G: of the GPU, or with --device cpu of the host.",
+            help="Memory in which the pack will run, such as 11G: of the GPU, or of this machine if --device is cpu.",
         )
     )
     device: Device = field(
-        default="cuda",
+        default="auto",
         metadata=option(
             "--device",
-            help="Where the pack will run: on a GPU, which this machine need not have (--gpu), or on this CPU.",
+            help="Where the pack will run. auto is cuda if this machine has a GPU that can run the model in "
+            "--target-vram, or if an option describes a GPU (--gpu, --link, --ram); else cpu. A line says which, and "
+            "why. cuda does not need a GPU in this machine.",
         ),
     )
     limit: LossLimit = field(
@@ -160,8 +164,7 @@ class Target:
         metadata=option(
             "--kv-dtype",
             mark="cpu",
-            help="With --device cpu: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with "
-            "f32]",
+            help="On the CPU: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with f32]",
         ),
     )
 
@@ -174,6 +177,8 @@ class Target:
             raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
         if self.device == "cuda" and (wrong := given(self, "cpu")):
             raise UsageError(f"{wrong[0]} needs --device cpu; remove it or add --device cpu")
+        if (wrong := given(self, "gpu")) and (others := given(self, "cpu")):
+            raise UsageError(f"{wrong[0]} is for GPUs and {others[0]} for the CPU; remove one of the two")
         if self.purpose == "vllm" and (self.preset is not None or self.search != "knapsack"):
             wrong_name = "--search" if self.preset is None else "--preset"
             raise UsageError(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from moe_pack.calib.profile import Losses, Profile, most_routing_bytes, routing_of
 from moe_pack.convert.plan.machines import (
@@ -39,10 +38,12 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
+from moe_pack.formats.commands import given
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import format_fault, uniform_dense
-from moe_pack.runtime import MachineFacts, total_bytes
+from moe_pack.runtime import MachineFacts, machine, total_bytes
 from moe_pack.runtime.gpu.fit import least_gpu_budget
+from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.offload import Passes, Sequences, least_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
 from moe_pack.runtime.options import cpu_only
@@ -76,6 +77,41 @@ def held_out_passes(profile: Profile) -> Passes:
 
 _RAM_SHARE = 0.75
 _SMALLEST = (trellis_format(4, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
+
+
+def choose_target_device(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> tuple[Target, str | None]:
+    """Returns the target with a device in place of `auto`, and a line for people that says which one and why.
+
+    An option that only one device has decides; else the GPU of this machine is chosen, if it runs the model in the
+    target's memory. The rule is that of `moe-run`, so that it chooses the same for the pack on this machine.
+    Returns: a target that names a device as it is, and None.
+    Raises:  RunError if the context is too long.
+    """
+    if target.device != "auto":
+        return target, None
+    if names := given(target, "gpu"):
+        return replace(target, device="cuda"), f"device: cuda ({names[0]} describes a GPU)"
+    gpu = machine.gpu_here()
+    if names := given(target, "cpu"):
+        why_cpu: str | None = f"{names[0]} needs it"
+    elif (part := cpu_only(spec)) is not None:
+        why_cpu = f"models with {part} do not run on GPUs"
+    elif gpu is None:
+        why_cpu = "no GPU found; --gpu NAME plans for one"
+    else:
+        why_cpu = gpu.fault or _why_too_small(replace(target, device="cuda"), spec, dense_dtypes, gpu)
+    if gpu is not None and why_cpu is None:
+        return replace(target, device="cuda"), f"device: cuda ({gpu.name})"
+    return replace(target, device="cpu"), f"device: cpu ({why_cpu}): --target-vram is this machine's memory"
+
+
+def _why_too_small(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...], gpu: GpuHere) -> str | None:
+    """Returns why no pack of a model runs on a GPU in the target's memory, in words; None if one does."""
+    budget = target.budget_bytes
+    if budget > gpu.memory_bytes:
+        return f"--target-vram is {size_text(budget)}, {gpu.name} has {size_text(gpu.memory_bytes)}"
+    least = _least_budget(target, spec, dense_dtypes)
+    return None if least <= budget else f"a GPU needs {size_text(least)} for this model"
 
 
 def context_of(target: Target, spec: ModelSpec) -> int:
@@ -168,11 +204,11 @@ def _gpu_name(target: Target) -> tuple[str, str]:
     """Returns the name of the GPU, or `measure`, and the reason for it."""
     if target.gpu is not None:
         return target.gpu, "given"
-    if torch.cuda.is_available():
-        here = torch.cuda.get_device_name(0)
-        if known_gpu(here):
-            return here, "this machine's"
-        return MEASURE, f"this machine's {here}, whose rates are not known"
+    here = machine.gpu_here()
+    if here is not None and here.fault is None:
+        if known_gpu(here.name):
+            return here.name, "this machine's"
+        return MEASURE, f"this machine's {here.name}, whose rates are not known"
     large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.budget_bytes]
     if large:
         gpu, why = min(large, key=lambda gpu: gpu.memory_bytes), "the smallest known one with this much memory"
@@ -251,6 +287,7 @@ def check_device(target: Target, spec: ModelSpec) -> None:
 
     Raises:  RunError.
     """
+    assert target.device != "auto", "`choose_target_device` comes first"
     if spec.encoder is not None and target.kv_dtype not in (None, "f32"):
         raise RunError(f"--kv-dtype {target.kv_dtype} does not support models with an encoder; remove it")
     if target.device != "cpu" and (part := cpu_only(spec)) is not None:

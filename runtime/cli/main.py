@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from moe_pack.formats import Pack
     from moe_pack.runtime import BenchTimes, Engine, RunReport, Sampler, Text
     from moe_pack.runtime.cli.chat import Clock
-    from moe_pack.runtime.offload import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,6 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
     from moe_pack.runtime import Text
     from moe_pack.runtime.cli.chat import Clock
     from moe_pack.runtime.generate import generate
-    from moe_pack.runtime.offload import Sequences
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
@@ -238,7 +236,7 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         prompt_ids = _encoded(pack, text, words, options.chat)
         end_ids = text.answer_end_ids if options.chat else text.end_ids
         context = _context_for(pack, options, len(prompt_ids))
-        engine = stack.enter_context(_open_engine(pack, options.engine, context, Sequences()))
+        engine = stack.enter_context(_open_engine(pack, options.engine, context))
         clock = Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
@@ -262,7 +260,6 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
     """Opens the pack, measures how fast it is on random tokens, and prints that."""
     from moe_pack.formats import Pack
     from moe_pack.runtime import measure, random_prompt, report
-    from moe_pack.runtime.offload import Sequences
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
@@ -272,7 +269,7 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
         chosen = options.engine
         if chosen.draft == "auto":  # random tokens say nothing about drafts
             chosen = replace(chosen, draft="off")
-        engine = stack.enter_context(_open_engine(pack, chosen, context, Sequences()))
+        engine = stack.enter_context(_open_engine(pack, chosen, context))
         times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens, engine.drafts)
         show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
 
@@ -284,7 +281,6 @@ def _converse(folder: Path, options: RunOptions) -> None:
     from moe_pack.runtime.cli.chat import ChatOptions, converse
     from moe_pack.runtime.generate import USUAL_CONTEXT
     from moe_pack.runtime.model import Decoder
-    from moe_pack.runtime.offload import Sequences
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
@@ -295,8 +291,7 @@ def _converse(folder: Path, options: RunOptions) -> None:
         if context > most:
             raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
-        sequences = Sequences(1, checkpoints=0 if options.engine.device == "cuda" else 1)
-        engine = stack.enter_context(_open_engine(pack, options.engine, context, sequences))
+        engine = stack.enter_context(_open_engine(pack, options.engine, context, checkpoints=1))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         chosen = ChatOptions(options.sampling, options.max_tokens, options.stats)
         try:
@@ -313,11 +308,18 @@ def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int
     return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
 
 
-def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, sequences: Sequences) -> Engine:
-    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels."""
-    from moe_pack.runtime import Engine, measure_disk
+def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, checkpoints: int = 0) -> Engine:
+    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels.
 
-    chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
+    Args:    checkpoints: of the sequence; a GPU has none.
+    """
+    from moe_pack.runtime import Engine, measure_disk
+    from moe_pack.runtime.engine import choose_device
+    from moe_pack.runtime.offload import Sequences
+
+    on_device, device_line = choose_device(pack, options, context_tokens)
+    sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
+    chosen = replace(on_device, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:
 
         def measured() -> MachineFacts:
@@ -327,7 +329,10 @@ def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, sequen
                 save_facts(facts, cache_folder(), pack.folder)
             return facts
 
-        return Engine(pack, chosen, context_tokens, progress, measure_disk=measured, sequences=sequences)
+        engine = Engine(pack, chosen, context_tokens, progress, measure_disk=measured, sequences=sequences)
+    if device_line is not None:
+        click.echo(device_line, err=True)
+    return engine
 
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:

@@ -87,7 +87,7 @@ class ServeCommand:
             most=_MOST_PARALLEL,
             metavar="N",
             help="Run up to N requests at once.  [default: 4, or fewer if their key-value caches would take more than "
-            "a quarter of the memory; with --device cuda 1]",
+            "a quarter of the memory; on a GPU 1]",
         ),
     )
     context: int | None = field(
@@ -251,18 +251,22 @@ class _Server:
         if pack.spec.encoder is not None:
             raise RunError("moe-serve does not support models with an encoder; use moe-run")
         text = Text(pack)
-        context, sequences = self._sizes(pack)
+        context = self._context(pack)
+        on_device, device_line = self._on_device(pack, context)
+        sequences = self._sequences(pack, context, on_device)
         sessions = None  # a wrong folder is refused before the engine takes its time
         if options.sessions is not None:
-            kv_dtype = options.engine.kv_dtype or "f32"
+            kv_dtype = on_device.kv_dtype or "f32"
             sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes, kv_dtype)
-        engine = opened.enter_context(self._open_engine(pack, context, sequences))
+        engine = opened.enter_context(_open_engine(pack, on_device, context, sequences))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
         requests = "1 request" if sequences.number == 1 else f"{sequences.number} requests"
         click.echo(
             f"moe-serve: {requests} at once, {context:,} tokens each: {size_text(caches)} of key-value caches", err=True
         )
+        if device_line is not None:
+            click.echo(f"moe-serve: {device_line}", err=True)
         for fallback in engine.fallbacks:
             click.echo(f"moe-serve: fallback: {fallback}", err=True)
         scheduler = opened.enter_context(
@@ -273,47 +277,64 @@ class _Server:
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
         return service
 
-    def _sizes(self, pack: Pack) -> tuple[int, Sequences]:
-        """Returns the context of a request, and the sequences that run at once."""
+    def _context(self, pack: Pack) -> int:
+        """Returns the context of a request."""
         from moe_pack.runtime.generate import USUAL_CONTEXT
+
+        most, asked = pack.spec.max_position_embeddings, self._options.context
+        context = min(USUAL_CONTEXT, most) if asked is None else asked
+        if context > most:
+            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+        return context
+
+    def _on_device(self, pack: Pack, context: int) -> tuple[EngineOptions, str | None]:
+        """Returns the engine's options with a device in place of `auto`, and the line that says which one.
+
+        Raises:  RunError if an option of the server does not go with the device.
+        """
+        from moe_pack.runtime.engine import choose_device
+
+        options = self._options
+        given = {"--parallel": options.parallel not in (None, 1), "--sessions": options.sessions is not None}
+        needs_cpu = next((name for name, is_given in given.items() if is_given), None)
+        on_device, line = choose_device(pack, options.engine, context, needs_cpu)
+        if on_device.device == "cuda" and needs_cpu is not None:
+            does = "one request runs at a time" if needs_cpu == "--parallel" else "nothing is kept in files"
+            raise RunError(f"{needs_cpu}: with --device cuda {does}; remove {needs_cpu}")
+        return on_device, line
+
+    def _sequences(self, pack: Pack, context: int, engine: EngineOptions) -> Sequences:
+        """Returns the sequences that run at once."""
         from moe_pack.runtime.offload import Sequences
         from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
 
         options, spec = self._options, pack.spec
-        most = spec.max_position_embeddings
-        context = min(USUAL_CONTEXT, most) if options.context is None else options.context
-        if context > most:
-            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
-        if options.engine.device == "cuda":
-            if options.parallel not in (None, 1):
-                raise RunError("--parallel: with --device cuda one request runs at a time; remove --parallel")
-            return context, Sequences(1)
+        if engine.device == "cuda":
+            return Sequences(1)
         chunk = most_chunk_tokens(context)
-        kv_dtype = options.engine.kv_dtype or "f32"
+        kv_dtype = engine.kv_dtype or "f32"
         each = cache_bytes(spec, context, chunk, kv_dtype)
         each += _CHECKPOINTS * checkpoint_bytes(spec, context, chunk, kv_dtype)
         number = options.parallel
         if number is None:
-            memory = options.engine.budget_bytes or available_bytes()
+            memory = engine.budget_bytes or available_bytes()
             fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)
             number = max(1, min(_USUAL_PARALLEL, fits))
-        return context, Sequences(number, _CHECKPOINTS)
+        return Sequences(number, _CHECKPOINTS)
 
-    def _open_engine(self, pack: Pack, context: int, sequences: Sequences) -> Engine:
-        from moe_pack.runtime import Engine, measure_disk
-        from moe_pack.runtime.offload.budget import BudgetOptionNames
 
-        chosen = replace(self._options.engine, machine=load_facts(cache_folder(), pack.folder))
-        with TerminalProgress() as progress:
+def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Sequences) -> Engine:
+    from moe_pack.runtime import Engine, measure_disk
 
-            def measured() -> MachineFacts:
-                progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
-                return measure_disk(pack.folder, progress)
+    chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
+    with TerminalProgress() as progress:
 
-            names = BudgetOptionNames("--budget", "--context")
-            return Engine(
-                pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=names
-            )
+        def measured() -> MachineFacts:
+            progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
+            return measure_disk(pack.folder, progress)
+
+        names = BudgetOptionNames("--budget", "--context")
+        return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=names)
 
 
 def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, name: str | None) -> Service:

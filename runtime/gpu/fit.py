@@ -237,7 +237,7 @@ def fit_to_gpu(
         raise RunError(
             f"--budget: {size_text(budget)} is too little; at least "
             f"{size_text(overhead_kept + least_bytes)} are needed: {size_text(least_bytes)} for experts, the rest for "
-            "everything else, as measured; give more, or a shorter context with --max-tokens"
+            "everything else, as measured; give more, a shorter context with --max-tokens, or --device cpu"
         )
     built = build(expert_bytes, chunk)
     built.prepare()

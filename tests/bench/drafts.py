@@ -218,7 +218,7 @@ def main(
             least, whole = (each(opened.layout, context, 0) for each in (least_budget, whole_bytes))
             num_bytes = int(least + budget * (whole - least))
         text, options = Text(opened), SamplingOptions(temperature=temperature, seed=1)
-        with Engine(opened, EngineOptions(budget_bytes=num_bytes, threads=threads), context) as engine:
+        with Engine(opened, EngineOptions("cpu", num_bytes, threads=threads), context) as engine:
             assert isinstance(engine.decoder, Decoder), "a model without an encoder"
             layers = [
                 layer

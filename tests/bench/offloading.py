@@ -483,7 +483,7 @@ def soak(pack: Pack, policy: PolicyName, num_experts: int, num_tokens: int, seed
     Raises:  click.ClickException if the system does not say how much memory a process has.
     """
     context = _PROMPT_TOKENS + _NEW_TOKENS
-    options = EngineOptions(budget_bytes=budget_with(pack, num_experts, context), policy=policy)
+    options = EngineOptions("cpu", budget_with(pack, num_experts, context), policy=policy)
     generator = np.random.default_rng(seed)
     ids = Text(pack).encode(BOOK.read_text("utf-8")[:_BOOK_CHARACTERS])
     with Engine(pack, options, context) as engine:

@@ -139,7 +139,7 @@ def run_case(
         else:
             ids = np.random.default_rng(0).integers(0, pack.spec.vocab_size, num_ids).tolist()
         facts, done = measured_machine(path, seconds, fixed), list[Round]()
-        options = EngineOptions(budget_bytes=budget, machine=facts, read="direct")
+        options = EngineOptions("cpu", budget, machine=facts, read="direct")
         with Engine(pack, options, _CONTEXT) as engine:
             decoder, weights = engine.decoder, engine.weights
             assert isinstance(weights, OffloadedWeights), "a budget makes it stream"

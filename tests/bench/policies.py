@@ -461,7 +461,7 @@ def decoded(pack: Pack, ids: Sequence[int], policy: PolicyName, num_experts: int
     Args:    trusts: whether predicted experts run in place of the router's.
     """
     budget = budget_with(pack, num_experts, SEQUENCE_LENGTH) + routing_bytes(pack.folder)
-    options = EngineOptions(budget_bytes=budget, policy=policy, approximations=Approximations(runs_predicted=trusts))
+    options = EngineOptions("cpu", budget, policy=policy, approximations=Approximations(runs_predicted=trusts))
     logits = []
     with Engine(pack, options, SEQUENCE_LENGTH) as engine:
         for start in range(0, len(ids), SEQUENCE_LENGTH):

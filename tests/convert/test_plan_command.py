@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cases import case
 from click.testing import CliRunner, Result
 from losses import random_losses
@@ -28,7 +27,7 @@ from moe_pack.convert.plan import (
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime import Engine, EngineOptions, machine
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
@@ -42,7 +41,7 @@ NAMES = [model.name for model in PUBLISHED]
 
 @pytest.fixture(autouse=True)
 def _no_card_and_nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "gpu_here", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -6,29 +6,37 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-import torch
 from cases import case
 from click.testing import CliRunner
 from losses import random_losses
 
-from moe_pack.convert.plan import LossLimit, PlanningModel, Target, defaults_text, planner_for
+from moe_pack.convert.plan import (
+    LossLimit,
+    PlanningModel,
+    Target,
+    check_budget,
+    choose_target_device,
+    defaults_text,
+    planner_for,
+)
 from moe_pack.convert.plan.machines import assumed_cpu
-from moe_pack.convert.plan.options import parse_limit
+from moe_pack.convert.plan.options import Device, parse_limit
 from moe_pack.convert.plan.target import context_of
-from moe_pack.formats import RunError, dense_roles
+from moe_pack.formats import ModelSpec, RunError, dense_roles
 from moe_pack.formats.cli import options_from
 from moe_pack.formats.families import model_spec
-from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, total_bytes
-from moe_pack.runtime.machine import CpuFacts, LinkFacts, SizedRate
+from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, machine, total_bytes
+from moe_pack.runtime.machine import CpuFacts, GpuHere, LinkFacts, SizedRate
 
 GIB = 1 << 30
 SPEC = model_spec("granite-3.0-1b-a400m", 2)
-CPU, CARD = Target(GIB, "cpu"), Target(GIB, "cuda")
+AUTO, CPU, CARD = Target(GIB), Target(GIB, "cpu"), Target(GIB, "cuda")
+DTYPES = ("BF16",) * len(dense_roles(SPEC))
 
 
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "gpu_here", lambda: None)
 
 
 def facts(link: LinkFacts | None = None) -> MachineFacts:
@@ -84,10 +92,10 @@ def test_what_is_no_limit_is_refused() -> None:
 
 def test_all_options_become_one_target() -> None:
     assert asked() is None
-    assert asked("--target-vram", "1G") == CARD, "a GPU, whether torch finds one or not"
+    assert asked("--target-vram", "1G") == AUTO
     assert asked("--target-vram", "1G", "--device", "cpu") == CPU
     assert asked("--target-vram", "1G", "--gpu", "L4", "--link", "2G", "--ram", "3G", "--context", "8") == Target(
-        GIB, "cuda", context_tokens=8, ram_bytes=3 * GIB, link_rate=2 * GIB, gpu="L4"
+        GIB, context_tokens=8, ram_bytes=3 * GIB, link_rate=2 * GIB, gpu="L4"
     )
     assert asked("--target-vram", "1G", "--device", "cuda", "--preset", "floe") == replace(CARD, preset="floe")
 
@@ -105,6 +113,10 @@ def test_options_that_would_do_nothing_are_usage_errors() -> None:
             "--ram needs --device cuda; remove it or add --device cuda",
         ),
         (
+            ["--target-vram", "1G", "--kv-dtype", "q8", "--gpu", "L4"],
+            "--gpu is for GPUs and --kv-dtype for the CPU; remove one of the two",
+        ),
+        (
             ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
             "--search does not apply to --preset corm; remove one of the two",
         ),
@@ -114,12 +126,55 @@ def test_options_that_would_do_nothing_are_usage_errors() -> None:
             assert asked(*arguments) == f"Error: {fault}"
 
 
-def test_a_card_that_torch_finds_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA GeForce RTX 3090")
-    assert asked("--target-vram", "1G") == CARD
+def test_the_device_of_a_plan_is_that_of_a_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU of this machine if it runs the model in so much memory, else the CPU; a line says which, and why."""
+    rtx, old = GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB), GpuHere("Tesla T4", 15 * GIB, "Tesla T4 is too old")
+    here, of_cpu = "--target-vram is this machine's memory", replace(AUTO, kv_dtype="q8")
+    hybrid = replace(SPEC, logits_softcap=30.0)
+    cases: list[tuple[GpuHere | None, Target, ModelSpec, str]] = [
+        (rtx, AUTO, SPEC, "device: cuda (NVIDIA GeForce RTX 3090)"),
+        (None, AUTO, SPEC, f"device: cpu (no GPU found; --gpu NAME plans for one): {here}"),
+        (old, AUTO, SPEC, f"device: cpu (Tesla T4 is too old): {here}"),
+        (rtx, AUTO, hybrid, f"device: cpu (models with a softcap of logits do not run on GPUs): {here}"),
+        (rtx, of_cpu, SPEC, f"device: cpu (--kv-dtype needs it): {here}"),
+        (
+            rtx,
+            Target(25 * GIB),
+            SPEC,
+            f"device: cpu (--target-vram is 25.0 GiB, NVIDIA GeForce RTX 3090 has 24.0 GiB): {here}",
+        ),
+        (None, replace(AUTO, gpu="L4"), SPEC, "device: cuda (--gpu describes a GPU)"),
+        (None, replace(AUTO, link_rate=1e9), SPEC, "device: cuda (--link describes a GPU)"),
+        (None, replace(AUTO, ram_bytes=GIB), SPEC, "device: cuda (--ram describes a GPU)"),
+    ]
+    for gpu, target, spec, line in cases:
+        with case(gpu, target, line):
+            monkeypatch.setattr(machine, "gpu_here", lambda gpu=gpu: gpu)
+            device: Device = "cuda" if "cuda" in line else "cpu"
+            assert choose_target_device(target, spec, DTYPES) == (replace(target, device=device), line)
+    for given in (CPU, CARD):
+        assert choose_target_device(given, SPEC, DTYPES) == (given, None), "what is given stays, and nothing is said"
+
+
+def test_a_memory_too_small_for_the_gpu_is_planned_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB))
+    found = {mib: choose_target_device(Target(mib << 20), SPEC, DTYPES) for mib in range(256, 1025, 32)}
+    devices = [target.device for target, _ in found.values()]
+    least = devices.index("cuda")
+    assert least > 0 and devices == ["cpu"] * least + ["cuda"] * (len(devices) - least)
+    for mib, (target, line) in found.items():
+        with case(mib):
+            assert ("(a GPU needs" in str(line)) == (target.device == "cpu")
+            if target.device == "cuda":
+                check_budget(target, SPEC, DTYPES)
+            else:
+                with pytest.raises(RunError, match=r"^--target-vram: \S+ MiB is too small; "):
+                    check_budget(replace(target, device="cuda"), SPEC, DTYPES)
+
+
+def test_a_gpu_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB))
     assert "--gpu NVIDIA GeForce RTX 3090: this machine's" in defaults_text(CARD, SPEC, None)
-    assert asked("--target-vram", "1G", "--device", "cpu") == CPU
 
 
 def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
@@ -17,6 +16,8 @@ from moe_pack.convert.autopack import work_folder
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.formats import Pack
+from moe_pack.runtime import machine
+from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.offload import divide_budget, routing_bytes
 
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
@@ -102,21 +103,34 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
     assert math.isnan(estimates[1]) and "attempt 1: planned with no estimate of the loss\n" in other.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine's own GPU would be planned for")
-def test_a_target_in_vram_is_for_a_gpu_that_this_machine_need_not_have(
-    source: Path, profile: Path, tmp_path: Path
+def test_the_last_line_runs_the_pack_where_it_was_planned_for(
+    packed: tuple[Path, Result], source: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "packed"
-    options = ["--profile", str(profile), *TEXT, "--context", "64", "--max-loss", "0.5", "--target-vram"]
-    small = run("convert", str(source), "-o", str(out), *options, "64M")
+    """For a GPU that is not here, for one that is, and for the CPU with and without a GPU here."""
+    gpu = GpuHere("NVIDIA GeForce RTX 3060", 12 << 30)
+    for_cpu, for_gpu = packed[0], tmp_path / "packed"
+    cpu_only = ["--target-vram", "16M", "--context", "64", *TEXT, "--max-loss", "0.02"]
+    large = ["--target-vram", "1G", "--gpu", "RTX 3060 12G", "--context", "64", *TEXT, "--max-loss", "0.5"]
+    elsewhere = f"run it here, on the CPU: moe-run {for_gpu}; where the GPU is: moe-run {for_gpu} --budget 1G"
+    cases: list[tuple[GpuHere | None, Path, list[str], str, str]] = [
+        (None, for_gpu, large, "device: cuda (--gpu describes a GPU)", elsewhere),
+        (gpu, for_gpu, large, "device: cuda (--gpu describes a GPU)", f"run it: moe-run {for_gpu} --budget 1G"),
+        (None, for_cpu, cpu_only, "device: cpu (no GPU found", f"run it: moe-run {for_cpu} --budget 16M"),
+        (gpu, for_cpu, cpu_only, "device: cpu (a GPU needs", f"run it: moe-run {for_cpu} --device cpu --budget 16M"),
+    ]
+    for here, out, options, said, line in cases:  # the second finds the pack of the first, and the others that of CPU
+        with case(here, options):
+            monkeypatch.setattr(machine, "gpu_here", lambda here=here: here)
+            result = run("convert", str(source), "-o", str(out), "--profile", str(profile), *options)
+            assert result.exit_code == 0, result.output
+            assert result.stderr.startswith(said)
+            assert line in result.stdout.splitlines()
+
+
+def test_a_memory_too_small_for_a_gpu_that_is_given_is_refused(source: Path, profile: Path, tmp_path: Path) -> None:
+    options = ["--profile", str(profile), "--context", "64", "--target-vram", "64M", "--device", "cuda"]
+    small = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
     assert "--target-vram: 64.0 MiB is too small; with a context of 64 tokens this model needs 48" in small.stderr
-    result = run("convert", str(source), "-o", str(out), *options, "1G", "--ram", "1G")
-    assert result.exit_code == 0, result.output
-    why = "assumed: the smallest known one with this much memory; --device cpu plans for the CPU"
-    assert f"by default --gpu RTX 3060 12G: {why}" in result.stderr
-    here = f"(this machine has no GPU; to run it on the CPU: moe-run {out})"
-    line = f"run it: moe-run {out} --device cuda --budget 1G {here}"
-    assert line in result.stdout.splitlines()
 
 
 def test_wrong_targets_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.engine import check_capability
 from moe_pack.runtime.gpu.fit import GpuRequest, fit_to_gpu
 from moe_pack.runtime.model import Decoder, PackWeights
 
@@ -105,27 +103,6 @@ def test_without_a_budget_something_is_left_to_a_display_and_to_others(total: in
     assert driver.total - driver.charged - left in range(2 * ROUNDING)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
-def test_a_card_without_the_tensor_cores_that_kernels_use_is_refused_by_name(capability: tuple[int, int]) -> None:
-    with pytest.raises(
-        RunError, match=r"^--device cuda: Tesla T4 has compute capability \d\.\d; the kernels need 8\.0"
-    ):
-        check_capability("Tesla T4", capability)
-
-
-def test_an_old_gpu_is_refused_before_anything_is_read(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = SimpleNamespace(name="Tesla T4", major=7, minor=5, uuid="none")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    with Pack(tiny_pack) as pack, pytest.raises(RunError, match=r"Tesla T4 has compute capability 7\.5"):
-        Engine(pack, EngineOptions(device="cuda"), 64)
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
-def test_newer_gpus_are_supported(capability: tuple[int, int]) -> None:
-    check_capability("some GPU", capability)
-
-
 def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(tiny_pack: Path) -> None:
     budget = CONTEXT_BYTES + (55 << 20)
     with pytest.raises(RunError) as fault, Pack(tiny_pack) as pack:
@@ -144,8 +121,8 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        (EngineOptions(misses="pull"), "--misses"),
-        (EngineOptions(ram_bytes=1 << 30), "--ram"),
+        (EngineOptions("cpu", misses="pull"), "--misses"),
+        (EngineOptions("cpu", ram_bytes=1 << 30), "--ram"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

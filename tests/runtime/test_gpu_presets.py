@@ -15,11 +15,12 @@ import moe_pack.runtime.engine as engine_module
 import moe_pack.runtime.gpu.fit as fit
 from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions, report
+from moe_pack.runtime import Engine, EngineOptions, machine, report
 from moe_pack.runtime.engine import _GpuRun
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.fit import GpuRequest
 from moe_pack.runtime.gpu.gpu_engine import GpuInputs
+from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.offload import PRESETS, Approximations, PolicyName
 from moe_pack.runtime.offload.routing_file import write_routing
 from moe_pack.runtime.run_report import RunReport, report_lines
@@ -111,6 +112,13 @@ def test_every_preset_runs_and_predicts_as_its_paper(folder: Path, monkeypatch: 
     for policy in PRESETS:
         with case(policy):
             check_preset(folder, policy)
+
+
+def test_auto_runs_there_where_a_gpu_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
+    monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA H200", 139 << 30))
+    with Pack(folder) as opened, PlainEngine(opened, EngineOptions(kernels="portable"), 64) as engine:
+        assert engine.options.device == "cuda" and report(engine).gpu is not None
 
 
 def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

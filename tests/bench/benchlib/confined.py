@@ -26,7 +26,7 @@ from moe_pack.runtime import MachineFacts, available_bytes, save_facts
 SPARE_BYTES = 400_000_000  # of the cgroup beyond the budget: interpreter, libraries, what is mapped of the files
 _LIMIT_SECONDS = 900.0  # for a whole run; a longer one is stopped
 SAMPLE_SECONDS = 0.05
-MOE_RUN = ("-m", "moe_pack.runtime.cli", "--bench", "--json")  # what Python runs
+MOE_RUN = ("-m", "moe_pack.runtime.cli", "--bench", "--json", "--device", "cpu")  # what Python runs
 
 
 class NoCgroupError(Exception):

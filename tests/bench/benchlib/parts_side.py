@@ -126,7 +126,7 @@ def main(
     folder: Path, budget: int, prompt_tokens: int, max_tokens: int, threads: int, seed: int, **parts: bool
 ) -> None:
     """Measures a run with the parts of the flags, on the tokens of `moe-run --bench`."""
-    options = EngineOptions(budget_bytes=budget, threads=threads, machine=load_facts(cache_folder(), folder))
+    options = EngineOptions("cpu", budget, threads=threads, machine=load_facts(cache_folder(), folder))
     with Pack(folder) as pack:
         spec = pack.spec
         context = context_for(prompt_tokens, max_tokens, spec.max_position_embeddings)

@@ -141,7 +141,7 @@ def predictor_times(name: str, folder: Path, rounds: int, tokens: int) -> Predic
         weights, num_experts = _Timed(pack, kernels), len(pack.layout.experts) * pack.spec.router.num_experts
         ids = torch.randint(0, pack.spec.vocab_size, (_CONTEXT,), generator=torch.Generator().manual_seed(0)).tolist()
         decoder = Decoder(weights, _CONTEXT)
-        options = EngineOptions(budget_bytes=budget_with(pack, num_experts // 2, _CONTEXT), policy="corm")
+        options = EngineOptions("cpu", budget_with(pack, num_experts // 2, _CONTEXT), policy="corm")
         run_tokens(decoder, ids[: 2 * _PROMPT_TOKENS])  # reads the experts' files, whose pages then stay
         with Engine(pack, options, _CONTEXT) as engine:
             for _ in range(rounds):

@@ -87,6 +87,7 @@ def main(
 ) -> None:
     """Serves until a signal comes."""
     options = EngineOptions(
+        device="cpu",
         budget_bytes=None if budget is None else read_size(budget),
         read="map" if budget is None else "auto",
         threads=threads,

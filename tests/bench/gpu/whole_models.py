@@ -185,7 +185,7 @@ def _reference_dtype(wanted: EngineRequest) -> KvDtype:
 
 
 def _plain_answers(folder: Path, ids: list[int], clock: Clock, dtype: KvDtype) -> _Reference:
-    options = EngineOptions(kernels="torch", kv_dtype=dtype)
+    options = EngineOptions("cpu", kernels="torch", kv_dtype=dtype)
     with Pack(folder) as pack:
         return _answers(lambda context: Engine(pack, options, context), ids, clock)
 
