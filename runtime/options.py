@@ -123,7 +123,7 @@ class EngineOptions:
             parse=read_size,
             metavar="SIZE",
             help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
-            "offloaded. With --device cuda: GPU memory, with everything that the driver counts.  [default: the free "
+            "offloaded. On a GPU: GPU memory, with everything that the driver counts.  [default: the free "
             "memory]",
         ),
     )
@@ -132,7 +132,7 @@ class EngineOptions:
         metadata=option(
             "--misses",
             mark=_GPU,
-            help="With --device cuda: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
+            help="On a GPU: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
             "them on the CPU; pull copies them over the link, and gives the same bits whatever is in GPU memory; auto "
             "shares them between both by measured rates.",
         ),
@@ -144,7 +144,7 @@ class EngineOptions:
             parse=read_size,
             metavar="SIZE",
             mark=_GPU,
-            help="With --device cuda: host memory for experts; if the pack is larger, experts come from the disk.  "
+            help="On a GPU: host memory for experts; if the pack is larger, experts come from the disk.  "
             "[default: three quarters of the free memory]",
         ),
     )
@@ -154,7 +154,7 @@ class EngineOptions:
             "--numerics",
             help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
             "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
-            "is below 0.0005 nats. With --device cuda: fast computes prompts in bfloat16, auto is exact.",
+            "is below 0.0005 nats. On a GPU: fast computes prompts in bfloat16, auto is exact.",
         ),
     )
     kv_dtype: KvDtype | None = field(

@@ -41,7 +41,7 @@ def main(debug: bool) -> None:
     \b
     One command for everything, for 11 GiB of memory:
       moe-pack convert mixtral -o packed/ --target-vram 11G
-      moe-run packed/ --prompt "It was a dark night"
+      moe-run packed/ --prompt "It was a dark night" --budget 11G
     \b
     Or step by step:
       moe-pack profile mixtral -o profile/          measure the model on text
