@@ -30,6 +30,7 @@ from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, read_account
 from moe_pack.formats.pack import audit
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime.offload import divide_budget, expert_pages, routing_bytes
+from moe_pack.runtime.offload.budget import ONLY_BUDGET
 
 _DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions
 _NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 does not allow
@@ -182,7 +183,7 @@ def check_budget(pack: Pack, limits: CheckLimits) -> CheckResult:
     asked = CheckResult("budget", "failed", "", size_text(limits.budget_bytes), limit=limits.budget_bytes, unit="bytes")
     context = min(_DEFAULT_CONTEXT, pack.spec.max_position_embeddings)
     try:
-        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
+        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder), ONLY_BUDGET)
     except RunError as fault:
         return replace(asked, found=str(fault))
     share = plan.num_pages / int(expert_pages(pack.layout, plan.page_bytes).sum())

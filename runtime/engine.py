@@ -420,7 +420,8 @@ class Engine:
         options = self.options
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
         cache_dtype = _gpu_cache_dtype(options)
-        request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
+        sizes = (options.budget_bytes, self._context_tokens, options.chunk_tokens)
+        request = GpuRequest(*sizes, cache_dtype, self._option_names)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 
     def _build_gpu(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:

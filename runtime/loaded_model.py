@@ -16,10 +16,13 @@ from moe_pack.formats.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.offload.budget import BudgetOptionNames
 from moe_pack.runtime.options import EngineOptions, SamplingOptions
 from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
+
+_NAMES = BudgetOptionNames("budget", "context_tokens")  # of `load`'s arguments, for messages
 
 
 def load(
@@ -46,7 +49,9 @@ def load(
         pack = stack.enter_context(Pack(Path(folder)))
         text = Text(pack)
         most = pack.spec.max_position_embeddings
-        engine = stack.enter_context(Engine(pack, chosen, context_tokens or min(USUAL_CONTEXT, most)))
+        engine = stack.enter_context(
+            Engine(pack, chosen, context_tokens or min(USUAL_CONTEXT, most), option_names=_NAMES)
+        )
         return Model(engine, text, stack.pop_all())
 
 

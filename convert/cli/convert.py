@@ -261,7 +261,8 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     moe-pack convert mixtral -o packed/ --target-vram 11G  for a memory
 
     --target-vram does everything in one command: it makes a profile (if --profile is not given), a plan and the pack,
-    measures thresholds and loss, and repeats with another plan until the loss is at most --max-loss.
+    measures thresholds and loss, and repeats with another plan until the loss is at most --max-loss. The last line says
+    how to run the pack. --device says whose memory --target-vram is.
 
     A checkpoint can be larger than the memory: each worker has one expert in memory, all together at most --memory. If
     the command is stopped or killed, run it again to continue.
@@ -637,14 +638,12 @@ def _run_line(output: Path, target: Target) -> str:
     from moe_pack.runtime import machine
 
     gpu = machine.gpu_here()
-    has_gpu, budget = gpu is not None and gpu.fault is None, f"--budget {_budget_text(target.budget_bytes)}"
-    if target.device == "cuda":
-        if has_gpu:
-            return f"run it: moe-run {output} {budget}"
-        return f"run it here, on the CPU: moe-run {output}; where the GPU is: moe-run {output} {budget}"
-    device = " --device cpu" if has_gpu else ""  # where moe-run would take the GPU
+    has_gpu, budget = gpu is not None and gpu.fault is None, _budget_text(target.budget_bytes)
+    if target.device == "cuda" and not has_gpu:
+        return f"run it here, on the CPU: moe-run {output}; where the GPU is: moe-run {output} --budget {budget}"
+    device = " --device cpu" if has_gpu and target.device == "cpu" else ""  # where moe-run would take the GPU
     kv_dtype = "" if kv_text(target) is None else f" --kv-dtype {target.kv_dtype}"
-    return f"run it: moe-run {output}{device} {budget}{kv_dtype}"
+    return f"run it: moe-run {output}{device} --budget {budget}{kv_dtype}"
 
 
 def _budget_text(num_bytes: int) -> str:

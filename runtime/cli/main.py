@@ -291,7 +291,7 @@ def _converse(folder: Path, options: RunOptions) -> None:
         if context > most:
             raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
-        engine = stack.enter_context(_open_engine(pack, options.engine, context, checkpoints=1))
+        engine = stack.enter_context(_open_engine(pack, options.engine, context, 1, "--context"))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         chosen = ChatOptions(options.sampling, options.max_tokens, options.stats)
         try:
@@ -308,15 +308,23 @@ def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int
     return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
 
 
-def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, checkpoints: int = 0) -> Engine:
+def _open_engine(
+    pack: Pack,
+    options: EngineOptions,
+    context_tokens: int,
+    checkpoints: int = 0,
+    context_option: str = "--max-tokens",
+) -> Engine:
     """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels.
 
-    Args:    checkpoints: of the sequence; a GPU has none.
+    Args:    checkpoints: of the sequence; a GPU has none.   context_option: the option that sets the context.
     """
     from moe_pack.runtime import Engine, measure_disk
     from moe_pack.runtime.engine import choose_device
     from moe_pack.runtime.offload import Sequences
+    from moe_pack.runtime.offload.budget import BudgetOptionNames
 
+    names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
     chosen = replace(on_device, machine=load_facts(cache_folder(), pack.folder))
@@ -329,7 +337,7 @@ def _open_engine(pack: Pack, options: EngineOptions, context_tokens: int, checkp
                 save_facts(facts, cache_folder(), pack.folder)
             return facts
 
-        engine = Engine(pack, chosen, context_tokens, progress, measure_disk=measured, sequences=sequences)
+        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences, names)
     if device_line is not None:
         click.echo(device_line, err=True)
     return engine

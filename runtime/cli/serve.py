@@ -333,8 +333,9 @@ def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Se
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             return measure_disk(pack.folder, progress)
 
-        names = BudgetOptionNames("--budget", "--context")
-        return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=names)
+        return Engine(
+            pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=AS_CONTEXT
+        )
 
 
 def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, name: str | None) -> Service:

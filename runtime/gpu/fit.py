@@ -99,13 +99,14 @@ class GpuRequest:
     """What the caller wants: `budget_bytes` of the GPU for everything, None for all free memory.
 
     `chunk_tokens`: of a forward pass of a prompt, at most; None for as many as the budget allows.   `cache_dtype`: of
-    keys and values.
+    keys and values.   `option_names`: of the command, for messages.
     """
 
     budget_bytes: int | None
     context_tokens: int
     chunk_tokens: int | None
     cache_dtype: KvDtype
+    option_names: BudgetOptionNames = AS_BUDGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +235,11 @@ def fit_to_gpu(
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
+        names = request.option_names
         raise RunError(
-            f"--budget: {size_text(budget)} is too little; at least "
+            f"{names.budget}: {size_text(budget)} is too little; at least "
             f"{size_text(overhead_kept + least_bytes)} are needed: {size_text(least_bytes)} for experts, the rest for "
-            "everything else, as measured; give more, a shorter context with --max-tokens, or --device cpu"
+            f"everything else, as measured; {names.advice('give more, take --device cpu')}"
         )
     built = build(expert_bytes, chunk)
     built.prepare()
@@ -251,7 +253,7 @@ def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: i
     """Returns how many tokens a forward pass may have, before anything is measured."""
     costs = GpuCosts(request.cache_dtype, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
-    most = divide_gpu(needs, budget, request.context_tokens, AS_BUDGET).chunk_tokens
+    most = divide_gpu(needs, budget, request.context_tokens, request.option_names).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)
 
 

@@ -117,9 +117,9 @@ def place_experts(
     least = sizes.least()
     if least.num_bytes > expert_bytes:
         raise RunError(
-            f"--budget: leaves {size_text(max(expert_bytes, 0))} for experts, which need at least "
+            f"GPU memory: {size_text(max(expert_bytes, 0))} are left for experts, which need at least "
             f"{size_text(least.num_bytes)}: {size_text(least.dynamic_bytes)} for experts on their way, and "
-            f"{size_text(least.other_bytes)} for tables; give more, or a shorter context with --max-tokens"
+            f"{size_text(least.other_bytes)} for tables; give more memory, or a shorter context"
         )
     shape = sizes.record_rows.shape
     popularity = np.ones(shape) if popularity is None else popularity

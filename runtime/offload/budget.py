@@ -156,14 +156,20 @@ def most_chunk_tokens(context_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptionNames:
-    """The options that set a budget and a context, for messages."""
+    """The options of a command that set a budget and a context, for messages. `context`: None where none sets it."""
 
     budget: str
-    context: str
+    context: str | None
+
+    def advice(self, what_helps: str) -> str:
+        """Returns what helps, and a shorter context where an option sets it."""
+        return what_helps if self.context is None else f"{what_helps} or shorten the context with {self.context}"
 
 
 AS_BUDGET = BudgetOptionNames("--budget", "--max-tokens")
 AS_TARGET = BudgetOptionNames("--target-vram", "--context")
+AS_CONTEXT = BudgetOptionNames("--budget", "--context")
+ONLY_BUDGET = BudgetOptionNames("--budget", None)  # the context is that of a recorded run, or the usual one
 
 
 def divide_or_refuse(
@@ -191,8 +197,8 @@ def divide_or_refuse(
         parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
     raise RunError(
         f"{options.budget}: {size_text(budget_bytes)} is too little; the model needs at least "
-        f"{size_text(needs.least_budget)}: {', '.join(parts)} and {size_text(needs.largest)} for experts; {advice} or "
-        f"shorten the context with {options.context}"
+        f"{size_text(needs.least_budget)}: {', '.join(parts)} and {size_text(needs.largest)} for experts; "
+        f"{options.advice(advice)}"
     )
 
 

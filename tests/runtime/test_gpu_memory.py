@@ -142,7 +142,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(opened: tuple[Pack, Ho
     for misses in MISSES:
         least = least_placement(pack.layout, misses).num_bytes
         with pytest.raises(
-            RunError, match=r"^--budget: leaves .* for experts, which need at least .* with --max-tokens$"
+            RunError, match=r"^GPU memory: .* are left for experts, which need at least .*, or a shorter context$"
         ):
             place_experts(pack.layout, least - 1, misses)
 
