@@ -40,15 +40,26 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
-# The model learned from novels alone: its loss is measured on a novel.
+# The model learned from novels alone: its loss is measured on a novel. 16 MiB are too little for any GPU: all of this
+# runs on the CPU.
 demo: $(INSTALLED)
-	rm -rf $(DEMO) $(DEMO).profile $(DEMO).work
-	$(BIN)/moe-pack convert tests/models/tiny-mixtral --target-vram 16M --device cpu --max-loss 3% \
+	@rm -rf $(DEMO) $(DEMO).profile $(DEMO).work
+	@printf '\n=== 1 of 5: plan and convert a model of 13 MiB for 16 MiB of memory; this takes some minutes ===\n\n'
+	$(BIN)/moe-pack convert tests/models/tiny-mixtral --target-vram 16M --max-loss 3% \
 	    --eval-data tests/data/books-valid.txt -o $(DEMO)
+	@printf '\n=== 2 of 5: what is in the pack ===\n\n'
 	$(BIN)/moe-pack inspect $(DEMO)
+	@printf '\n=== 3 of 5: is every byte as written, and how far are its weights from the model? ===\n\n'
 	$(BIN)/moe-pack verify $(DEMO) --against tests/models/tiny-mixtral
+	@printf '\n=== 4 of 5: does it keep to limits? A pipeline would stop here if not ===\n\n'
 	$(BIN)/moe-pack check $(DEMO) --max-kl 0.05 --max-ppl-increase 3% --max-bytes 6M --budget 16M
+	@printf '\n=== 5 of 5: continue a text, and say what really ran ===\n\n'
 	$(BIN)/moe-run $(DEMO) --budget 16M --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
+	@printf '\n=== now try ===\n\n'
+	@printf '  %s\n' '$(BIN)/moe-run $(DEMO) --prompt "She opened the door"' \
+	    '$(BIN)/moe-serve $(DEMO)            then open http://127.0.0.1:8080/' \
+	    '$(BIN)/moe-pack report $(DEMO).profile -o build/report.html' \
+	    '$(BIN)/moe-pack --help              the same for a model of yours'
 
 test: check
 

@@ -40,6 +40,7 @@ from moe_pack.convert.plan import (
     plan_bytes,
     preset_decision,
     read_plan,
+    two_digits,
 )
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
@@ -204,7 +205,7 @@ def loss_text(quality: Quality) -> str:
     assert against is not None, "measured against the source"
     increase, kl = against.perplexity_increase, against.kl
     return (
-        f"measured: perplexity {increase.value:+.2%} ± {increase.half_width or 0:.2%}, KL {kl.value:.4g} ± "
+        f"perplexity {increase.value:+.2%} ± {increase.half_width or 0:.2%}, KL {kl.value:.3g} ± "
         f"{kl.half_width or 0:.2g} nats, {size_text(quality.content_bytes)}"
     )
 
@@ -344,12 +345,12 @@ class AutoPacker:
         decision = self._decision(number, nats)
         folder = self._attempt_folder(number)
         estimate = self._goal.estimate(decision)
-        how = "no estimate of the loss" if isnan(estimate) else f"an estimated loss of {estimate:.4g} nats"
+        how = "no estimate of the loss" if isnan(estimate) else f"an estimated loss of {two_digits(estimate)} nats"
         self._progress.say(f"attempt {number + 1}: planned with {how}")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
         attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
-        self._progress.say(self._goal.verdict(quality))
+        self._progress.say(f"measured: {self._goal.verdict(quality)}")
         self._folder.replace(record.name, canonical(dump(attempt)))
         return attempt
 

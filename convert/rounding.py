@@ -133,7 +133,7 @@ def warning_lines(pack: Pack, rounding: Rounding) -> list[str]:
     return lines
 
 
-def plain_line(rounding: Rounding) -> str | None:
+def _plain_line(rounding: Rounding) -> str | None:
     """Returns a line on what was rounded plainly, because calibration lost more; None if nothing was."""
     losses = [loss for layer in rounding.experts for loss in layer if loss is not None]
     counts = [
@@ -166,6 +166,6 @@ def rounding_lines(pack: Pack, rounding: Rounding | None) -> list[str]:
         lines.append(
             f"  layer {layer}: median {median(errors.values()):.1%}, worst {errors[worst]:.1%} (expert {worst}){behind}"
         )
-    if line := plain_line(rounding):
+    if line := _plain_line(rounding):
         lines.append(line)
     return lines + warning_lines(pack, rounding)

@@ -224,7 +224,13 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     if facts.stream is not None:
         lines += _offload_lines(facts.stream)
     elif facts.gpu is None:
-        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, in the mapped files"))
+        lines.insert(
+            0,
+            (
+                "experts used",
+                f"{size_text(facts.experts_asked_for_bytes)} in all, each as often as it was used, in the mapped files",
+            ),
+        )
     if facts.drafts is not None:
         lines.append(("drafts", _draft_text(facts.drafts)))
         if facts.drafts.layer_bytes:

@@ -490,16 +490,14 @@ def _say_converted(result: ConversionResult, output: Path, seconds: float, sourc
 
 
 def _say_rounding(output: Path) -> None:
-    """Says what was rounded plainly and which experts lose much, if that was measured."""
-    from moe_pack.convert.rounding import plain_line, read_rounding, warning_lines
+    """Says which experts lose much, if that was measured; `inspect` says more."""
+    from moe_pack.convert.rounding import read_rounding, warning_lines
     from moe_pack.formats import Pack
 
     with Pack(output) as pack:
         rounding = read_rounding(pack)
-        if rounding is not None:
-            plain = plain_line(rounding)
-            for line in ([] if plain is None else [plain]) + warning_lines(pack, rounding):
-                click.echo(line)
+        for line in [] if rounding is None else warning_lines(pack, rounding):
+            click.echo(line)
 
 
 def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
@@ -570,9 +568,9 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
             memory_bytes=options.memory_bytes,
         )
         result = packer.make()
+    _say_rounding(options.output)
     for line in _result_lines(result, options.output, target):
         click.echo(line)
-    _say_rounding(options.output)
 
 
 def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) -> Tokens:
@@ -619,17 +617,13 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
     """Returns the loss of the pack and how to run it, as lines for people."""
     from moe_pack.convert import loss_text
 
-    lines = [f"{output}: {loss_text(result.quality)}"]
-    if len(result.attempts) > 1:
-        lines.append(
-            f"attempt {result.taken + 1} of {len(result.attempts)} is kept; the limit is {target.limit.text()}, "
-            f"for the "
-            "upper end of the 95% interval"
-        )
-    lines.append(_run_line(output, target))
+    kept = f"attempt {result.taken + 1} of {len(result.attempts)} is kept: " if len(result.attempts) > 1 else ""
+    limit = f"; the limit is {target.limit.text()}, for the upper end of the interval"
+    loss = f"{loss_text(result.quality)}, with 95% confidence{'' if target.preset is not None else limit}"
+    lines = [f"{output}: {kept}{loss}"]
     if target.purpose == "vllm":
         lines.append(f"for vLLM: moe-pack export {output} --to compressed-tensors -o exported/")
-    return lines
+    return [*lines, _run_line(output, target)]
 
 
 def _run_line(output: Path, target: Target) -> str:

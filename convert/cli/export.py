@@ -201,7 +201,7 @@ def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: Log
     if logits is not None:
         yield (
             f"logits of {logits.num_tokens} tokens against the pack with all neurons: largest difference "
-            f"{logits.largest:.2e}, KL divergence {logits.kl:.5f} nats, same likeliest token {logits.agreement:.1%}"
+            f"{logits.largest:.2g}, KL divergence {logits.kl:.5f} nats, same likeliest token {logits.agreement:.1%}"
         )
 
 

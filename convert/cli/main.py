@@ -293,7 +293,7 @@ def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsErr
             f"{error.relative:>9.2%} {error.largest:>10.3e}"
         )
     click.echo(
-        f"\nlogits of {logits.num_tokens} tokens: largest difference {logits.largest:.2e}, "
+        f"\nlogits of {logits.num_tokens} tokens: largest difference {logits.largest:.2g}, "
         f"KL divergence {logits.kl:.5f} nats, same likeliest token {logits.agreement:.1%}"
     )
 

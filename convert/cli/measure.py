@@ -141,9 +141,10 @@ def _eval_tokens(pack: Pack, options: EvalOptions) -> Tokens:
 
 def quality_summary(quality: Quality) -> str:
     """Returns a pack's loss in a few words."""
-    words = f"perplexity {quality.perplexity.value:.3f}"
+    words = f"perplexity {quality.perplexity.value:.1f}"
     if quality.against is not None:
-        words += f" ({percent(quality.against.perplexity_increase)}), KL {nats(quality.against.kl)}"
+        increase = quality.against.perplexity_increase
+        words += f" ({increase.value:+.2%} ± {increase.half_width or 0:.2%}), KL {nats(quality.against.kl)}"
     return f"{words}, on {quality.num_tokens:,} tokens of {quality.text}"
 
 

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 # Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
-_NOT_MEASURED = (
-    "tokens/s are an estimate for moe-run --misses auto: the CPU and the link share what GPU memory lacks; an H200 "
-    "took 1.6 to 2.8 times as long"
-)
 FOR_VLLM = (
     "for vLLM: moe-pack export --to compressed-tensors quantizes again what vLLM's codes cannot keep, and says what "
     "that loses; the loss here is the pack's"
@@ -243,6 +239,7 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
         model_text,
         option_lines,
         share_lines,
+        speed_note,
     )
 
     target, losses = request.target, request.model.losses
@@ -253,7 +250,8 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
     if (stored := kv_text(target)) is not None:
         yield stored
     yield ""
-    yield from option_lines(offers, losses)
+    yield from option_lines(offers, losses, target.kind)
+    yield speed_note(target.kind)
     if len(offers) > 1:
         yield "the first is taken; bits: of an expert weight; read a token: bytes that are not in memory"
     yield ""
@@ -266,8 +264,6 @@ def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan)
         yield compression_text(first)
     if target.purpose == "vllm":
         yield FOR_VLLM
-    if target.device == "cuda":
-        yield _NOT_MEASURED
     if request.model.spec.encoder is not None:
         yield _BOTH_STACKS
 
@@ -282,5 +278,5 @@ def _as_json(request: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
         "target_bytes": request.target.budget_bytes,
         "device": request.target.device,
         "defaults": request.defaults,
-        "plans": [option_json(offer, request.model.losses) for offer in offers],
+        "plans": [option_json(offer, request.model.losses, request.target.kind) for offer in offers],
     }

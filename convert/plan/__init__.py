@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         option_json,
         option_lines,
         share_lines,
+        speed_note,
+        two_digits,
     )
     from moe_pack.convert.plan.planner import Planner
     from moe_pack.convert.plan.target import (
@@ -61,5 +63,7 @@ __all__ = [
     "preset_decision",
     "read_plan",
     "share_lines",
+    "speed_note",
+    "two_digits",
     "with_kv_dtype",
 ]

@@ -168,6 +168,12 @@ class Target:
         ),
     )
 
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        """The device of a target of `choose_target_device`."""
+        assert self.device != "auto", "`choose_target_device` comes first"
+        return self.device
+
     def check(self) -> None:
         """Refuses options that the device or the preset does not use.
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import expm1, isfinite, isnan
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime.offload.budget import expert_compression
+
+Kind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,30 +140,67 @@ def model_text(spec: ModelSpec, name: str) -> str:
     )
 
 
-def option_lines(options: Sequence[PlanOption], losses: Losses) -> Iterator[str]:
+# What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/planning.md), on a
+# GPU with the plans of docs/benchmarks/gpu-roofline.md.
+_MEASURED_SHARES: dict[Kind, tuple[float, float]] = {
+    "cpu": (1 / 1.42, 1 / 0.69),
+    "cuda": (1 / 2.8, 1 / 1.6),
+}
+
+
+def speed_range(planned: EstimatedPlan, device: Kind) -> tuple[float, float]:
+    """Returns the tokens a second to expect, least and most: the estimate, as far as measured speeds were off."""
+    least, most = _MEASURED_SHARES[device]
+    return least * planned.speed.tokens_per_second, most * planned.speed.tokens_per_second
+
+
+def speed_note(device: Kind) -> str:
+    """Returns a line that says where the range of tokens a second comes from."""
+    least, most = (two_digits(share) for share in _MEASURED_SHARES[device])
+    if device == "cpu":
+        return f"tokens/s: measured speeds were {least} to {most} times the estimate"
+    return (
+        f"tokens/s: measured speeds on an H200 were {least} to {most} times the estimate, for moe-run --misses auto, "
+        "where the CPU and the link share what GPU memory lacks"
+    )
+
+
+def speed_text(planned: EstimatedPlan, device: Kind) -> str:
+    """Returns the tokens a second to expect: 42 to 73."""
+    return " to ".join(two_digits(rate) for rate in speed_range(planned, device))
+
+
+def two_digits(value: float) -> str:
+    """Returns an estimate with two significant digits, because estimates have no more: 0.015, 4.1, 860, 1,200."""
+    return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def option_lines(options: Sequence[PlanOption], losses: Losses, device: Kind) -> Iterator[str]:
     """Yields a table with a line for each plan, then the reasons for the plans that do not exist."""
     yield (
         f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} "
-        f"{'hits':>6} {'read a token':>12} {'tokens/s':>9}"
+        f"{'hits':>5} {'read a token':>12} {'tokens/s':>16}"
     )
     for option in options:
         if option.planned is None:
             yield f"{option.name:28} none"
         else:
-            yield f"{option.name:28} {_cells(option.planned, losses)}"
+            yield f"{option.name:28} {_cells(option.planned, losses, device)}"
     for option in options:
         if option.fault is not None:
             yield f"{option.name}: {option.fault}"
 
 
-def _cells(planned: EstimatedPlan, losses: Losses) -> str:
-    speed, loss = planned.speed, planned.loss
-    lost = f"{'unknown':>8} {'unknown':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
-    sparsity = mean_sparsity(planned, losses)
+def _cells(planned: EstimatedPlan, losses: Losses, device: Kind) -> str:
+    speed, loss, sparsity = planned.speed, planned.loss, mean_sparsity(planned, losses)
+    lost = f"{'unknown':>8} {'unknown':>11}"
+    if not isnan(loss):
+        lost = f"{two_digits(loss):>8} {f'+{two_digits(100 * _grown(planned, losses))}%':>11}"
+    number, unit = size_text(speed.fetched_bytes).split()
     return (
         f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} {sparsity:8.0%} "
-        f"{planned.decision.plan.selector:>8} {speed.hit_rate:6.1%} {size_text(speed.fetched_bytes):>12} "
-        f"{speed.tokens_per_second:9.2f}"
+        f"{planned.decision.plan.selector:>8} {speed.hit_rate:5.0%} {f'{two_digits(float(number))} {unit}':>12} "
+        f"{speed_text(planned, device):>16}"
     )
 
 
@@ -241,7 +280,7 @@ def compression_text(planned: EstimatedPlan) -> str:
     )
 
 
-def option_json(option: PlanOption, losses: Losses) -> dict[str, Any]:
+def option_json(option: PlanOption, losses: Losses, device: Kind) -> dict[str, Any]:
     """Returns a plan's figures, or only its name and fault if it does not exist."""
     if option.planned is None:
         return {"name": option.name, "fault": option.fault}
@@ -263,4 +302,5 @@ def option_json(option: PlanOption, losses: Losses) -> dict[str, Any]:
         "fetched_bytes_per_token": speed.fetched_bytes,
         "read_bytes_per_token": speed.read_bytes,
         "tokens_per_second": speed.tokens_per_second,
+        "tokens_per_second_range": speed_range(planned, device),
     }

@@ -287,8 +287,7 @@ def check_device(target: Target, spec: ModelSpec) -> None:
 
     Raises:  RunError.
     """
-    assert target.device != "auto", "`choose_target_device` comes first"
     if spec.encoder is not None and target.kv_dtype not in (None, "f32"):
         raise RunError(f"--kv-dtype {target.kv_dtype} does not support models with an encoder; remove it")
-    if target.device != "cpu" and (part := cpu_only(spec)) is not None:
+    if target.kind != "cpu" and (part := cpu_only(spec)) is not None:
         raise RunError(f"--device cuda: models with {part} do not run on GPUs; give --device cpu")

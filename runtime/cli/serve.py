@@ -325,6 +325,7 @@ class _Server:
 
 def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Sequences) -> Engine:
     from moe_pack.runtime import Engine, measure_disk
+    from moe_pack.runtime.offload.budget import AS_CONTEXT
 
     chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:

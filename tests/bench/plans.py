@@ -32,10 +32,18 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
 from moe_pack.calib.profile.losses import assumed_figures
-from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
+from moe_pack.convert.plan import (
+    EstimatedPlan,
+    PlanningModel,
+    Target,
+    held_out_passes,
+    planner_for,
+    preset_decision,
+    two_digits,
+)
 from moe_pack.convert.plan.options import PresetName
 from moe_pack.convert.plan.papers import PRESET_NAMES
-from moe_pack.convert.plan.planned import mean_sparsity
+from moe_pack.convert.plan.planned import mean_sparsity, speed_text
 from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
@@ -253,10 +261,11 @@ def plan_row(name: str, gibibytes: int) -> tuple[str, ...]:
         )
     except RunError as fault:  # `--target-vram: 8.0 GiB is too small; a pack within this loss needs ...; give ...`
         return (*first, str(fault).partition("; ")[2].partition(";")[0], *[""] * 9)
+    grown = 100 * expm1(losses.nll_per_kl * planned.loss)
     return (
-        *first, f"{planned.loss:.3f}", f"{expm1(losses.nll_per_kl * planned.loss):+.1%}", size_text(planned.pack_bytes),
+        *first, two_digits(planned.loss), f"+{two_digits(grown)}%", size_text(planned.pack_bytes),
         f"{planned.bits_per_weight:.2f}", f"{mean_sparsity(planned, losses):.0%}", planned.decision.plan.selector,
-        *shares_of(planned), size_text(planned.speed.fetched_bytes), f"{planned.speed.tokens_per_second:.1f}",
+        *shares_of(planned), size_text(planned.speed.fetched_bytes), speed_text(planned, target.kind),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from moe_pack.convert.plan import (
     kv_text,
     planner_for,
     read_plan,
+    two_digits,
     with_kv_dtype,
 )
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
@@ -29,6 +30,7 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime import Engine, EngineOptions, machine
 from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
 from moe_pack.runtime.offload.budget import AS_TARGET, cache_bytes
@@ -175,7 +177,7 @@ def test_a_card_is_planned_for_in_all_its_parts_and_is_said_to_be_an_estimate(sm
     assert done.exit_code == 0, done.output
     for part in ("overhead", "static rows", "slots", "tables of rows", "left over"):
         assert re.search(rf"^{part} +[\d,]+ +[\d.]+%$", done.output, re.MULTILINE), part
-    assert "--misses auto: the CPU and the link share what GPU memory lacks; an H200 took" in done.output
+    assert "measured speeds on an H200 were 0.36 to 0.62 times the estimate" in done.output
 
 
 @pytest.mark.slow
@@ -249,6 +251,43 @@ def test_a_profile_with_inputs_gives_plans_of_calibrated_formats(source: Path, p
     done = run("plan", source, *asked)
     assert "experts by gate / up / down, quantizer calibrated:" in done.output
     assert re.search(r"^ *[\d.]+%  [\d.]+ bit trellis (row|g32|g128)", done.output, re.MULTILINE)
+
+
+def test_figures_of_a_plan_have_the_digits_that_they_deserve(small: Path) -> None:
+    """Two digits, and speed as the range in which measured speeds were, as the line below the table says."""
+    for device, least, most in (("cpu", 1 / 1.42, 1 / 0.69), ("cuda", 1 / 2.8, 1 / 1.6)):
+        with case(device):
+            asked = (small, "--target-vram", "768M", "--device", device, "--preset", "edgemoe")
+            (plan,) = planned(*asked)["plans"]
+            low, high = plan["tokens_per_second_range"]
+            assert (low, high) == pytest.approx((least * plan["tokens_per_second"], most * plan["tokens_per_second"]))
+            printed = run("plan", *asked).stdout
+            (line,) = (line for line in printed.splitlines() if line.startswith("preset edgemoe"))
+            figures = re.search(r"([\d.,]+) to ([\d.,]+)$", line)
+            assert figures is not None
+            for text, value in zip(figures.groups(), (low, high), strict=True):
+                assert len(text.replace(".", "").replace(",", "").strip("0")) <= 2
+                assert float(text.replace(",", "")) == pytest.approx(value, rel=0.051)
+            assert re.search(rf"^tokens/s: .*{least:.2g} to {most:.2g} times the estimate", printed, re.MULTILINE)
+
+
+def test_estimates_are_rounded_to_two_digits() -> None:
+    for value, text in ((117.57, "120"), (0.01493, "0.015"), (4.1, "4.1"), (1234.0, "1,200"), (0.0, "0")):
+        assert two_digits(value) == text
+
+
+def test_a_plan_says_which_device_auto_is(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "--target-vram is this machine's memory"
+    for gpu, options, device, line in (
+        (None, (), "cpu", f"device: cpu (no GPU found; --gpu NAME plans for one): {here}"),
+        (GpuHere("NVIDIA L4", 24 * GIB), (), "cuda", "device: cuda (NVIDIA L4)"),
+        (None, ("--device", "cpu"), "cpu", ""),
+    ):
+        with case(gpu, options):
+            monkeypatch.setattr(machine, "gpu_here", lambda gpu=gpu: gpu)
+            done = run("plan", small, "--target-vram", "768M", "--preset", "edgemoe", "--json", *options)
+            assert json.loads(done.stdout)["device"] == device
+            assert done.stderr.strip() == line
 
 
 def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:

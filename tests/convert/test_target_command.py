@@ -14,7 +14,7 @@ from models import BOOK, TinyMixtral
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.autopack import work_folder
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import PlanningModel, preset_decision
+from moe_pack.convert.plan import PlanningModel, preset_decision, two_digits
 from moe_pack.formats import Pack
 from moe_pack.runtime import machine
 from moe_pack.runtime.machine import GpuHere
@@ -98,7 +98,7 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
     for sparsity in (0.9, 0.95):
         model = PlanningModel(pack.spec, (), losses_of(Profile(profile)))
         estimates.append(model.loss(preset_decision("floe", model, sparsity)))
-    assert f"attempt 1: planned with an estimated loss of {estimates[0]:.4g} nats\n" in result.stderr
+    assert f"attempt 1: planned with an estimated loss of {two_digits(estimates[0])} nats\n" in result.stderr
     other = run("convert", str(source), "-o", str(tmp_path / "other"), *options, "--sparsity", "0.95")
     assert math.isnan(estimates[1]) and "attempt 1: planned with no estimate of the loss\n" in other.stderr
 

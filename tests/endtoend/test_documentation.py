@@ -15,6 +15,7 @@ from hub_server import ask_here, running_hub
 from models import DEMO_MODEL, TESTS
 
 from moe_pack.convert.cli.main import main as moe_pack
+from moe_pack.formats.plan import TRELLIS_WIDTHS, WIDTHS
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
@@ -95,6 +96,21 @@ def test_the_page_names_every_option_of_moe_pack() -> None:
             for parameter in params_of(command):
                 if parameter.param_type_name == "option" and parameter.name != "output":
                     assert max(parameter.opts, key=len) in page
+
+
+def test_the_table_has_every_command() -> None:
+    table = (ROOT / "docs" / "moe-pack.md").read_text("utf-8").partition("\n## convert\n")[0]
+    named = re.findall(r"\[([a-z]+)\]\([^)]*\)", "".join(re.findall(r"^\| (\[.*?) \|", table, re.MULTILINE)))
+    assert sorted(named) == sorted(moe_pack.commands)  # type: ignore[attr-defined]  # a click group
+
+
+def test_the_readme_says_the_widths_that_there_are() -> None:
+    def listed(bits: list[float]) -> str:
+        *first, last = (f"{each:g}" for each in bits)
+        return f"{', '.join(first)} or {last}"
+
+    affine, trellis = listed(list(WIDTHS)), listed([width / 2 for width in TRELLIS_WIDTHS])
+    assert f"Affine codes have {affine} bits, trellises {trellis}." in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_page_names_every_option_of_an_export() -> None:

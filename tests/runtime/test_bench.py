@@ -65,7 +65,7 @@ def test_without_options_it_is_128_tokens_and_64_more(demo: Path) -> None:
     for fact in ("experts used", "key-value cache", "at most, including mapped files", "computed by", "seed"):
         assert fact in result.stdout
     assert "noise" not in result.stdout
-    assert result.stderr == ""
+    assert result.stderr == "device: cpu (no GPU found)\n"
 
 
 def test_json_has_every_fact_and_they_agree(demo: Path) -> None:
