@@ -22,6 +22,7 @@ from moe_pack.formats.families.weight_files import (
     file_names,
     find_weights,
     join_shards,
+    refuse_adapters,
 )
 from moe_pack.formats.manifest import SourceFile
 from moe_pack.formats.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
@@ -156,6 +157,15 @@ class ShardFiles(CheckpointFiles):
     @abstractmethod
     def _open(self, weights: WeightFiles) -> JoinedShards:
         """Opens the shards and returns what their headers say."""
+
+    def config(self) -> object:
+        """Returns the values of `config.json`.
+
+        Raises:  CheckpointError if it is missing, too long or not JSON.
+        """
+        if not self.has(_CONFIG):
+            refuse_adapters(str(self.folder), self.names())  # which has none: its base has
+        return super().config()
 
     def entries(self) -> Mapping[str, TensorEntry]:
         """Returns what the shards' headers say of each tensor, by name."""

@@ -7,6 +7,7 @@ not merged into the weights. Each other file with weights that is not read is na
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -49,10 +50,20 @@ class JoinedShards:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Returns the names of a folder's files, and of those in its folders as `folder/name`; no hidden ones, sorted."""
-    found = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    inner = (path for each in found if each.is_dir() for path in each.iterdir() if not path.name.startswith("."))
-    return sorted(path.relative_to(folder).as_posix() for path in (*found, *inner) if path.is_file())
+    """Returns the names of a folder's files, and of those in its folders as `folder/name`; no hidden ones, sorted.
+
+    Raises:  CheckpointError if the folder cannot be read. A folder in it that cannot be read counts as empty.
+    """
+    try:
+        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        paths = [path for path in found if path.is_file()]
+    except OSError as fault:
+        raise CheckpointError(f"{folder}: cannot be read ({fault.strerror})") from fault
+    for inner in found:
+        with suppress(PermissionError):
+            listed = list(inner.iterdir()) if inner.is_dir() else []
+            paths += [path for path in listed if not path.name.startswith(".") and path.is_file()]
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def find_weights(place: str, names: Collection[str], read_index: Callable[[], object]) -> WeightFiles:
@@ -195,6 +206,6 @@ def _why_none(names: Iterable[str]) -> str:
 
 def _listed(names: Collection[str]) -> str:
     """Returns the first names, and how many more there are."""
-    shown = list(names)[:_MOST_NAMES]
+    shown = [name if name.isprintable() else ascii(name) for name in list(names)[:_MOST_NAMES]]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def test_an_adapter_that_is_not_merged_is_refused(new_folder: Callable[[], Path]
                 message = refusal(with_files(make(new_folder()), name))
                 assert f"has an adapter, {name}, which is not merged into the weights; merge it first" in message
                 assert ADAPTER in message
+    alone = without(with_files(single(new_folder()), *names), "config.json", SINGLE)
+    assert f"{alone}: has an adapter, {names[4]}, {names[2]}, {names[1]}, {names[0]} and 3 more, which" in refusal(
+        alone
+    )
     for name in ["checkpoint-9/adapter_model.safetensors", "exploration.safetensors", "adapter_config.json"]:
         with case(name):
             Checkpoint(with_files(single(new_folder()), name)).close()
@@ -115,6 +120,18 @@ def test_a_folder_that_lacks_weights_is_refused_by_what_it_has(new_folder: Calla
         with case(names):
             folder = without(with_files(single(new_folder()), *names), SINGLE)
             assert refusal(folder) == f"{folder}: {message}"
+
+
+def test_a_folder_in_it_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    folder = with_files(single(tmp_path), "closed/model.bin", "loop/m.bin", "odd\n.bin")
+    (folder / "loop" / "again").symlink_to(folder / "loop" / "again")
+    (folder / "closed").chmod(0)
+    try:
+        with closing(Checkpoint(folder)) as checkpoint:
+            (note,) = checkpoint.notes()
+    finally:
+        (folder / "closed").chmod(0o700)
+    assert note.startswith("note: not used: 'odd\\n.bin', ") and note.endswith("loop/")
 
 
 def test_all_missing_shards_are_named(tmp_path: Path) -> None:
