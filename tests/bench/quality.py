@@ -41,7 +41,7 @@ from benchlib.llama import LlamaExperts, experts_with_inputs, libggml_option, ll
 from tqdm import tqdm
 
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
-from moe_pack.calib.profile.profile import Sensitivity
+from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.formats import NO_PROGRESS, Plan, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.plan import format_text

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of, make_profile
-from moe_pack.calib.profile.profile import Sensitivity
+from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.sensitivity.errors import Rounding
 from moe_pack.calib.statistics.popularity import spearman
 from moe_pack.formats import MATRICES, NO_PROGRESS, part_format

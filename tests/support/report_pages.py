@@ -21,15 +21,8 @@ from waiting import HANG_S
 from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.profile.profile import (
-    FORMAT,
-    VERSION,
-    ProfileFacts,
-    Sensitivity,
-    TextFacts,
-    facts_bytes,
-    layer_file,
-)
+from moe_pack.calib.profile.options import Sensitivity
+from moe_pack.calib.profile.profile import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
 from moe_pack.calib.sensitivity import MOST_COPIES, compared_formats, roundable_roles
 from moe_pack.calib.statistics import LayerPredictors, learn_paths
 from moe_pack.calib.statistics.popularity import coactivation
