@@ -28,7 +28,7 @@ FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
 ]
-RUN = ["--prompt", "It was a dark night", "--temperature", "0", "--max-tokens", "6"]
+RUN = ["--device", "cpu", "--prompt", "It was a dark night", "--temperature", "0", "--max-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
