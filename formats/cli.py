@@ -119,17 +119,27 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def text_fault(text: str) -> str | None:
+    """Returns why a text of the command line is none, in words; None if it is one.
+
+    Python decodes bytes that are no text to halves of surrogates.
+    """
+    place = _SURROGATE.search(text)
+    if place is None:
+        return None
+    return f"is not {sys.getfilesystemencoding().upper()} text (character {place.start()})"
+
+
 def _check_text(context: click.Context) -> None:
     """Checks that the texts among a command's options and arguments are text. A path may have any bytes.
 
-    Raises:  click.BadParameter for bytes that are no text, which Python decodes to halves of surrogates.
+    Raises:  click.BadParameter.
     """
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         for text in value if isinstance(value, tuple) else (value,):
-            if isinstance(text, str) and (place := _SURROGATE.search(text)) is not None:
-                encoding = sys.getfilesystemencoding().upper()
-                raise click.BadParameter(f"is not {encoding} text (character {place.start()})", context, parameter)
+            if isinstance(text, str) and (fault := text_fault(text)) is not None:
+                raise click.BadParameter(fault, context, parameter)
 
 
 def environment_text(name: str) -> str:
@@ -138,8 +148,8 @@ def environment_text(name: str) -> str:
     Raises:  UsageError if it is no text.
     """
     text = os.environ.get(name, "")
-    if _SURROGATE.search(text) is not None:
-        raise UsageError(f"{name} is not {sys.getfilesystemencoding().upper()} text; set another value")
+    if (fault := text_fault(text)) is not None:
+        raise UsageError(f"{name} {fault}; set another value")
     return text
 
 

@@ -35,7 +35,6 @@ from torch import Tensor
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.forward import (
     Array,
-    ArrayRule,
     LayerwiseWeights,
     ProfileStore,
     Tokens,
@@ -43,6 +42,7 @@ from moe_pack.calib.forward import (
     check_length,
     source_digest,
 )
+from moe_pack.calib.forward.store import ArrayRule
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from moe_pack.calib.forward.store import (
         PROFILE_FILE,
         Array,
-        ArrayRule,
         ProfileStore,
         check_arrays,
         made_with,
@@ -61,7 +60,6 @@ __all__ = [
     "NUM_BINS",
     "PROFILE_FILE",
     "Array",
-    "ArrayRule",
     "ExpertActivity",
     "ExpertInputs",
     "Histogram",

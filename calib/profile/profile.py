@@ -20,7 +20,6 @@ from moe_pack.calib.forward import (
     KINDS,
     PROFILE_FILE,
     Array,
-    ArrayRule,
     ExpertInputs,
     Tokens,
     check_arrays,
@@ -31,6 +30,7 @@ from moe_pack.calib.forward import (
     stack_tokens,
 )
 from moe_pack.calib.forward.experts import OTHERS_COUNT
+from moe_pack.calib.forward.store import ArrayRule
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.quantize import ExpertMoments, RotateChoice
 from moe_pack.calib.sensitivity import (

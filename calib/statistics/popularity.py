@@ -25,7 +25,6 @@ from moe_pack.calib.forward import (
     KINDS,
     NUM_BINS,
     Array,
-    ArrayRule,
     ExpertActivity,
     Histogram,
     LayerStates,
@@ -36,6 +35,7 @@ from moe_pack.calib.forward import (
     num_workers,
 )
 from moe_pack.calib.forward.shared import ONE_PROCESS, Results
+from moe_pack.calib.forward.store import ArrayRule
 from moe_pack.formats import CheckpointError, ModelSpec, PackError, RouterSpec
 
 Routes = NDArray[np.integer[Any]]

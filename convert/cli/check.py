@@ -16,7 +16,7 @@ from moe_pack.convert.options import CheckLimits
 from moe_pack.formats import PackError, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.errors import MoePackError
-from moe_pack.formats.hub.cli import PACK, pack_folder
+from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
 if TYPE_CHECKING:
     from moe_pack.calib.evaluate import Quality
@@ -82,7 +82,7 @@ class CheckOptions:
 
 
 @click.command("check")
-@click.argument("pack", type=PACK)
+@click.argument("pack", type=PACK_TO_CHECK)
 @options_from(CheckOptions)
 @command_errors(
     interrupted="interrupted; finished measurements are kept; run the same command again to continue", exit_code=3

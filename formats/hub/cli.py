@@ -8,23 +8,29 @@ import click
 from click.shell_completion import CompletionItem
 
 from moe_pack.formats import PackError
-from moe_pack.formats.cli import TerminalProgress, failure_of
+from moe_pack.formats.cli import TerminalProgress, failure_of, text_fault
 from moe_pack.formats.commands import check_is_folder
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.hub.names import parse_name, source_name
 
 
 class _Pack(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """The path of a pack, or its name on the hub. A path that leads nowhere is refused before torch is imported."""
+    """The path of a pack, or its name on the hub. A path that leads nowhere is refused before torch is imported.
+
+    `exit_code`: of that refusal.
+    """
 
     name = "path"
+
+    def __init__(self, exit_code: int = 1) -> None:
+        self._exit_code = exit_code
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the path."""
         try:
             _check_pack(str(value))
         except MoePackError as fault:
-            raise failure_of(fault) from fault
+            raise failure_of(fault, self._exit_code) from fault
         return Path(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -45,6 +51,8 @@ class _Named(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the text."""
+        if (fault := text_fault(value)) is not None:
+            self.fail(fault, param, ctx)
         try:
             if not Path(value).exists():
                 self._check(value)
@@ -103,6 +111,7 @@ def _published_names() -> Iterable[str]:
 
 
 PACK = _Pack()
+PACK_TO_CHECK = _Pack(exit_code=3)
 CHECKPOINT = _Named(source_name, _short_names)
 MODEL = _Named(_check_model, _published_names)
 

@@ -34,7 +34,11 @@ main()
 """
 
 
-def test_text_that_is_no_text_is_a_usage_error_wherever_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_no_text_is_a_usage_error_wherever_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pack").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MOE_SERVE_API_KEY", raising=False)
     commands: list[tuple[click.Command, list[str], str]] = [
         (moe_run, ["pack", "-p", ODD], "'--prompt' / '-p'"),
@@ -51,7 +55,10 @@ def test_text_that_is_no_text_is_a_usage_error_wherever_it_is_given(monkeypatch:
             assert f"Invalid value for {name}: is not UTF-8 text (character 3)" in result.stderr
     monkeypatch.setenv("MOE_SERVE_API_KEY", ODD)
     result = CliRunner().invoke(moe_serve, ["."])
-    assert result.exit_code == 2 and "MOE_SERVE_API_KEY is not UTF-8 text; set another value" in result.stderr
+    assert (
+        result.exit_code == 2
+        and "MOE_SERVE_API_KEY is not UTF-8 text (character 3); set another value" in result.stderr
+    )
 
 
 def test_paths_of_any_bytes_are_named_in_one_line(tmp_path: Path) -> None:

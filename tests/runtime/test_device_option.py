@@ -151,7 +151,7 @@ def test_gpus_are_judged_by_their_compute_capability(monkeypatch: pytest.MonkeyP
 
 
 @contextmanager
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> Iterator[list[str]]:
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Lists the devices on which a command would build its engine; it is built on the CPU all the same."""
     found: list[str] = []
 
@@ -160,7 +160,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> Iterator[list[st
         return Engine(opened, replace(options, device="cpu"), *others, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "Engine", build)
+        patched.setattr("moe_pack.runtime.Engine", build)
         yield found
 
 
@@ -179,7 +179,7 @@ def test_a_run_says_in_one_line_what_was_chosen(
     monkeypatch.chdir(tmp_path)
     for arguments in RUNS:
         for gpu, options, device, line in CASES:
-            with case(arguments, gpu, options), on_the_cpu(monkeypatch, run_module) as built:
+            with case(arguments, gpu, options), on_the_cpu(monkeypatch) as built:
                 here(gpu)
                 done = CliRunner().invoke(run_module.main, [str(folder), *arguments, *options], prog_name="moe-run")
                 assert done.exit_code == 0, done.output
@@ -205,7 +205,7 @@ def test_a_server_says_it_too_and_what_it_lacks_on_a_gpu_decides(
         (GPU, ["--parallel", "2"], "cpu", "device: cpu (--parallel needs it)"),
         (GPU, ["--sessions", "sessions"], "cpu", "device: cpu (--sessions needs it)"),
     ):
-        with case(gpu, options), on_the_cpu(monkeypatch, serve_module) as built:
+        with case(gpu, options), on_the_cpu(monkeypatch) as built:
             here(gpu)
             said = said_by(*options)
             assert [each for each in said if "device: " in each] == ([f"moe-serve: {line}"] if line else [])
