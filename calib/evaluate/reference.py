@@ -38,11 +38,10 @@ from moe_pack.calib.forward import (
     LayerwiseWeights,
     ProfileStore,
     Tokens,
-    check_arrays,
     check_length,
     source_digest,
 )
-from moe_pack.calib.forward.store import ArrayRule
+from moe_pack.calib.forward.store import ArrayRule, check_arrays
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,

@@ -22,7 +22,6 @@ from moe_pack.calib.forward import (
     Array,
     ExpertInputs,
     Tokens,
-    check_arrays,
     kept_sequences,
     packed_source_digest,
     read_all_arrays,
@@ -30,7 +29,7 @@ from moe_pack.calib.forward import (
     stack_tokens,
 )
 from moe_pack.calib.forward.experts import OTHERS_COUNT
-from moe_pack.calib.forward.store import ArrayRule
+from moe_pack.calib.forward.store import ArrayRule, check_arrays
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.quantize import ExpertMoments, RotateChoice
 from moe_pack.calib.sensitivity import (

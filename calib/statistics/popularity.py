@@ -30,12 +30,11 @@ from moe_pack.calib.forward import (
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
-    check_arrays,
     measure_expert,
     num_workers,
 )
 from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.calib.forward.store import ArrayRule
+from moe_pack.calib.forward.store import ArrayRule, check_arrays
 from moe_pack.formats import CheckpointError, ModelSpec, PackError, RouterSpec
 
 Routes = NDArray[np.integer[Any]]

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, check_arrays, sample_places
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, sample_places
 from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.calib.forward.store import ArrayRule
+from moe_pack.calib.forward.store import ArrayRule, check_arrays
 from moe_pack.formats import NeuronFunction, RunError
 from moe_pack.runtime.model import Expert, Weights, activations, router_scores
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor

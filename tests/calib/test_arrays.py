@@ -13,8 +13,8 @@ from safetensors.numpy import load as load_numpy
 from safetensors.torch import load as load_torch
 from safetensors.torch import save_file
 
-from moe_pack.calib.forward import ArrayRule, check_arrays, read_all_arrays
-from moe_pack.calib.forward.store import write_arrays
+from moe_pack.calib.forward import read_all_arrays
+from moe_pack.calib.forward.store import ArrayRule, check_arrays, write_arrays
 from moe_pack.formats import PackError
 
 ARRAYS: dict[str, NDArray[Any]] = {
