@@ -1,4 +1,4 @@
-"""Command-line code that all commands share: error messages, signals, options from dataclasses, progress bars.
+"""Command-line code that all commands share: error messages, signals, options from dataclasses, progress.
 
 The face of this folder does not import this file, so that Python code can read packs without click.
 """
@@ -11,6 +11,8 @@ import re
 import signal
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -22,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeVar, Union, get_
 import click
 from click.core import ParameterSource
 
-from moe_pack.formats.commands import Option, Stage, did_you_mean, option_of
+from moe_pack.formats.commands import Kind, Option, Stage, did_you_mean, option_of, size_text, time_text
 from moe_pack.formats.errors import MoePackError, UsageError
 from moe_pack.formats.version import VERSION
 
@@ -391,49 +393,201 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "moe-pack"
 
 
+_WINDOW_S, _WINDOW_REPORTS = 60.0, 8  # of its own last work, by which the time of a kind's units is judged
+_ENOUGH_SHARE = 0.01  # of a kind's units that this run has to do: fewer say little, as the first ones wait for others
+
+
+class _KindTime:
+    """What is known of the time of one kind of work."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.cost, self.earlier, self.left = kind.cost, kind.done, kind.total - kind.done
+        self._enough = _ENOUGH_SHARE * self.left
+        self._number, self._units = 0, 0
+        self._last: deque[tuple[float, int]] = deque()  # seconds and units of each report in the window
+        self.seconds, self.recent = 0.0, 0  # sums of the window
+
+    def add(self, seconds: float, units: int) -> None:
+        """Adds a report: so much was done in so many seconds."""
+        self.left = max(self.left - units, 0)
+        self._number, self._units = self._number + 1, self._units + units
+        self._last.append((seconds, units))
+        self.seconds, self.recent = self.seconds + seconds, self.recent + units
+        while len(self._last) > _WINDOW_REPORTS and self.seconds - self._last[0][0] >= _WINDOW_S:
+            seconds, units = self._last.popleft()
+            self.seconds, self.recent = self.seconds - seconds, self.recent - units
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough was done to say how long a unit takes."""
+        return self.recent > 0 and (self._number >= _WINDOW_REPORTS or self._units >= self._enough)
+
+    @property
+    def longest(self) -> float:
+        """The seconds of the report in the window that took longest."""
+        return max((seconds for seconds, _ in self._last), default=0.0)
+
+
+class StageTime:
+    """Predicts how long a stage still takes, and what share of its time is over. Times are seconds of any clock.
+
+    A unit of each kind takes as long as the last ones did, so that the prediction follows the machine's load. Kinds
+    that were not measured yet take longer or shorter than the others by their `cost`. What an earlier run has done
+    counts as if it had been done at the same rates.
+    """
+
+    def __init__(self, stage: Stage, now: float) -> None:
+        kinds = stage.kinds or (Kind("", stage.total, stage.done),)
+        self._kinds = {kind.name: _KindTime(kind) for kind in kinds}
+        self._expected, self._begin, self._last = stage.seconds, now, now
+        self._all = sum(kind.cost * kind.left for kind in self._kinds.values())
+        self._longest = 0.0  # the wait for a report that is usual: of the kind that was reported last
+
+    def advance(self, amount: int, kind: str, now: float) -> None:
+        """Adds a report: the time since the one before was spent on `amount` units of a kind."""
+        of_kind = self._kinds[kind]
+        of_kind.add(now - self._last, amount)
+        self._last, self._longest = now, of_kind.longest
+
+    def left(self, now: float) -> float | None:
+        """Returns the seconds that the rest takes; None if that is not known yet."""
+        waited = now - self._last
+        rates = self._rates(max(waited - self._longest, 0.0))
+        if rates is None:
+            return None
+        rest = sum(rate * kind.left for rate, kind in zip(rates, self._kinds.values(), strict=True))
+        is_measured = any(kind.is_measured for kind in self._kinds.values())
+        return max(rest - (min(waited, self._longest) if is_measured else waited), 0.0)
+
+    def share(self, now: float) -> float:
+        """Returns the share of the stage's time that is over, earlier runs included."""
+        rates, left = self._rates(0.0), self.left(now)
+        kinds = list(self._kinds.values())
+        if rates is None or left is None:
+            done, rest = (sum(kind.cost * units for kind, units in zip(kinds, of, strict=True)) for of in self._units())
+            return done / (done + rest) if done + rest else 1.0
+        over = now - self._begin + sum(rate * kind.earlier for rate, kind in zip(rates, kinds, strict=True))
+        return over / (over + left) if over + left else 1.0
+
+    def _units(self) -> tuple[list[int], list[int]]:
+        """Returns the units of each kind that an earlier run has done, and those that are left."""
+        return [kind.earlier for kind in self._kinds.values()], [kind.left for kind in self._kinds.values()]
+
+    def _rates(self, late: float) -> list[float] | None:
+        """Returns the seconds of a unit of each kind.
+
+        Args:    late: by how much longer than usual the next report takes; it slows all kinds.
+        """
+        kinds = self._kinds.values()
+        measured = [kind for kind in kinds if kind.is_measured]
+        seconds = sum(kind.seconds for kind in measured)
+        if seconds:
+            slower = 1 + late / seconds
+            usual = seconds / sum(kind.cost * kind.recent for kind in measured)
+            return [slower * (kind.seconds / kind.recent if kind.is_measured else usual * kind.cost) for kind in kinds]
+        if self._expected and self._all:
+            return [self._expected / self._all * kind.cost for kind in kinds]
+        return None
+
+
+LINE_S, BAR_S = 15.0, 0.5  # between two lines where there is no terminal, and between two drawings of a bar
+
+
 class TerminalProgress:
-    """Progress on standard error: lines and, on a terminal, a bar with the time left. A `with` removes the bar."""
+    """Progress on standard error: on a terminal a bar, elsewhere a line at once and one each 15 seconds.
+
+    Bar and lines say which share of a stage's time is over, and how much is left. A thread shows them, because a single
+    unit of work may take minutes. A `with` ends what an error has stopped.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # of all that follows
+        self._stage: Stage | None = None
+        self._time = StageTime(Stage("", 0), 0.0)
+        self._begin = 0.0
+        self._what = ""
         self._bar: tqdm[None] | None = None
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "TerminalProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self._stop()
 
     def begin(self, stage: Stage) -> None:
-        """Prints the stage's note and shows its bar."""
-        from tqdm import tqdm
+        """Announces the stage and, on a terminal, shows its bar."""
+        self._stop()
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        self._stage, self._time, self._begin, self._what = stage, StageTime(stage, now), now, ""
+        if stage.note or not is_terminal:
+            click.echo(f"{stage.name}: {_size_of(stage)}", err=True)
+        if is_terminal:
+            from tqdm import tqdm
 
-        self.end()
-        if stage.note:
-            click.echo(f"{stage.name}: {stage.note}", err=True)
-        self._bar = tqdm(
-            desc=stage.name,
-            total=stage.total,
-            initial=stage.done,
-            unit=stage.unit or "it",
-            unit_scale=bool(stage.unit),
-            disable=None,
-            leave=False,
-        )
+            self._bar = tqdm(total=1.0, desc=stage.name, leave=False, dynamic_ncols=True, bar_format="{desc}")
+        self._is_over = threading.Event()
+        period = BAR_S if is_terminal else LINE_S
+        self._thread = threading.Thread(target=self._show_often, args=(self._is_over, period), daemon=True)
+        self._thread.start()
 
-    def advance(self, amount: int, what: str = "") -> None:
-        """Moves the bar."""
-        assert self._bar is not None, "a stage has begun"
-        self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update(amount)
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
+        """Notes the work; the next line or drawing shows it."""
+        with self._lock:
+            self._time.advance(amount, kind, time.monotonic())
+            self._what = what
 
     def end(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Removes the bar; where there is no terminal, says how long the stage took."""
+        if (stage := self._stage) is not None and self._bar is None:
+            click.echo(f"{stage.name}: done in {time_text(time.monotonic() - self._begin)}", err=True)
+        self._stop()
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.clear()
+            click.echo(line, err=True)
+
+    def _stop(self) -> None:
+        """Ends the stage, if there is one, and says nothing."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._bar is not None:
-            self._bar.clear()
-        click.echo(line, err=True)
+            self._bar.close()
+        self._stage = self._thread = self._bar = None
+
+    def _show_often(self, is_over: threading.Event, period: float) -> None:
+        while not is_over.wait(period):
+            with self._lock:
+                self._show()
+
+    def _show(self) -> None:
+        """Prints a line, or draws the bar."""
+        stage, now = self._stage, time.monotonic()
+        assert stage is not None, "its thread ends before the stage"
+        elapsed, share, left = now - self._begin, self._time.share(now), self._time.left(now)
+        words = [time_text(elapsed)]
+        if stage.total and left is not None:
+            words.append(f"about {time_text(left)} left")
+        if self._what:
+            words.append(self._what)
+        if self._bar is None:
+            click.echo(f"{stage.name}: {f'{share:.0%} in ' if stage.total else ''}{', '.join(words)}", err=True)
+            return
+        shown = ", ".join(words).replace("{", "{{").replace("}", "}}")
+        self._bar.n = share
+        self._bar.bar_format = f"{{desc}}: {'{percentage:3.0f}%|{bar}| ' if stage.total else ''}{shown}"
+        self._bar.refresh()
+
+
+def _size_of(stage: Stage) -> str:
+    """Returns the line that announces a stage, without its name."""
+    if stage.note or not stage.total:
+        return stage.note or "begins"
+    total, done = (size_text(n) if stage.unit == "B" else f"{n:,}" for n in (stage.total, stage.done))
+    unit = f" {stage.unit}" if stage.unit not in ("", "B") else ""
+    return f"{total}{unit}" + (f", {done} of it by an earlier run" if stage.done else "")

@@ -8,12 +8,13 @@ If a field's type is another dataclass with options, the command gets these opti
 is None unless the user gives its option without a default. A class may have a method `check`, which is called once all
 its options are read.
 
-Long work reports its progress in stages, one after another, each of a known size. Sizes in bytes, which many options
-are, are formatted and parsed here too. For a name that is not known, `did_you_mean` finds similar ones.
+Long work reports its progress in stages, one after another. Sizes in bytes, which many options are, are formatted and
+parsed here too, and times. For a name that is not known, `did_you_mean` finds similar ones.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -135,12 +136,27 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """Work of a stage whose units take about the same time.
+
+    `name`: as `advance` names it.   `total`: its units.   `done`: those that an earlier run has done.   `cost`: the
+    time of a unit, compared with units of the stage's other kinds; it counts until the kind's own time is measured.
+    """
+
+    name: str
+    total: int
+    done: int = 0
+    cost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A part of long work.
 
-    `total`: its size, in `unit` ("B" for bytes; empty for things that are counted).   `done`: how much of it an earlier
-    run has done.   `seconds`: an estimate of the time that is left; 0 if there is none.   `note`: a line that announces
-    the stage; empty for none.
+    `total`: its size, in `unit` ("B" for bytes; empty for things that are counted); 0 if nobody knows it.   `done`: how
+    much of it an earlier run has done.   `seconds`: an estimate of the time that is left; 0 if there is none.   `note`:
+    a line that announces the stage; empty for its size.   `kinds`: if units take unlike times, the kinds of work that
+    `total` and `done` consist of; empty if there is one.
     """
 
     name: str
@@ -149,6 +165,13 @@ class Stage:
     done: int = 0
     seconds: float = 0.0
     note: str = ""
+    kinds: tuple[Kind, ...] = ()
+
+    @classmethod
+    def of_kinds(cls, name: str, kinds: Sequence[Kind], note: str, seconds: float = 0.0) -> "Stage":
+        """Returns a stage of several kinds of work."""
+        total, done = sum(kind.total for kind in kinds), sum(kind.done for kind in kinds)
+        return cls(name, total, done=done, seconds=seconds, note=note, kinds=tuple(kinds))
 
 
 class Progress(Protocol):
@@ -158,10 +181,10 @@ class Progress(Protocol):
         """Begins a stage. The stage before must have ended."""
         ...
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         """Adds `amount`, in the stage's unit, to the work that is done. Only one thread may call it at a time.
 
-        Args:    what: the work that was done, in a few words.
+        Args:    what: the work that was done, in a few words.   kind: which of the stage's kinds it was, if it has any.
         """
         ...
 
@@ -179,7 +202,7 @@ class _NoProgress:
 
     def begin(self, stage: Stage) -> None: ...
 
-    def advance(self, amount: int, what: str = "") -> None: ...
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None: ...
 
     def end(self) -> None: ...
 
@@ -187,6 +210,23 @@ class _NoProgress:
 
 
 NO_PROGRESS: Progress = _NoProgress()
+
+
+@contextmanager
+def stage_of(progress: Progress, name: str) -> Iterator[None]:
+    """Reports what the `with` does as a stage whose size nobody knows."""
+    progress.begin(Stage(name, 0))
+    yield
+    progress.end()
+
+
+def time_text(seconds: float) -> str:
+    """Returns seconds as text for people: 0.4 s, 12 s, 3 min, 2.5 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def size_text(num_bytes: float) -> str:

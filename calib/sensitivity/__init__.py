@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         kind_of,
         kinds_of_layers,
         prediction_cost,
-        time_text,
     )
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,
@@ -74,5 +73,4 @@ __all__ = [
     "prediction_cost",
     "quantized_formats",
     "roundable_roles",
-    "time_text",
 ]

@@ -32,7 +32,7 @@ from moe_pack.calib.sensitivity.gradients import (
 from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.statistics import cost as training_cost
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, PartFormat, Quantizer, dense_roles, size_text
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.commands import Stage, time_text
 from moe_pack.runtime.model import Weights, run_expert
 
 _TRIED_TOKENS = 512
@@ -67,15 +67,6 @@ class Cost:
         kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
         return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
-
-
-def time_text(seconds: float) -> str:
-    """Returns seconds as text for people: 0.4 s, 12 s, 3 min, 2.5 h."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:

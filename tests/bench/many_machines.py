@@ -70,7 +70,7 @@ class Watch:
         self._stage, self._begun = stage, time.perf_counter()
         self._last = self._begun
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         now = time.perf_counter()
         before = self.items.get(what, (0, 0.0))
         self.items[what] = before[0] + amount, before[1] + now - self._last

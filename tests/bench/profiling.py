@@ -57,7 +57,7 @@ class _Stopwatch:
         if stage.name == "predictors":
             raise _EnoughError
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         """More of the stage is done."""
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ class HiddenFiles(Recorder):
         if stage.name == self.stop:
             raise KeyboardInterrupt
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
         self.last = found or self.last
 

@@ -262,7 +262,7 @@ class Amounts(Recorder):
     def begin(self, stage: Stage) -> None:
         self.stages.append(stage)
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         self.amounts.append(amount)
 
 

@@ -38,7 +38,7 @@ class Watched:
     def begin(self, stage: Stage) -> None:
         self.stages.append(stage)
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         assert what
         self.done.append(amount)
         self._look()

@@ -205,7 +205,7 @@ class _Told(Recorder):
         self.done = stage.done
         self._say({"done_bytes": self.done})
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         self.done += amount
         self._say({"done_bytes": self.done})
 

@@ -41,7 +41,7 @@ class Recorder:
         assert stage.total >= 0 and stage.seconds >= 0
         self._event(stage.name)
 
-    def advance(self, amount: int, what: str = "") -> None:
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         assert amount >= 0
         self.done += amount
         self._event(what)
