@@ -11,7 +11,7 @@ leaves no other process that could still write.
 import hashlib
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -65,13 +65,14 @@ from moe_pack.formats import (
     Pack,
     PackError,
     PackLayout,
+    PartFormat,
     Plan,
     Progress,
     RowLayout,
     dense_roles,
     size_text,
 )
-from moe_pack.formats.commands import Part, Stage
+from moe_pack.formats.commands import Kind, Part, Stage, stage_of
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import (
     DENSE_FILE,
@@ -84,7 +85,7 @@ from moe_pack.formats.layout import (
     write_rows,
 )
 from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
-from moe_pack.formats.plan import dense_quantizer
+from moe_pack.formats.plan import Quantizer, dense_quantizer, format_text
 from moe_pack.formats.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
@@ -256,6 +257,37 @@ def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
     parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
     sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
     return item.num_bytes + sum(transposed_bytes(checkpoint, source, part) for source, part in sources)
+
+
+_COPIED = ("copied", 1.0)
+# The time of a weight, compared with that of a copied byte, which is read, digested and written.
+_WEIGHT_COSTS: dict[Quantizer, float] = {"nearest": 2.5, "absmax": 2.5, "hqq": 40.0, "calibrated": 40.0}
+_TRELLIS_COST = 10.0  # times as long as other codes
+
+
+def kind_of_work(recipe: Recipe, item: Item) -> tuple[str, float]:
+    """Returns the name of an item's kind of work, and the time of a byte of that kind, compared with other kinds.
+
+    A weight takes about equally long in all widths, so that experts of different sizes are different kinds.
+    """
+    spec = recipe.layout.spec
+    if item.kind == "expert":
+        formats = recipe.plan.experts[item.layer][item.expert]
+        parts = [part for matrix in spec.expert.matrices if (part := formats.of(matrix))]
+        costs = sum(_weight_cost(recipe.plan.quantizer, part) for part in parts)
+        cost = costs * spec.expert.source_size * spec.hidden_size / item.num_bytes
+        return f"experts of {item.num_bytes} bytes, {costs:g}", 1 + cost
+    dense = next((dense for dense in recipe.layout.dense if dense.role.name == item.role), None)
+    if item.kind != "dense" or dense is None or dense.rows is None:
+        return _COPIED
+    part = dense.rows.parts[0].format
+    return f"dense {format_text(part)}", 1 + _weight_cost(dense_quantizer(recipe.plan.quantizer), part) * 8 / part.bits
+
+
+def _weight_cost(quantizer: Quantizer, part: PartFormat) -> float:
+    if part.codec not in ("affine", "trellis"):
+        return 0.0  # the source's codes are kept
+    return _WEIGHT_COSTS[quantizer] * (_TRELLIS_COST if part.codec == "trellis" else 1.0)
 
 
 def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
@@ -431,7 +463,8 @@ class ItemWork:
     `peak_bytes`: returns the memory that `make` takes for an item at most.
     `enter_layer`: called with the index of a MoE layer before its first expert is made and after all items before are
     on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.   `end_all`:
-    called when the pack is sealed: no other part needs its files.
+    called when the pack is sealed: no other part needs its files.   `kind`: returns the name of an item's kind of work,
+    and the time of a byte of that kind, compared with others; the items of a kind take equally long for a byte.
     """
 
     make: Callable[[Item, Event], MadeItem]
@@ -439,6 +472,7 @@ class ItemWork:
     enter_layer: Callable[[int], None] | None = None
     end: Callable[[], None] = lambda: None
     end_all: Callable[[], None] = lambda: None
+    kind: Callable[[Item], tuple[str, float]] = lambda item: ("", 1.0)
 
 
 _Finished = tuple[Item, MadeItem, Digests]
@@ -525,7 +559,11 @@ def convert(
                 return made_item(recipe, item, stop)
             return made_item(recipe, item, stop, stored.of_layer(item.layer))
 
-        work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
+        def kind(item: Item) -> tuple[str, float]:
+            is_copied = source_pack is not None and source_pack.contains(item)
+            return _COPIED if is_copied else kind_of_work(recipe, item)
+
+        work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item), kind=kind)
         if stored is not None:
             work = replace(work, enter_layer=stored.enter_layer, end=stored.remove, end_all=stored.remove_all)
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
@@ -561,23 +599,21 @@ def write_pack(
     Args:    workers, progress, memory_bytes: as for `convert`.
     Raises:  ConversionError, and what `work` raises.
     """
-    total = sum(item.num_bytes for item in layout.items())
     torch.set_num_threads(1)
     give_back_large_at_once()
     try:
         writer.open()
         if writer.state is State.SEALED:
             return ConversionResult(layout, writer.resumed_bytes, written=False)
-        done = writer.written_bytes
-        progress.begin(Stage("packing", total, "B", done))
-        for item in _written(writer, layout, work, workers, memory_bytes):
-            done, before = writer.written_bytes, done
-            progress.advance(done - before, _item_text(item))
+        reports = _PackingReports(writer, layout, work, progress)
+        for item in _written(writer, layout, reports.work, workers, memory_bytes):
+            reports.advance(_item_text(item))
         progress.end()
         work.end()
-        if not writer.begins_sealing() and _sealed_by_another(writer, layout):
-            return ConversionResult(layout, writer.resumed_bytes, written=False)
-        writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
+        with stage_of(progress, "sealing"):
+            if not writer.begins_sealing() and _sealed_by_another(writer, layout):
+                return ConversionResult(layout, writer.resumed_bytes, written=False)
+            writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
         work.end_all()
         return ConversionResult(layout, writer.resumed_bytes, written=True)
     except (ConversionError, OSError):
@@ -587,6 +623,47 @@ def write_pack(
         return ConversionResult(layout, writer.resumed_bytes, written=False)
     finally:
         writer.close()
+
+
+class _PackingReports:
+    """Reports what is on the disk, whichever part has made it, by kinds of work; `work` also reports entered layers."""
+
+    _LAYERS = "inputs of a layer"
+    _LAYER_COST = 1e9  # bytes that are copied in the time that a layer takes
+
+    def __init__(self, writer: PackWriter, layout: PackLayout, work: ItemWork, progress: Progress) -> None:
+        self._writer, self._progress = writer, progress
+        self._kinds = {item: work.kind(item) for item in layout.items()}
+        self._number = 0  # of items that were reported, those of earlier runs too
+        total, done = Counter[tuple[str, float]](), self._new()
+        for item, kind in self._kinds.items():
+            total[kind] += item.num_bytes
+        kinds = [Kind(kind[0], num_bytes, done[kind], kind[1]) for kind, num_bytes in total.items()]
+        all_bytes, done_bytes = total.total(), done.total()
+        self.work = work
+        if (enter := work.enter_layer) is not None:
+            missing = {item.layer for item in writer.pending() if item.kind == "expert"}
+            num_layers = len(layout.experts)
+            kinds.append(Kind(self._LAYERS, num_layers, num_layers - len(missing), self._LAYER_COST))
+            self.work = replace(work, enter_layer=lambda layer_idx: self._enter(enter, layer_idx))
+        note = size_text(all_bytes) + (f", {size_text(done_bytes)} of it by an earlier run" if done_bytes else "")
+        progress.begin(Stage.of_kinds("packing", kinds, note))
+
+    def advance(self, what: str) -> None:
+        """Reports the items that were written since the last report."""
+        for (kind, _), num_bytes in self._new().items():
+            self._progress.advance(num_bytes, what, kind)
+
+    def _new(self) -> Counter[tuple[str, float]]:
+        new = Counter[tuple[str, float]]()
+        for item in self._writer.written(self._number):
+            new[self._kinds[item]] += item.num_bytes
+            self._number += 1
+        return new
+
+    def _enter(self, enter: Callable[[int], None], layer_idx: int) -> None:
+        enter(layer_idx)
+        self._progress.advance(1, f"inputs of MoE layer {layer_idx}", self._LAYERS)
 
 
 def _written(

@@ -170,6 +170,7 @@ class Stage:
     @classmethod
     def of_kinds(cls, name: str, kinds: Sequence[Kind], note: str, seconds: float = 0.0) -> "Stage":
         """Returns a stage of several kinds of work."""
+        assert len({kind.name for kind in kinds}) == len(kinds), "each kind has a name of its own"
         total, done = sum(kind.total for kind in kinds), sum(kind.done for kind in kinds)
         return cls(name, total, done=done, seconds=seconds, note=note, kinds=tuple(kinds))
 

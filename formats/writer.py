@@ -34,6 +34,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -443,7 +444,7 @@ class PackWriter:
             self.close()
             raise
         self.state = State.WRITING
-        self.resumed_bytes = self.written_bytes
+        self.resumed_bytes = sum(item.num_bytes for item in self.written())
         headers = {name: file.header for name, file in self._layout.files()}
         for item in self.pending():
             if item.kind == "header":
@@ -462,10 +463,12 @@ class PackWriter:
         """Returns whether this process writes an item before other parts do."""
         return self.part is None or self.part.owns(self._numbers[item])
 
-    @property
-    def written_bytes(self) -> int:
-        """Returns the bytes of all items that are on the disk, as far as this process knows."""
-        return sum(self._items[number].num_bytes for number in self._done)
+    def written(self, start: int = 0) -> Iterator[Item]:
+        """Yields the items that are on the disk, as far as this process knows, in the order in which it learnt it.
+
+        Args:    start: how many of them to leave out.
+        """
+        return (self._items[number] for number in islice(self._done, start, None))
 
     def refresh(self) -> None:
         """Learns which items other parts have written.
