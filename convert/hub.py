@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from moe_pack.formats import CheckpointError, UsageError, parse
+from moe_pack.formats import NO_PROGRESS, CheckpointError, Progress, UsageError, parse
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles, check_small_file
 from moe_pack.formats.families.weight_files import INDEX, SINGLE, file_names, find_weights, unused_notes
 from moe_pack.formats.gguf import GgufFiles, find_gguf
@@ -17,7 +17,7 @@ from moe_pack.formats.hub.names import source_name
 _WANTED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
 
-def find_checkpoint(source: str) -> Path | CheckpointFiles:
+def find_checkpoint(source: str, progress: Progress = NO_PROGRESS) -> Path | CheckpointFiles:
     """Returns the folder of the checkpoint that `source` names; of GGUF, the open files, which `Checkpoint` closes.
 
     A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`, with a folder and a
@@ -45,13 +45,14 @@ def find_checkpoint(source: str) -> Path | CheckpointFiles:
     with _said(searched):
         repository = HubRepository(name, CheckpointError)
         if paths := _gguf_paths(name, repository.files):
-            snapshot = repository.download(paths)
+            snapshot = repository.download(paths, progress=progress)
             gguf = find_gguf(snapshot / paths[0])
             assert gguf is not None, f"{paths[0]} is a GGUF file"
             return GgufFiles(gguf)
     wanted = (*_WANTED, *_shards(name, repository, searched))
     with _said(searched):
-        folder = repository.download([name.path(pattern) for pattern in wanted], (name.path("*/*"),)) / name.variant
+        patterns = [name.path(pattern) for pattern in wanted]
+        folder = repository.download(patterns, (name.path("*/*"),), progress) / name.variant
     if not is_complete(folder):
         raise CheckpointError(f"{searched}, and the hub does not have its config.json")
     return folder

@@ -639,14 +639,14 @@ class _PackingReports:
         for item, kind in self._kinds.items():
             total[kind] += item.num_bytes
         kinds = [Kind(kind[0], num_bytes, done[kind], kind[1]) for kind, num_bytes in total.items()]
-        all_bytes, done_bytes = total.total(), done.total()
         self.work = work
         if (enter := work.enter_layer) is not None:
             missing = {item.layer for item in writer.pending() if item.kind == "expert"}
             num_layers = len(layout.experts)
             kinds.append(Kind(self._LAYERS, num_layers, num_layers - len(missing), self._LAYER_COST))
             self.work = replace(work, enter_layer=lambda layer_idx: self._enter(enter, layer_idx))
-        note = size_text(all_bytes) + (f", {size_text(done_bytes)} of it by an earlier run" if done_bytes else "")
+        resumed = f", {size_text(writer.resumed_bytes)} of it by an earlier run" if writer.resumed_bytes else ""
+        note = f"{size_text(total.total())}{resumed}"
         progress.begin(Stage.of_kinds("packing", kinds, note))
 
     def advance(self, what: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, write_output
+from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at, write_output
 from moe_pack.convert.options import CheckLimits
 from moe_pack.formats import PackError, UsageError, dump, option
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
@@ -129,7 +129,6 @@ def _checked(
 
     Raises:  PackError or CheckpointError if there is nothing to check the pack by, or no pack.
     """
-    from moe_pack.convert import find_checkpoint
     from moe_pack.convert.checks import (
         CheckResult,
         check_budget,
@@ -140,13 +139,12 @@ def _checked(
         check_tensors,
         timed,
     )
-    from moe_pack.formats.families import Checkpoint
 
     if not folder.exists():
         raise PackError(f"{folder}: no such folder; give a pack")
     checkpoint = None
     if options.against is not None and options.evaluation.reference_file is None:
-        checkpoint = Checkpoint(find_checkpoint(options.against))
+        checkpoint = checkpoint_at(options.against)
         stack.callback(checkpoint.close)
     pack, schema = check_schema(folder)
     if pack is None:

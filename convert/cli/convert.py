@@ -45,7 +45,7 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, given, read_size
+from moe_pack.formats.commands import Stage, given, read_size, stage_of
 from moe_pack.formats.hub.cli import CHECKPOINT
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.plan import QUANTIZERS
@@ -301,7 +301,8 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     from moe_pack.formats.writer import await_parts
 
     profile = None if options.profile is None else Profile(options.profile)
-    decision = _decision(options, checkpoint, profile)
+    with TerminalProgress() as progress, stage_of(progress, "planning"):  # of MXFP4 it reads all exponents
+        decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
     chosen = PlanRotation.chosen(options.rotate, checkpoint, profile)
     rotation = chosen.of(plan)
@@ -326,7 +327,8 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
         return
     seconds = time.perf_counter() - start
     if options.many.part is not None:  # the others end what they work on, and what follows needs the folder alone
-        await_parts(output, _OTHER_PARTS_S)
+        with TerminalProgress() as progress, stage_of(progress, "waiting for other parts"):
+            await_parts(output, _OTHER_PARTS_S)
     _say_converted(result, output, seconds, source_bytes)
     if isinstance(files, StreamedFiles):
         _tell(f"fetched {size_text(files.fetched_bytes)} of weights; the source has {size_text(source_bytes)}")
@@ -556,7 +558,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
             options.output,
             pack_goal(
                 model,
-                _planner(model, profile, target, options.output),
+                _planner(model, profile, target, options.output, progress),
                 profile,
                 tokens,
                 target,
@@ -602,7 +604,7 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progre
     return make_profile(checkpoint, tokens, folder, ProfileOptions(rotate=options.rotate), progress)
 
 
-def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
+def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path, progress: Progress) -> Planner:
     from moe_pack.convert.plan import defaults_text, kv_text, planner_for
 
     facts = known_facts(output)
@@ -610,7 +612,7 @@ def _planner(model: PlanningModel, profile: Profile, target: Target, output: Pat
         _tell(f"by default {line}")
     if (stored := kv_text(target)) is not None:
         _tell(stored)
-    return planner_for(target, model, profile, facts)
+    return planner_for(target, model, profile, facts, progress)
 
 
 def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[str]:

@@ -8,6 +8,7 @@ import click
 
 from moe_pack.formats import dump, option, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, options_from
+from moe_pack.formats.commands import stage_of
 from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, save_facts
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
@@ -57,8 +58,8 @@ def doctor_command(options: DoctorOptions) -> None:
     path, seconds = options.path, options.seconds
     with TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)
-        progress.say("decoding with small packs")
-    facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
+        with stage_of(progress, "decoding with small packs"):
+            facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
     file = save_facts(facts, cache_folder(), path)
     if options.as_json:
         click.echo(json.dumps(dump(facts), indent=2))

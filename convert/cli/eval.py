@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, chosen_device
+from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at, chosen_device
 from moe_pack.formats import dump, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.hub.cli import PACK, pack_folder
@@ -65,8 +65,6 @@ def _tasks(pack: Pack, file: Path) -> TaskTokens:
 def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, TaskScore]:
     """Returns how the pack answers tasks and, if a checkpoint is given, how the source does."""
     from moe_pack.calib.evaluate import task_score
-    from moe_pack.convert import find_checkpoint
-    from moe_pack.formats.families import Checkpoint
     from moe_pack.runtime.model import operations_for
 
     device = chosen_device(options.device)
@@ -76,7 +74,7 @@ def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, Ta
         operations = stack.enter_context(operations_for(device))
         scores["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", progress, device, operations)
         if options.against is not None and options.reference_file is None:
-            checkpoint = Checkpoint(find_checkpoint(options.against))
+            checkpoint = checkpoint_at(options.against)
             stack.callback(checkpoint.close)
             scores["source"] = task_score(checkpoint, tasks, pack.folder / "tasks-source.work", progress, device)
     return scores

@@ -14,7 +14,7 @@ from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import Dtype, GgufType
 from moe_pack.formats import MATRICES, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.commands import given, read_size, stage_of
 from moe_pack.formats.hub.cli import PACK
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def export_command(pack: Path, options: ExportOptions) -> None:
         logits = None
         if options.compare_tokens:
             ids = compared_ids(opened, None, options.compare_tokens, "leave out the comparison: --compare-tokens 0")
-            logits = compare_export(opened, options.output, ids, operations)
+            with TerminalProgress() as progress, stage_of(progress, "comparing predictions"):
+                logits = compare_export(opened, options.output, ids, operations)
         if options.as_json:
             click.echo(json.dumps({"path": str(_written(options.output)), **_as_json(result, logits)}, indent=2))
             return

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from moe_pack.convert.cli.options import checkpoint_at
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, option, size_text
 from moe_pack.formats.cli import (
     NOISE,
@@ -23,6 +24,7 @@ from moe_pack.formats.cli import (
     common_options,
     options_from,
 )
+from moe_pack.formats.commands import stage_of
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
@@ -255,17 +257,16 @@ def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
     """Compares a pack with its checkpoint and prints the result."""
     import torch
 
-    from moe_pack.convert import compare_logits, compare_weights, find_checkpoint, same_tensors
+    from moe_pack.convert import compare_logits, compare_weights, same_tensors
     from moe_pack.convert.cli.measure import compared_ids
-    from moe_pack.formats.families import Checkpoint
     from moe_pack.runtime.model import operations_for
 
-    with closing(Checkpoint(find_checkpoint(against))) as checkpoint:
+    with closing(checkpoint_at(against)) as checkpoint:
         same_tensors(pack, checkpoint)
-        with operations_for(torch.device("cpu")) as operations:
-            with TerminalProgress() as progress:
-                matrices = compare_weights(pack, checkpoint, progress, operations)
-            logits = compare_logits(pack, checkpoint, compared_ids(pack, options.text), operations)
+        with operations_for(torch.device("cpu")) as operations, TerminalProgress() as progress:
+            matrices = compare_weights(pack, checkpoint, progress, operations)
+            with stage_of(progress, "comparing predictions"):
+                logits = compare_logits(pack, checkpoint, compared_ids(pack, options.text), operations)
     _print_comparison(pack, matrices, logits, options.as_json)
 
 

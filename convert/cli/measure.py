@@ -30,8 +30,8 @@ from moe_pack.calib.evaluate import (
     read_reference,
 )
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
-from moe_pack.convert import find_checkpoint, same_tensors
-from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, chosen_device
+from moe_pack.convert import same_tensors
+from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, checkpoint_at, chosen_device
 from moe_pack.formats import ModelSpec, Pack, Progress, RunError, size_text
 from moe_pack.formats.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
@@ -118,7 +118,7 @@ def _compared(
         return reference, tokens
     checkpoint = None
     if options.against is not None:
-        checkpoint = Checkpoint(find_checkpoint(options.against))
+        checkpoint = checkpoint_at(options.against)
         stack.callback(checkpoint.close)
         same_tensors(pack, checkpoint)
         check_source(pack, checkpoint)

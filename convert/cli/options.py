@@ -33,7 +33,7 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.cli import cache_folder
+from moe_pack.formats.cli import TerminalProgress, cache_folder
 from moe_pack.formats.commands import Part, Stage, given, read_size
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.plan import TRELLIS_WIDTHS
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from moe_pack.convert.ray_launcher import Job, Resources
     from moe_pack.formats import PackLayout
     from moe_pack.formats.families import Checkpoint
-    from moe_pack.formats.families.checkpoint_files import CheckpointFiles
     from moe_pack.formats.hub import StreamedFiles
 
 INTERRUPTED = "interrupted; the finished part is kept; run the same command again to continue"
@@ -447,24 +446,33 @@ class StreamOptions:
             raise UsageError(f"--stream-space: give at least {size_text(LEAST_STREAM_BYTES)}")
 
 
+def checkpoint_at(source: str) -> Checkpoint:
+    """Opens a checkpoint by its folder or its name on the hub, from where it may be downloaded, with progress.
+
+    Raises:  CheckpointError.
+    """
+    from moe_pack.convert import find_checkpoint
+    from moe_pack.formats.families import Checkpoint
+
+    with TerminalProgress() as progress:
+        return Checkpoint(find_checkpoint(source, progress))
+
+
 def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
     """Opens a command's source: a folder, or a name of the hub, downloaded or streamed; prints how it is read.
 
     Args:    output: where the command writes; pieces of a streamed source are on the same disk.
     Raises:  CheckpointError; UsageError if --stream is given for a source on this disk.
     """
-    from moe_pack.convert import find_checkpoint
     from moe_pack.convert.hub import open_streamed
     from moe_pack.formats.families import Checkpoint
 
-    files: Path | CheckpointFiles
     if not stream.is_given:
-        files = find_checkpoint(source)
+        checkpoint = checkpoint_at(source)
     else:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         space = STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
-        files = open_streamed(source, output.absolute().parent, space)
-    checkpoint = Checkpoint(files)
+        checkpoint = Checkpoint(open_streamed(source, output.absolute().parent, space))
     for note in checkpoint.notes():
         click.echo(note, err=True)
     return checkpoint

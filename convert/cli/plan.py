@@ -19,11 +19,13 @@ from moe_pack.formats import (
     ModelSpec,
     PartFormat,
     PlanError,
+    Progress,
     Selector,
     UsageError,
     option,
 )
-from moe_pack.formats.cli import command_errors, options_from
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import stage_of
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.hub.cli import MODEL
 from moe_pack.formats.spec import usual_dtypes, with_repeats
@@ -137,10 +139,11 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
     from moe_pack.convert.plan import plan_bytes, planner_for
 
     facts = known_facts(Path())
-    request = _request(path, options.profile, options.narrowed(), facts)
-    model = request.model
-    planner = planner_for(request.target, model, request.profile, facts)
-    offers = list(_offers(planner, request))
+    with TerminalProgress() as progress:
+        request = _request(path, options.profile, options.narrowed(), facts, progress)
+        model = request.model
+        planner = planner_for(request.target, model, request.profile, facts, progress)
+        offers = list(_offers(planner, request))
     first = offers[0].planned
     assert first is not None, "without a plan for the given loss, an error was raised"
     if request.device_line is not None:
@@ -158,14 +161,16 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
         )
 
 
-def _request(path: str, profile_folder: Path | None, target: Target, facts: MachineFacts | None) -> PlanRequest:
+def _request(
+    path: str, profile_folder: Path | None, target: Target, facts: MachineFacts | None, progress: Progress
+) -> PlanRequest:
     from moe_pack.calib.profile import Profile, assumed_losses, losses_of
     from moe_pack.calib.quantize import usual_repeats
     from moe_pack.convert import with_kept
     from moe_pack.convert.plan import PlanningModel, choose_target_device, defaults_text, with_kv_dtype
     from moe_pack.convert.plan.rotation import PlanRotation
 
-    spec, dtypes, lossless = _model(path)
+    spec, dtypes, lossless = _model(path, progress)
     profile = None if profile_folder is None else Profile(profile_folder)
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
@@ -181,7 +186,7 @@ def _request(path: str, profile_folder: Path | None, target: Target, facts: Mach
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts), device_line)
 
 
-def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
+def _model(path: str, progress: Progress) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
     """Returns the model, the dtype of each dense tensor, and the formats that keep its experts without loss.
 
     If only the model's dimensions are known, everything counts as bfloat16, which every plan may use.
@@ -195,10 +200,11 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
     is_on_hub = "/" in path and not folder.exists()
     has_weights = find_gguf(folder) is not None or (folder.is_dir() and any(folder.glob("*.safetensors")))
     if is_on_hub or has_weights:
-        # On the hub, a plan needs the headers of the weights' files only.
-        source = find_checkpoint(path) if has_weights else open_streamed(path, Path(gettempdir()))
-        with closing(Checkpoint(source)) as checkpoint:
-            return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
+        with stage_of(progress, "reading the checkpoint"):
+            # On the hub, a plan needs the headers of the weights' files only.
+            source = find_checkpoint(path) if has_weights else open_streamed(path, Path(gettempdir()))
+            with closing(Checkpoint(source)) as checkpoint:
+                return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
     spec = model_spec(path)
     return spec, usual_dtypes(spec), {}
 

@@ -25,6 +25,7 @@ from moe_pack.convert.cli.options import (
     PartOptions,
     StreamOptions,
     absolute_source,
+    checkpoint_at,
     chosen_device,
     open_source,
     run_on_ray,
@@ -32,7 +33,7 @@ from moe_pack.convert.cli.options import (
 )
 from moe_pack.formats import Progress, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, given
+from moe_pack.formats.commands import Stage, given, stage_of, time_text
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
 from moe_pack.runtime import DEVICE_OPTION
 
@@ -138,14 +139,13 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     Several machines can share the work (--part, --ray).
     """
     from moe_pack.calib.profile import make_profile, profile_of_imatrix, read_imatrix
-    from moe_pack.calib.sensitivity import time_text
     from moe_pack.convert.cli.measure import say_text
     from moe_pack.runtime import Text
 
     checkpoint = open_source(path, options.stream, options.output)
     start = time.perf_counter()
     if options.imatrix is not None:
-        with closing(checkpoint):
+        with closing(checkpoint), TerminalProgress() as progress, stage_of(progress, "reading the importance file"):
             profile = profile_of_imatrix(read_imatrix(options.imatrix), checkpoint, options.output)
         for line in _imatrix_lines(profile):
             click.echo(line)
@@ -317,7 +317,8 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     if options.pack is not None:
         with Pack(pack_folder(options.pack)) as pack:
             measured = measured_pack(pack, opened, bits_per_weight(pack))
-    page = report_html(opened, measured).encode()
+    with TerminalProgress() as progress, stage_of(progress, "drawing"):
+        page = report_html(opened, measured).encode()
     write_output(options.output, page, "--output")
     click.echo(f"{options.output}: {size_text(len(page))}")
 
@@ -414,14 +415,12 @@ def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
     these for its types of about 2 bits.
     """
     from moe_pack.calib.profile import Profile, dense_entries, write_imatrix
-    from moe_pack.convert import find_checkpoint
     from moe_pack.convert.cli.measure import expert_names
-    from moe_pack.formats.families import Checkpoint
 
     opened, dense = Profile(profile), None
     if options.against is not None:
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(closing(Checkpoint(find_checkpoint(options.against))))
+            checkpoint = stack.enter_context(closing(checkpoint_at(options.against)))
             progress = stack.enter_context(TerminalProgress())
             folder = stack.enter_context(TemporaryDirectory(prefix=".imatrix-", dir=options.output.parent))
             dense = dense_entries(opened, checkpoint, Path(folder), progress)

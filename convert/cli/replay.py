@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from moe_pack.convert.cli.options import known_facts
-from moe_pack.formats import ModelSpec, RunError, option, size_text
-from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.commands import did_you_mean, read_size
+from moe_pack.formats import ModelSpec, Progress, RunError, option, size_text
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import Stage, did_you_mean, read_size
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
@@ -127,7 +127,10 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
 
     with Pack(pack_folder(options.pack)) as pack:
         traffic = _replay_input(record, pack)
-        outcomes = [_replayed(traffic, pack, budget, options.policies) for budget in options.budgets]
+        with TerminalProgress() as progress:
+            progress.begin(Stage("replaying", (2 * len(options.policies) + 1) * len(options.budgets), "replays"))
+            outcomes = [_replayed(traffic, pack, budget, options.policies, progress) for budget in options.budgets]
+            progress.end()
         total = int(pack.index.size.sum())
     if options.as_json:
         click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
@@ -170,7 +173,9 @@ def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
         raise RunError(f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's")
 
 
-def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> ReplayComparison:
+def _replayed(
+    traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName], progress: Progress
+) -> ReplayComparison:
     """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had.
 
     Raises:  RunError if there are too few pages.
@@ -191,12 +196,18 @@ def _replayed(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequen
         )
     k, num_encoder_layers = pack.spec.router.num_experts_per_tok, first_moe_layers(pack.spec)[-1]
     facts = CacheFacts(pages, num_pages, k, passes.popularity, num_encoder_layers)
-    alone = {name: replay(passes, facts, extents, PRESETS[name].without_prediction()) for name in names}
-    whole = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
+    alone, whole = dict[PolicyName, ReplayResult](), dict[PolicyName, ReplayResult]()
+    for name in names:
+        alone[name] = replay(passes, facts, extents, PRESETS[name].without_prediction())
+        progress.advance(1, f"{name} without prediction")
+        whole[name] = replay(passes, facts, extents, PRESETS[name], run, traffic.paths)
+        progress.advance(1, name)
     predicted = {name: result for name, result in whole.items() if result.prediction in ("recorded", "routes")}
     judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
-    return ReplayComparison(plan, num_pages, alone, predicted, optimum(passes, facts, extents), best)
+    least = optimum(passes, facts, extents)
+    progress.advance(1, "the optimum")
+    return ReplayComparison(plan, num_pages, alone, predicted, least, best)
 
 
 def _division(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import click
 
 from moe_pack.formats import ConversionError, UsageError, option, size_text
 from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.commands import stage_of
 from moe_pack.formats.hub import HubName, parse_name
 from moe_pack.formats.hub.cli import PACK
 
@@ -86,7 +89,10 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
         click.echo(f"{size_text(sum(path.stat().st_size for path in files))} in {len(files)} files", err=True)
         click.echo(card)
         return
-    _upload(client, target, files, card, options.private)
+    name = f"uploading {size_text(sum(path.stat().st_size for path in files))}"
+    # On a terminal the hub's client shows bars of its own.
+    with TerminalProgress() as progress, nullcontext() if sys.stderr.isatty() else stage_of(progress, name):
+        _upload(client, target, files, card, options.private)
     click.echo(f"{pack}: is now {client.constants.ENDPOINT}/{target.repository}; run it: moe-run {target.text()}")
 
 

@@ -19,7 +19,19 @@ from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.search import CostedFormats, costed_formats, least_time, price
 from moe_pack.convert.plan.tiers import MemoryTier
-from moe_pack.formats import PackLayout, PartFormat, PlanError, RunError, Selector, part_format, size_text, uniform_plan
+from moe_pack.formats import (
+    NO_PROGRESS,
+    PackLayout,
+    PartFormat,
+    PlanError,
+    Progress,
+    RunError,
+    Selector,
+    part_format,
+    size_text,
+    uniform_plan,
+)
+from moe_pack.formats.commands import Stage
 from moe_pack.formats.plan import format_fault
 from moe_pack.formats.spec import SELECTORS
 
@@ -35,8 +47,9 @@ _UNIFORM_TRIED = 12  # uniform plans within the loss whose speed is estimated: t
 class Planner:
     """Makes plans for one model and one memory.
 
-    Args:    selectors: those to choose from.   is_fused: whether all experts of a layer have one format, of those that
-             vLLM's fused layers have, and all neurons run; the search is then `knapsack`.
+    Args:    selectors: those to choose from.   progress: is told of each plan that is tried.   is_fused: whether all
+             experts of a layer have one format, of those that vLLM's fused layers have, and all neurons run; the search
+             is then `knapsack`.
     Raises:  PlanError if the model has none of these selectors.
     """
 
@@ -46,6 +59,7 @@ class Planner:
         tier: MemoryTier,
         search: SearchName = "knapsack",
         selectors: Sequence[Selector] = SELECTORS,
+        progress: Progress = NO_PROGRESS,
         *,
         is_fused: bool = False,
     ) -> None:
@@ -56,6 +70,12 @@ class Planner:
         self._model = model
         self._tier = tier
         self._is_fused = is_fused
+        self._progress = progress
+        self._most_tried = {
+            "knapsack": _FIRST_TURNS * len(self._selectors) + _MORE_TURNS,
+            "edgemoe": len(self._selectors),
+            "uniform": _UNIFORM_TRIED,
+        }[search]
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
         self._formats: dict[Selector, CostedFormats] = {}
         self._refused: list[PackLayout] = []  # layouts of plans within the loss that do not fit the budget
@@ -68,10 +88,16 @@ class Planner:
                  if no plan is within the loss.
         """
         self._refused.clear()
-        plans = list(self._search(max_loss))
+        self._progress.begin(Stage("planning", self._most_tried, "plans"))
+        plans = []
+        for planned in self._search(max_loss):
+            plans.append(planned)
+            self._progress.advance(1, f"selector {planned.decision.plan.selector}")
         if plans:
             best = _fastest(plans)
-            return self.estimate(best.decision, best.gap)
+            found = self.estimate(best.decision, best.gap)
+            self._progress.end()
+            return found
         if not self._refused:
             raise PlanError(f"--max-loss: every plan loses more than {max_loss:.2g} nats; allow more")
         raise RunError(self._too_small())

@@ -30,8 +30,10 @@ from moe_pack.convert.plan.planner import Planner
 from moe_pack.convert.plan.tiers import CpuTier, GpuTier, MemoryTier, RoutingFacts, RowHeat
 from moe_pack.formats import (
     BF16,
+    NO_PROGRESS,
     ROW_GROUP,
     ModelSpec,
+    Progress,
     RunError,
     part_format,
     size_text,
@@ -127,7 +129,13 @@ def context_of(target: Target, spec: ModelSpec) -> int:
     return target.context_tokens
 
 
-def planner_for(target: Target, model: PlanningModel, profile: Profile | None, facts: MachineFacts | None) -> Planner:
+def planner_for(
+    target: Target,
+    model: PlanningModel,
+    profile: Profile | None,
+    facts: MachineFacts | None,
+    progress: Progress = NO_PROGRESS,
+) -> Planner:
     """Returns the planner for a target.
 
     Args:    profile: the one with the losses; if None, routes are drawn at random and all neurons run equally often.
@@ -136,7 +144,7 @@ def planner_for(target: Target, model: PlanningModel, profile: Profile | None, f
              as `Planner`.
     """
     tier = tier_for(target, model.spec, model.losses, profile, facts)
-    return Planner(model, tier, target.search, target.selectors, is_fused=target.purpose == "vllm")
+    return Planner(model, tier, target.search, target.selectors, progress, is_fused=target.purpose == "vllm")
 
 
 def tier_for(

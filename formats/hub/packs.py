@@ -58,7 +58,7 @@ def _downloaded(name: HubName, progress: Progress, patience: Patience | None) ->
     top = f"{variant}/" if variant else ""
     listed = [path for path in repository.files if path.startswith(top) and "/" not in path.removeprefix(top)]
     _check_space(name, repository, listed)
-    folder = repository.download(listed) / variant
+    folder = repository.download(listed, progress=progress) / variant
     try:
         with Pack(folder) as pack:
             audit(pack, progress)

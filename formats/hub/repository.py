@@ -9,15 +9,18 @@ long. Every request names the commit, so that all bytes belong to one state of t
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
+from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.hub.names import HubName
 
@@ -126,21 +129,32 @@ class HubRepository:
         while done < num_bytes and not self._patiently(go_on, lambda: done):
             pass
 
-    def download(self, patterns: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
+    def download(self, patterns: Sequence[str], unwanted: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Path:
         """Downloads the files that match to the hub's cache, except those there, and returns the snapshot's folder.
 
         Raises:  the repository's error.
         """
         client = import_client(self.name, self._error)
-        snapshot: str = self._patiently(
-            lambda: client.snapshot_download(
-                self.name.repository,
-                revision=self.name.revision,
-                cache_dir=client.constants.HF_HUB_CACHE,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(unwanted),
+        wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(unwanted)}
+        present = cached_snapshot(self.name, self._error)
+        missing = [
+            self.files[path].num_bytes
+            for path in client.utils.filter_repo_objects(self.files, **wanted)
+            if present is None or not (present / path).exists()
+        ]
+        progress.begin(Stage(f"downloading {self.name.text()}", sum(missing), "B"))
+        blobs = self.cache / f"models--{self.name.repository.replace('/', '--')}" / "blobs"
+        with _counted(blobs, progress):
+            snapshot: str = self._patiently(
+                lambda: client.snapshot_download(
+                    self.name.repository,
+                    revision=self.name.revision,
+                    cache_dir=client.constants.HF_HUB_CACHE,
+                    tqdm_class=_Hidden,
+                    **wanted,
+                )
             )
-        )
+        progress.end()
         return Path(snapshot)
 
     @property
@@ -172,6 +186,44 @@ class HubRepository:
 
     def _patiently(self, work: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
         return patiently(self.name, self._error, work, self._patience, progress, self._stop)
+
+
+class _Hidden(tqdm):  # type: ignore[misc]  # untyped
+    """A bar of the hub's client, which is not shown: `Progress` is."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})
+
+
+_COUNT_S = 1.0  # between two looks at the bytes of a download
+
+
+@contextmanager
+def _counted(folder: Path, progress: Progress) -> Iterator[None]:
+    """Reports the bytes by which the files of a folder grow, those that are not finished too."""
+
+    def num_bytes() -> int:
+        total = 0
+        for path in folder.glob("*"):
+            with suppress(OSError):  # it was renamed
+                total += path.stat().st_blocks * 512  # a file that is not finished may have holes
+        return total
+
+    def count() -> None:
+        before = num_bytes()
+        while not is_over.wait(_COUNT_S):
+            now = num_bytes()
+            progress.advance(max(now - before, 0))
+            before = max(now, before)
+
+    is_over = Event()
+    thread = Thread(target=count, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def patiently(
