@@ -51,8 +51,8 @@ class _Named(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the text."""
-        if (fault := text_fault(value)) is not None:
-            self.fail(fault, param, ctx)
+        if (wrong := text_fault(value)) is not None:
+            self.fail(wrong, param, ctx)
         try:
             if not Path(value).exists():
                 self._check(value)

@@ -1,8 +1,8 @@
-"""A conversation on a terminal: `moe-run packed/ --chat`.
+"""A conversation on a terminal: `moe-run packed/`.
 
 `Conversation` has the messages, makes the answers and does the commands; it knows no terminal. `_Terminal` reads what
-the user enters and shows what comes back: the text of answers on standard output, everything else on standard error.
-`converse` joins both.
+the user enters, which `Entry` puts together from lines, and shows what comes back: the text of answers on standard
+output, everything else on standard error. `converse` joins both.
 
 Every turn renders the whole conversation by the model's chat template, and the decoder keeps the beginning that it has
 computed already. Reasoning goes to the template as a field of its own, so that the template decides whether it stays.
@@ -42,6 +42,11 @@ _PROMPT, _NEXT_LINE = "> ", ". "
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NUM_SEEDS = 2**63  # as --seed takes
 _PRESSES_TO_LEAVE = 3  # of Ctrl-C during one answer: a pass over a prompt from a slow disk may take minutes
+_QUOTES = '"""'
+_QUOTED = re.compile(rf"(/\w+\s+)?{_QUOTES}(.*)", re.DOTALL)
+# What a terminal sends before and after a pasted text, while it is asked to.
+_PASTE, _END_OF_PASTE = "\x1b[200~", "\x1b[201~"
+_ASK_FOR_PASTE, _ASK_NO_MORE = "\x1b[?2004h", "\x1b[?2004l"
 _COMMANDS = {
     "/clear": "begins a new conversation; the system message stays",
     "/regenerate": "makes the last answer again, with another seed",
@@ -172,7 +177,8 @@ class Conversation:
             case "/help":
                 for usage, meaning in _COMMANDS.items():
                     self._screen.say(f"{usage:14} {meaning}")
-                self._screen.say("A message ends with its line; a \\ at the end of a line continues it.")
+                self._screen.say(f"{_QUOTES} begins and ends a message of several lines; so does a paste.")
+                self._screen.say("A \\ at the end of a line continues it in the next. Ctrl-C ends an answer.")
             case _:
                 self._screen.say(f"there is no command {name}; /help lists them, and a message may begin with a space")
         return True
@@ -369,25 +375,74 @@ def _write(path: Path, words: str) -> None:
         raise
 
 
+class Entry:
+    """What the user enters, put together from lines.
+
+    It is one line; or the lines that a \\ continues, or that stand between three quotes, perhaps after a command; or a
+    pasted text, which comes with line breaks in one line, or in several lines between the terminal's marks.
+    """
+
+    def __init__(self) -> None:
+        self._pasted: list[str] = []  # of a paste whose end has not come
+        self._lines: list[str] = []
+        self._before: str | None = None  # between quotes: the command before them, or nothing
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there are lines, and more must come."""
+        return bool(self._pasted or self._lines) or self._before is not None
+
+    def add(self, line: str) -> str | None:
+        """Adds a line; returns the whole entry when it is complete."""
+        text = "\n".join([*self._pasted, line])
+        if text.rfind(_PASTE) > text.rfind(_END_OF_PASTE):
+            self._pasted.append(line)
+            return None
+        self._pasted.clear()
+        text = text.replace(_PASTE, "").replace(_END_OF_PASTE, "")
+        if self._before is not None:
+            return self._quoted(text)
+        if not self._lines and (quoted := _QUOTED.fullmatch(text)):
+            rest = quoted[2].rstrip()
+            if rest.find(_QUOTES) in (-1, len(rest) - len(_QUOTES)):  # else it is a text that begins so, as code does
+                self._before = quoted[1] or ""
+                return self._quoted(quoted[2]) if rest else None
+        is_pasted = "\n" in text
+        if text.endswith("\\") and not is_pasted:
+            self._lines.append(text[:-1])
+            return None
+        return "\n".join([*self._lines, text.rstrip("\n") if is_pasted else text])
+
+    def _quoted(self, text: str) -> str | None:
+        """Adds text between quotes, which may end there."""
+        words = text.rstrip()
+        if not words.endswith(_QUOTES):
+            self._lines.append(text)
+            return None
+        words = "\n".join([*self._lines, words.removesuffix(_QUOTES)]).removesuffix("\n")
+        is_message = not self._before and words.lstrip().startswith("/")
+        return f" {words}" if is_message else f"{self._before}{words}"  # with a space it is no command
+
+
 class _Terminal:
     """The terminal: a line editor with a history where Python has one, and dimmed reasoning where colours are shown."""
 
     def __init__(self) -> None:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # `input` has a line editor once it is there
         is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         self._is_dimmed = sys.stderr.isatty() and not is_plain
         self._is_shared = sys.stdout.isatty()
+        # `input` has a line editor if it writes to the terminal too; without one the marks of a paste are asked for.
+        self._asks_for_paste = os.environ.get("TERM") != "dumb" and not (_open_editor() and self._is_shared)
         self._is_reasoning: bool | None = None  # what the last line has; None if it is no part of an answer
         self._last = ""
 
     def read(self) -> str | None:
         """Returns what the user enters, perhaps in several lines; None if it is the end of the conversation."""
-        lines: list[str] = []
+        entry = Entry()
         is_last_warning = False
         while True:
             try:
-                line = self._line(_NEXT_LINE if lines else _PROMPT)
+                line = self._line(_NEXT_LINE if entry.is_begun else _PROMPT)
             except EOFError:
                 click.echo(err=True)
                 return None
@@ -395,27 +450,32 @@ class _Terminal:
                 if type(fault) is not KeyboardInterrupt:  # SIGTERM ends the command
                     raise
                 click.echo(err=True)
-                is_empty = not lines and not _typed()
+                is_empty = not entry.is_begun and not _typed()
                 if is_empty and is_last_warning:
                     return None
                 if is_empty:
                     self.say("Ctrl-C once more, or Ctrl-D, ends the conversation.")
-                lines, is_last_warning = [], is_empty
+                entry, is_last_warning = Entry(), is_empty
                 continue
             except UnicodeDecodeError:
                 self.say("this line is not UTF-8 text; type it again")
                 continue
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
+            if (whole := entry.add(line)) is not None:
+                return whole
             is_last_warning = False
 
     def _line(self, prompt: str) -> str:
+        if self._asks_for_paste:
+            click.echo(_ASK_FOR_PASTE, nl=False, err=True)
         if not self._is_shared:  # `input` would write the prompt among the answers
             click.echo(prompt, nl=False, err=True)
             prompt = ""
-        # Where the locale is no UTF-8, bytes of other characters come as halves of surrogates.
-        return input(prompt).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        try:
+            # Where the locale is no UTF-8, bytes of other characters come as halves of surrogates.
+            return input(prompt).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        finally:
+            if self._asks_for_paste:
+                click.echo(_ASK_NO_MORE, nl=False, err=True)
 
     def show(self, words: str, is_reasoning: bool) -> None:
         if self._is_reasoning is not is_reasoning:
@@ -444,6 +504,17 @@ class _Terminal:
         click.echo(line, err=True)
 
 
+def _open_editor() -> bool:
+    """Gives `input` a line editor with a history, which takes a pasted text as one; returns whether there is one."""
+    try:
+        import readline
+    except ImportError:
+        return False
+    if "libedit" not in (readline.__doc__ or ""):  # which does not know it
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    return True
+
+
 def _typed() -> str:
     """Returns what stood in the line that Ctrl-C has ended; nothing without a line editor."""
     with suppress(ImportError):
@@ -462,7 +533,7 @@ def converse(name: str, text: Text, decoder: Decoder, options: ChatOptions, draf
     terminal = _Terminal()
     conversation = Conversation(text, decoder, options, terminal, drafts)
     terminal.say(f"{name}: a conversation of up to {decoder.cache.context_tokens:,} tokens. /help lists the commands.")
-    terminal.say("Ctrl-C ends an answer, Ctrl-D or /exit the conversation. A \\ at the end of a line continues it.")
+    terminal.say(f"Ctrl-C ends an answer, Ctrl-D or /exit the conversation. {_QUOTES} begins and ends several lines.")
     goes_on = True
     while goes_on and (entry := terminal.read()) is not None:
         with _ctrl_c_stops(conversation):

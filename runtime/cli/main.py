@@ -104,7 +104,14 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
 class RunOptions:
     """The options of `moe-run`."""
 
-    prompt: str | None = field(default=None, metadata=option("--prompt", "-p", help="The text to continue."))
+    prompt: str | None = field(
+        default=None,
+        metadata=option(
+            "--prompt",
+            "-p",
+            help="The text to continue.  [default: standard input; on a terminal a conversation]",
+        ),
+    )
     prompt_file: TextIO | None = field(
         default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is standard input.")
     )
@@ -112,8 +119,7 @@ class RunOptions:
         default=False,
         metadata=option(
             "--chat",
-            help="Send the prompt as a chat message, in the pack's own template; without a prompt, hold a conversation "
-            "on the terminal.",
+            help="Send the prompt as a chat message, in the pack's own template.",
         ),
     )
     context: int | None = field(
@@ -148,16 +154,10 @@ class RunOptions:
         Raises:  UsageError.
         """
         if self.context is not None and not self.is_conversation:
-            raise UsageError("--context needs a conversation; remove it, or give --chat without a prompt")
+            raise UsageError("--context needs a conversation; remove it, or leave out the prompt, on a terminal")
         if not self.bench.is_given:
-            if self.is_conversation and not sys.stdin.isatty():
-                raise UsageError(
-                    "--chat without a prompt is a conversation and needs a terminal; give --prompt or --prompt-file"
-                )
-            if (self.prompt is None) == (self.prompt_file is None) and not self.is_conversation:
-                raise UsageError(
-                    "give the text to continue, with either --prompt or --prompt-file, or --chat for a conversation"
-                )
+            if self.prompt is not None and self.prompt_file is not None:
+                raise UsageError("--prompt and --prompt-file are both the text to continue; remove one of them")
             return
         if self.stats:
             raise UsageError("--bench reports everything that --stats does; remove --stats")
@@ -167,7 +167,8 @@ class RunOptions:
     @property
     def is_conversation(self) -> bool:
         """Whether the user talks to the model on the terminal."""
-        return self.chat and self.prompt is None and self.prompt_file is None and not self.bench.is_given
+        has_prompt = self.prompt is not None or self.prompt_file is not None
+        return not has_prompt and not self.bench.is_given and sys.stdin is not None and sys.stdin.isatty()
 
     @property
     def num_tokens(self) -> int:
@@ -175,10 +176,15 @@ class RunOptions:
         return self.max_tokens or (64 if self.bench.is_given else 256)
 
     def text(self) -> str:
-        """Reads the text to continue.
+        """Reads the text to continue. Of standard input, the newline at its end is left out, which a shell adds.
 
-        Raises:  RunError if it is empty or no UTF-8 text.
+        Raises:  RunError if it is empty or no UTF-8 text; UsageError if there is none.
         """
+        if self.prompt is None and self.prompt_file is None:
+            text = "" if sys.stdin is None else _read(click.open_file("-", encoding="utf-8")).removesuffix("\n")
+            if not text:
+                raise UsageError("standard input is empty; give the text to continue with --prompt or --prompt-file")
+            return text
         text = _read(self.prompt_file) if self.prompt is None else self.prompt
         if not text:
             raise RunError("--prompt is empty; give at least one character")
@@ -192,7 +198,8 @@ class RunOptions:
 Examples:
   moe-run packed/ --prompt "It was a dark night"
   moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
-  moe-run packed/ --chat
+  moe-run packed/
+  echo "It was a dark night" | moe-run packed/
   moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats
   moe-run packed/ --prompt "It was a dark night" --budget 2G --stats
   moe-run packed/ --bench""",
@@ -202,7 +209,7 @@ Examples:
 @common_options
 @command_errors(interrupted="interrupted")
 def main(pack: Path, options: RunOptions, debug: bool) -> None:
-    """Continue a text with the model in PACK, or hold a conversation with it.
+    """Continue a text with the model in PACK, or without a prompt, on a terminal, hold a conversation with it.
 
     PACK is a folder that moe-pack convert wrote, or a pack on the hub, such as owner/repository:4bit, which is
     downloaded first.
@@ -282,9 +289,12 @@ def _converse(folder: Path, options: RunOptions) -> None:
     from moe_pack.runtime.generate import USUAL_CONTEXT
     from moe_pack.runtime.model import Decoder
 
+    click.echo(f"loading {folder.resolve().name}", err=True)
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
+        if not options.chat and (pack.spec.encoder is not None or text.chat_template is None):
+            raise RunError("this pack has no chat template; give the text to continue with --prompt")
         _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
         most = pack.spec.max_position_embeddings
         context = min(USUAL_CONTEXT, most) if options.context is None else options.context

@@ -1,4 +1,4 @@
-"""`moe-run --chat` without a prompt: a conversation, on a real pseudo-terminal and without one."""
+"""`moe-run` without a prompt: a conversation, on a real pseudo-terminal and without one."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import IO, cast
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from waiting import HANG_S, wait_until, wait_until_asleep
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
-from moe_pack.runtime.cli.chat import ChatOptions, Conversation
+from moe_pack.runtime.cli.chat import ChatOptions, Conversation, Entry
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
@@ -362,7 +362,6 @@ def test_a_saved_conversation_is_json_and_no_other_file_is_written_over(text: Te
 
 def test_what_is_no_conversation_is_refused(packed: Path) -> None:
     cases = (
-        (["--chat"], "--chat without a prompt is a conversation and needs a terminal; give --prompt or --prompt-file"),
         (["--context", "64", "--prompt", "x"], "--context needs a conversation; remove it"),
         (["--context", "64", "--chat", "--prompt", "x"], "--context needs a conversation; remove it"),
         (["--context", "64", "--bench"], "--context needs a conversation; remove it"),
@@ -377,14 +376,14 @@ def test_what_is_no_conversation_is_refused(packed: Path) -> None:
 class Person:
     """Somebody at a terminal who types and waits until something is there."""
 
-    def __init__(self, folder: Path, *options: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *options: str, stdout: IO[bytes] | None = None, **environment: str) -> None:
         self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "moe_pack.runtime.cli", str(folder), "--chat", *options]
+        command = [sys.executable, "-m", "moe_pack.runtime.cli", str(folder), *options]
         names = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
         self.process = subprocess.Popen(
             command,
             stdin=slave,
-            stdout=slave,
+            stdout=slave if stdout is None else stdout,
             stderr=slave,
             start_new_session=True,
             env={**names, "TERM": "xterm", "LC_ALL": "C.UTF-8", **environment},
@@ -442,10 +441,13 @@ def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     with Person(packed, "--seed", "3", "--stats", "--context", "4000") as person:
         header = person.sees(r"\n> ")
+        assert header.startswith("loading packed\n")
         assert "packed: a conversation of up to 4,000 tokens. /help lists the commands." in header
-        person.types("Tell me\\\n")
+        person.types('/system """Be kind.\n')
         person.sees(r"\n\. ")
-        person.types("a stories\x7f\x7f\x7fy\n")  # which the line editor makes "a story"
+        person.types('Always."""\n')
+        person.sees(r"the system message is set, .*\n> ")
+        person.types("\x1b[200~Tell me\ra stories\r\x1b[201~\x7f\x7f\x7f\x7fy\n")  # a paste, which is mended: "a story"
         person.sees(r"y\n.*\S.*\S")
         person.types("\x03")  # Ctrl-C
         person.sees(r"answer \d+ tokens, .*0 cached, .*seed 3\n> ")
@@ -454,7 +456,7 @@ def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
         person.types("\x03")
         person.sees(r"seed 4\n> ")
         person.types(f"/save {saved}\n")
-        person.sees(r"2 messages are in .*\n> ")
+        person.sees(r"3 messages are in .*\n> ")
         person.types("/system think\n")
         person.sees(r"the system message is set, .*\n> ")
         person.types("Hello\n")
@@ -474,8 +476,9 @@ def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
         person.sees(r"computed by .*\n")
         assert person.exit_code() == 0
     messages = json.loads(saved.read_text("utf-8"))["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert messages[0]["content"] == "Tell me\na story" and messages[1]["content"].strip()
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[0]["content"] == "Be kind.\nAlways."
+    assert messages[1]["content"] == "Tell me\na story" and messages[2]["content"].strip()
 
 
 def test_a_terminal_without_colours_and_the_end_by_ctrl_d(packed: Path, tmp_path: Path) -> None:
@@ -509,5 +512,58 @@ def test_a_pack_without_a_chat_template_holds_no_conversation(tmp_path: Path) ->
     source = TinyMixtral(vocab_size=4096).write_with_tokenizer(tmp_path / "source")
     pack(source, tmp_path / "packed")
     with Person(tmp_path / "packed") as person:
-        person.sees(r"--chat needs a chat template, and this pack has none; remove --chat\n")
+        person.sees(r"this pack has no chat template; give the text to continue with --prompt\n")
         assert person.exit_code() == 1
+
+
+QUOTES = '"""'
+PASTE, END = "\x1b[200~", "\x1b[201~"  # what a terminal sends before and after a pasted text
+ENTRIES = {
+    "a line": (["Hello"], "Hello"),
+    "an empty line": ([""], ""),
+    "continued lines": (["Tell me\\", "a\\", "story"], "Tell me\na\nstory"),
+    "quotes in one line": ([f"{QUOTES}Hello{QUOTES}  "], "Hello"),
+    "nothing between quotes": ([QUOTES, QUOTES], ""),
+    "quotes around lines": ([f"{QUOTES}Tell me", "", "  a story\\", QUOTES], "Tell me\n\n  a story\\"),
+    "quotes at the ends of lines": ([QUOTES, "Tell me", f"a story{QUOTES}"], "Tell me\na story"),
+    "a path between quotes": ([QUOTES, "/etc/hosts", QUOTES], " /etc/hosts"),  # no command
+    "a command with quotes": ([f"/system {QUOTES}Be kind.", f"Always.{QUOTES}"], "/system Be kind.\nAlways."),
+    "a pasted text": (["def f():\n    return 1\n"], "def f():\n    return 1"),  # as a line editor returns it
+    "a pasted text after words": (["Explain: a\nb"], "Explain: a\nb"),
+    "a pasted text with a \\ at its end": (["a\nb\\"], "a\nb\\"),
+    "a pasted file that begins with quotes": (
+        [f"{QUOTES}Doc.{QUOTES}\nimport os\n"],
+        f"{QUOTES}Doc.{QUOTES}\nimport os",
+    ),
+    "a paste between quotes": ([QUOTES, "a\nb", QUOTES], "a\nb"),
+    "a marked paste": ([f"{PASTE}def f():", "    return 1", END], "def f():\n    return 1"),
+    "a marked paste after words": ([f"Explain: {PASTE}a", "", f"b{END} please"], "Explain: a\n\nb please"),
+    "two marked pastes": ([f"{PASTE}a", f"b{END} and {PASTE}c", f"d{END}"], "a\nb and c\nd"),
+    "a marked paste of one line": ([f"{PASTE}Hello{END}"], "Hello"),
+    "a marked paste between quotes": ([QUOTES, f"{PASTE}a", f"b{END}", QUOTES], "a\nb"),
+}
+
+
+def test_lines_become_entries() -> None:
+    for name, (lines, expected) in ENTRIES.items():
+        with case(name):
+            entry = Entry()
+            assert not entry.is_begun
+            *first, last = lines
+            for line in first:
+                assert entry.add(line) is None and entry.is_begun
+            assert entry.add(last) == expected
+
+
+def test_a_paste_is_one_message_where_there_is_no_line_editor(packed: Path, tmp_path: Path) -> None:
+    """Where answers go to a file, the terminal is asked to mark what is pasted."""
+    saved, answers = tmp_path / "chat.json", tmp_path / "answers.txt"
+    with answers.open("wb") as file, Person(packed, "--max-tokens", "2", stdout=file) as person:
+        person.sees(r"\n> ")
+        person.types(f"{PASTE}Tell me\na story{END}\n")
+        person.sees("the answer ends after 2 tokens.*> ")
+        person.types(f"/save {saved}\n")
+        person.sees(r"2 messages are in .*\n> ")
+        person.types("/exit\n")
+        assert person.exit_code() == 0
+    assert json.loads(saved.read_text("utf-8"))["messages"][0]["content"] == "Tell me\na story"

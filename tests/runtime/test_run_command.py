@@ -57,6 +57,7 @@ def test_a_prompt_can_come_from_a_file_or_standard_input(demo: Path, tmp_path: P
     expected = run(demo, "--prompt", "She was", *options).stdout
     assert run(demo, "--prompt-file", tmp_path / "prompt.txt", *options).stdout == expected
     assert run(demo, "--prompt-file", "-", *options, text="She was").stdout == expected
+    assert run(demo, *options, text="She was\n").stdout == expected  # as echo writes it
 
 
 def test_a_chat_is_the_templates_prompt_and_ends_at_the_tokenizers_end(tmp_path: Path) -> None:
@@ -116,8 +117,9 @@ ERRORS = {
     "top-k": (["--prompt", "x", "--top-k", "-1"], 1, "moe-run: --top-k: found -1, expected a whole number from 0 up\n"),
     "min-p": (["--prompt", "x", "--min-p", "2"], 1, "moe-run: --min-p: found 2.0, expected a number from 0 to 1\n"),
     "chat": (["--prompt", "x", "--chat"], 1, "moe-run: --chat needs a chat template, and this pack has none"),
-    "no prompt": ([], 2, "give the text to continue, with either --prompt or --prompt-file"),
-    "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "give the text to continue"),
+    "no prompt": ([], 2, "standard input is empty; give the text to continue with --prompt or --prompt-file"),
+    "no message": (["--chat"], 2, "standard input is empty; give the text to continue"),
+    "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "--prompt and --prompt-file are both the text to"),
     "no tokens": (["--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
     "unknown option": (["--prompt", "x", "--pages", "1"], 2, "No such option"),
 }
