@@ -34,6 +34,7 @@ from moe_pack.calib.sensitivity import (
     log_probabilities,
 )
 from moe_pack.formats import Progress
+from moe_pack.formats.commands import stage_of
 from moe_pack.formats.json_files import Count, Share
 from moe_pack.runtime.model import embed
 
@@ -119,7 +120,9 @@ class ModelPass:
         """Runs all sequences through the remaining layers."""
         states, spec = self._states, self._spec
         layers = range(states.next_layer, spec.num_hidden_layers)
-        progress.begin(self._cost(layers).stage(stage))
+        with stage_of(progress, f"timing {stage}"):
+            cost = self._cost(layers)
+        progress.begin(cost.stage(stage))
         for layer in layers:
             tokens = states.enter(layer)
             progress.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")

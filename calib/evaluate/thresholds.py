@@ -38,6 +38,7 @@ from moe_pack.calib.sensitivity import (
     kinds_of_layers,
 )
 from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical, dump
+from moe_pack.formats.commands import stage_of
 from moe_pack.formats.json_files import Count, Positive
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.writer import rewrite_thresholds
@@ -219,7 +220,9 @@ class _Run:
             self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
         )
         layers = range(states.next_layer, spec.num_hidden_layers)
-        self._progress.begin((self._cost(Trial(self._weights, states), layers)).stage("thresholds"))
+        with stage_of(self._progress, "timing thresholds"):
+            cost = self._cost(Trial(self._weights, states), layers)
+        self._progress.begin(cost.stage("thresholds"))
         for layer in layers:
             tokens = states.enter(layer)
             self._progress.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")

@@ -83,6 +83,7 @@ from moe_pack.calib.sensitivity import (
     kind_of,
     kinds_of_layers,
     prediction_cost,
+    stage_of_phases,
 )
 from moe_pack.calib.statistics import (
     InputFiles,
@@ -105,7 +106,7 @@ from moe_pack.formats import (
     canonical,
     dump,
 )
-from moe_pack.formats.commands import Part, Stage
+from moe_pack.formats.commands import Part, Stage, stage_of
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
 from moe_pack.formats.sidecar import tensor_sidecar_bytes
@@ -263,7 +264,9 @@ class _Run:
             results=self._results,
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
-        self._progress.begin((self._statistics_cost(Trial(self._weights, states), layers)).stage("statistics"))
+        with stage_of(self._progress, "timing statistics"):
+            cost = self._statistics_cost(Trial(self._weights, states), layers)
+        self._progress.begin(cost.stage("statistics"))
         for layer in layers:
             with self._results.step(f"statistics-{layer:03d}"):
                 tokens = states.enter(layer)
@@ -390,7 +393,9 @@ class _Run:
             self._vectors(),
             self._results,
         )
-        self._progress.begin(stage.cost().stage("sensitivity"))
+        with stage_of(self._progress, "timing sensitivity"):
+            cost = stage.cost()
+        self._progress.begin(stage_of_phases("sensitivity", cost))
         give_back_freed()
         while stage.states.next_layer < self._spec.num_hidden_layers:
             with self._results.step(f"forward-{stage.states.next_layer:03d}"):
@@ -422,7 +427,9 @@ class _Run:
             self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        self._progress.begin((stage.cost(layers)).stage("each expert at 2 bits"))
+        with stage_of(self._progress, "timing experts at 2 bits"):
+            cost = stage.cost(layers)
+        self._progress.begin(cost.stage("each expert at 2 bits"))
         for layer in layers:
             with self._results.step(f"exact-{layer:03d}"):
                 stage.layer(layer, self._progress)
@@ -449,7 +456,8 @@ class _Run:
         ]
         if not left:
             return
-        one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
+        with stage_of(self._progress, "timing predictors"):
+            one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
         self._progress.begin((one * len(left)).stage("predictors", is_most=True))
 
         def work(layer_idx: int) -> Arrays:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         kind_of,
         kinds_of_layers,
         prediction_cost,
+        stage_of_phases,
     )
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,
@@ -73,4 +74,5 @@ __all__ = [
     "prediction_cost",
     "quantized_formats",
     "roundable_roles",
+    "stage_of_phases",
 ]

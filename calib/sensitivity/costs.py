@@ -5,7 +5,7 @@ each kind of work once, on random inputs and the model's own weights, and multip
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -32,7 +32,7 @@ from moe_pack.calib.sensitivity.gradients import (
 from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.statistics import cost as training_cost
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, PartFormat, Quantizer, dense_roles, size_text
-from moe_pack.formats.commands import Stage, time_text
+from moe_pack.formats.commands import Kind, Stage, time_text
 from moe_pack.runtime.model import Weights, run_expert
 
 _TRIED_TOKENS = 512
@@ -67,6 +67,15 @@ class Cost:
         kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
         return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
+
+
+def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> Stage:
+    """Returns a stage whose phases take unlike times for a multiplication; `advance` names them as its kinds."""
+    kinds = tuple(
+        Kind(phase, cost.multiplications, cost=cost.seconds / max(cost.multiplications, 1))
+        for phase, cost in phases.items()
+    )
+    return replace(sum(phases.values(), start=Cost()).stage(name), kinds=kinds)
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -101,6 +102,7 @@ _DENSE_TOKENS = 512  # to measure dense matrices on
 _HEAD_TOKENS = 256  # to judge a rounded head on
 _SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mixed with
 Compared = tuple[Quantizer, PartFormat]
+Phase = Literal["forward", "back", "copies"]  # of the stage: their multiplications take unlike times
 
 
 class SensitivityPass:
@@ -173,8 +175,8 @@ class SensitivityPass:
         """The layer at which the decoder begins: 0 without an encoder."""
         return 0 if self.spec.encoder is None else self.spec.encoder.num_layers
 
-    def cost(self) -> Cost:
-        """Returns the estimated cost of what is left of the pass."""
+    def cost(self) -> dict[Phase, Cost]:
+        """Returns the estimated cost of what is left of the pass, by phase."""
         spec, trial, S = self.spec, Trial(self.weights, self.states), self.states.sequence_length
         router, every = spec.router, calibrated_formats(spec.hidden_size)
         choices = self.num_tokens * router.num_experts_per_tok
@@ -191,26 +193,27 @@ class SensitivityPass:
             anchored, compared = anchored + one, compared + one * len(measured_formats(every))
         copied, num_copies = self.num_copied * S, min(MOST_COPIES, len(spec.moe_layers))
         rounded = trial.rounded(RoundedExperts(self.stored_experts, WIDTHS[0], plainly_rounded)) * router.num_experts
-        total = trial.predicted(copied) * (1 + num_copies)
+        forward, on_way_back, of_copies = Cost(), Cost(), trial.predicted(copied) * (1 + num_copies)
         if self._above is None:
-            total += trial.predicted_back(self.num_tokens)
+            on_way_back += trial.predicted_back(self.num_tokens)
         for layer in range(spec.num_hidden_layers):
             half, is_moe = halves[kind_of(spec, layer)], layer in spec.moe_layers
             if layer >= self.states.next_layer:
-                total += half * self.num_sequences + plain * (choices * is_moe)
+                forward += half * self.num_sequences + plain * (choices * is_moe)
             if layer <= self.next_back:
                 tried = self._num_dense_sequences(layer) * (len(roundable_roles(spec, layer)) + 1)
-                total += half * (self.num_sequences + tried) + halves_back[kind_of(spec, layer)] * self.num_sequences
+                on_way_back += half * (self.num_sequences + tried)
+                on_way_back += halves_back[kind_of(spec, layer)] * self.num_sequences
                 if spec.residual is not None:
-                    total += plain * (choices * is_moe)  # experts run again
+                    on_way_back += plain * (choices * is_moe)  # experts run again
                 if is_moe:
                     own = self._reference(spec.moe_layers.index(layer)) is None
-                    total += back + (compared if own else anchored)
+                    on_way_back += back + (compared if own else anchored)
             begun = self._num_begun(layer, num_copies)
-            total += half * (self.num_copied * begun)
+            of_copies += half * (self.num_copied * begun)
             if is_moe:
-                total += plain * (copied * begun * router.num_experts_per_tok) + rounded
-        return total
+                of_copies += plain * (copied * begun * router.num_experts_per_tok) + rounded
+        return {"forward": forward, "back": on_way_back, "copies": of_copies}
 
     def _num_begun(self, layer: int, num_copies: int) -> int:
         """Returns how many of the copies run through a layer."""
@@ -238,12 +241,12 @@ class SensitivityPass:
         """Takes all sequences through the next layer."""
         states, layer = self.states, self.states.next_layer
         tokens = states.enter(layer)
-        progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
+        progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}", "forward")
         if layer in self.spec.moe_layers:
-            self._run_experts(tokens, layer, progress)
+            self._run_experts(tokens, layer, progress, "forward")
         states.leave(layer, tokens)
 
-    def _run_experts(self, tokens: LayerTokens, layer: int, progress: Progress) -> None:
+    def _run_experts(self, tokens: LayerTokens, layer: int, progress: Progress, phase: Phase) -> None:
         """Adds the outputs of a layer's experts."""
         layer_idx, E = self.spec.moe_layers.index(layer), self.spec.router.num_experts
 
@@ -255,7 +258,9 @@ class SensitivityPass:
         for expert, outputs in enumerate(self._results.in_order("experts", work, range(E), 1)):
             token_idx, weights = tokens.of_expert(expert)
             self._add(self.states, tokens, token_idx, weights, outputs)
-            progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+            progress.advance(
+                expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", phase
+            )
 
     def _outputs(
         self,
@@ -290,7 +295,7 @@ class SensitivityPass:
             self._above = self._prediction_gradients(progress)
         tokens, above = states.inside(layer, self.num_sequences), self._above
         num_tokens = len(tokens.x)
-        progress.advance(self._half(layer) * num_tokens, f"layer {layer}")
+        progress.advance(self._half(layer) * num_tokens, f"layer {layer}", "back")
         of_x, of_inputs, of_outputs = self._end_back(layer, tokens, above, progress)
         below = torch.zeros_like(tokens.inputs)  # with respect to `inputs`, through experts
         of_experts = (torch.zeros(0),) * 5
@@ -322,7 +327,7 @@ class SensitivityPass:
             gradients[rows] = gradient
             for each in of_text:
                 self._other[rows] += each
-        progress.advance(2 * self._half(layer) * num_tokens, f"layer {layer}")
+        progress.advance(2 * self._half(layer) * num_tokens, f"layer {layer}", "back")
         # Below the decoder's first layer comes the encoder's last one.
         if layer == self.first_decoder_layer > 0:
             gradients, self._other = self._other, gradients
@@ -340,7 +345,7 @@ class SensitivityPass:
         if tokens.outputs is None:
             return above, None, above * self.spec.residual_multiplier
         if layer in self.spec.moe_layers:
-            self._run_experts(tokens, layer, progress)
+            self._run_experts(tokens, layer, progress, "back")
         S, all_outputs = self.states.sequence_length, tokens.outputs
         found = tuple(torch.empty_like(each) for each in (tokens.x, tokens.inputs, all_outputs))
 
@@ -392,7 +397,7 @@ class SensitivityPass:
         S = self.states.sequence_length
         for found in self._results.in_order("predictions", work, range(self.num_sequences), 1):
             pieces.extend(found)
-            progress.advance(2 * S * self.spec.hidden_size * self.spec.vocab_size, "predictions")
+            progress.advance(2 * S * self.spec.hidden_size * self.spec.vocab_size, "predictions", "back")
         return torch.cat(pieces)
 
     def _experts_back(
@@ -441,7 +446,9 @@ class SensitivityPass:
             quantized[expert], repeated[expert], sparse[expert] = found[:3]
             if expert == popular:
                 moments = tuple(each.to(self.device) if len(each) else None for each in found[3:])
-            progress.advance(2 * expert_multiplications(spec) * len(token_idx), f"layer {layer} expert {expert}")
+            progress.advance(
+                2 * expert_multiplications(spec) * len(token_idx), f"layer {layer} expert {expert}", "back"
+            )
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
         compared = (
             lambda: self._ratios(layer_idx, popular, moments),
@@ -557,7 +564,7 @@ class SensitivityPass:
             idx = item % len(roles)
             losses[idx] += float(mean) / 2 / number * steps
             done = 1 + (idx == 0)  # the first with the original
-            progress.advance(self._half(layer) * S * done, f"layer {layer}")
+            progress.advance(self._half(layer) * S * done, f"layer {layer}", "back")
         return losses
 
     def _num_dense_sequences(self, layer: int) -> int:
@@ -576,7 +583,7 @@ class SensitivityPass:
             layer = states.next_layer
             with self._results.step(f"copies-{layer:03d}"):
                 tokens = states.enter(layer)
-                progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}")
+                progress.advance(self._half(layer) * len(tokens.x), f"layer {layer}", "copies")
                 if layer in self.spec.moe_layers:
                     self._run_copies(states, tokens, copies, layer, progress)
                 states.leave(layer, tokens, self._begun(copies, layer + 1))
@@ -606,7 +613,7 @@ class SensitivityPass:
                 for piece in pieces:
                     sums += piece.numpy()
                 products = S * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
-                progress.advance(products, "predictions")
+                progress.advance(products, "predictions", "copies")
             (embedding,), (head,) = self._results.in_order("dense", change_dense, range(2), 1)
         states.close()
         num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
@@ -670,7 +677,9 @@ class SensitivityPass:
             num_changed = -(-int(changes.sum()) // CHUNK_TOKENS)
             for chosen, of_these in ((changes, outputs[:num_changed]), (~changes, outputs[num_changed:])):
                 self._add(states, tokens, token_idx[chosen], weights[chosen], of_these)
-            progress.advance(expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}")
+            progress.advance(
+                expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", "copies"
+            )
 
     def _embedding_divergences(self) -> Array:
         """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order; 0 if it cannot be rounded."""

@@ -152,7 +152,9 @@ def test_a_plans_parts_sum_to_the_target() -> None:
 def test_a_plan_without_a_profile_says_that_its_losses_are_assumed(small: Path) -> None:
     done = run("plan", small, "--target-vram", "256M", "--device", "cpu")
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    stages = [line.split(" done in ")[0] for line in done.stderr.splitlines()]
+    assert stages == ["planning: 11 plans", "planning:"] * 3  # for the given loss and two others
+    lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{small}: granitemoe, 2 layers of 32 experts, ")
     assert lines[1].startswith("losses assumed: the losses of another model, ") and "routes drawn evenly" in lines[1]
     assert "by default --max-loss 1%: of perplexity" in lines

@@ -49,7 +49,7 @@ def test_every_output_about_a_pack_says_that_its_text_is_noise(config: Path, tmp
         rf"measure its speed: moe-run {out} --bench\n",
         first.stdout,
     )
-    assert re.fullmatch(rf"mixtral, 3 layers of 4 experts: about [\d.]+ KiB; {NOISE}\n", first.stderr)
+    assert re.match(rf"mixtral, 3 layers of 4 experts: about [\d.]+ KiB; {NOISE}\npacking: [\d.]+ KiB\n", first.stderr)
     assert again.stdout == (
         f"{out}: already contains the pack of this model with these options; nothing to do; {NOISE}\n"
     )

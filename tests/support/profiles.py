@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +30,14 @@ class StoppedError(Exception):
 class Recorder:
     """Progress that writes down all it is told, and stops the run at one of these events.
 
-    `done`: what all stages add up to.   `lines`: what was said.
+    `done`: what all stages add up to, `by_kind` by kinds of work.   `lines`: what was said.
     """
 
     stop_at: int | None = None
     events: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     done: int = 0
+    by_kind: Counter[str] = field(default_factory=Counter)
 
     def begin(self, stage: Stage) -> None:
         assert stage.total >= 0 and stage.seconds >= 0
@@ -44,6 +46,7 @@ class Recorder:
     def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         assert amount >= 0
         self.done += amount
+        self.by_kind[kind] += amount
         self._event(what)
 
     def end(self) -> None:
