@@ -26,7 +26,7 @@ from moe_pack.formats import (
     Progress,
     dump,
 )
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.commands import Kind, Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import UNUSED_FILE, DenseLayout, ngrams_file
 from moe_pack.formats.manifest import SOURCE_FILE, RotationVectors, read_account
@@ -177,7 +177,7 @@ def _compare_tables(pack: Pack, checkpoint: Checkpoint, progress: Progress) -> N
             stored = pack.read_ngrams(table, start, stop)
             if not np.array_equal(stored[:, : table.rows.crc_offset], checkpoint.table_rows(table.layer, start, stop)):
                 raise PackError(f"{ngrams_file(table.layer)}: rows {start} to {stop} do not match the checkpoint's")
-            progress.advance(stored.nbytes)
+            progress.advance(stored.nbytes, f"n-gram table of layer {table.layer}", "dense")
 
 
 def _compare_expert(
@@ -251,17 +251,20 @@ def compare_weights(
     """
     weights = PackWeights(pack, torch.device("cpu"), operations)
     sums: dict[tuple[str, str], _Sums] = {}
-    progress.begin(Stage("comparing", pack.manifest.totals.content, "B"))
+    tables = sum(table.num_rows * table.rows.row_bytes for table in pack.layout.ngrams)
+    dense_bytes = sum(dense.entry.num_bytes for dense in pack.layout.dense) + tables
+    kinds = Kind("dense", dense_bytes), Kind("experts", int(pack.index.size.sum()))
+    progress.begin(Stage.of_kinds("comparing", kinds, size_text(sum(kind.total for kind in kinds))))
     for dense in pack.layout.dense:
         _compare_dense(weights, checkpoint, dense, sums)
-        progress.advance(dense.entry.num_bytes)
+        progress.advance(dense.entry.num_bytes, dense.role.name, "dense")
     order = pack.read_order()
     for layer_idx, layer in enumerate(pack.layout.experts):
         for expert, layout in enumerate(layer):
             formats = pack.index.experts[layer_idx][expert]
             rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
             _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, pack.rotation, sums)
-            progress.advance(layout.num_bytes)
+            progress.advance(layout.num_bytes, f"layer {layer_idx} expert {expert}", "experts")
     _compare_unused(pack, checkpoint)
     _compare_tables(pack, checkpoint, progress)
     progress.end()

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage, check_is_folder
+from moe_pack.formats.commands import NO_PROGRESS, Kind, Progress, Stage, check_is_folder, size_text
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.layout import (
     DENSE_FILE,
@@ -344,24 +344,28 @@ def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
 
     Raises:  PackError for the first fault.
     """
-    progress.begin(Stage("checking", pack.manifest.totals.content, "B"))
+    total = pack.manifest.totals.content
+    files = sum(listed.bytes for listed in pack.manifest.files)
+    kinds = Kind("files", files), Kind("experts", total - files)
+    progress.begin(Stage.of_kinds("checking", kinds, size_text(total)))
     for listed in pack.manifest.files:
         pack.check_file(listed.name)
-        progress.advance(listed.bytes)
+        progress.advance(listed.bytes, listed.name, "files")
     pack.read_order()
     read_account(pack.read_file(SOURCE_FILE).tobytes())
     _check_dense_rows(pack)
     for table in pack.layout.ngrams:
         _check_table_rows(pack, table)
     for layer_idx, file in enumerate(pack.layout.expert_files):
-        progress.advance(len(file.header))
+        name = pack.manifest.expert_files[layer_idx].name
+        progress.advance(len(file.header), name, "experts")
         for expert, layout in enumerate(pack.layout.experts[layer_idx]):
             _check_expert(pack, layer_idx, expert)
-            progress.advance(layout.num_bytes)
+            progress.advance(layout.num_bytes, name, "experts")
         for padding in pack.padding(layer_idx):
             if pack.read_range(layer_idx, padding).any():
-                raise PackError(f"{pack.manifest.expert_files[layer_idx].name}: {padding.name} is not zero")
-            progress.advance(padding.num_bytes)
+                raise PackError(f"{name}: {padding.name} is not zero")
+            progress.advance(padding.num_bytes, name, "experts")
     progress.end()
 
 
