@@ -25,6 +25,7 @@ from moe_pack.formats import (
     PartFormat,
     Progress,
     dump,
+    size_text,
 )
 from moe_pack.formats.commands import Kind, Stage
 from moe_pack.formats.families import Checkpoint

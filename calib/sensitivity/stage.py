@@ -175,7 +175,7 @@ class SensitivityPass:
         """The layer at which the decoder begins: 0 without an encoder."""
         return 0 if self.spec.encoder is None else self.spec.encoder.num_layers
 
-    def cost(self) -> dict[Phase, Cost]:
+    def cost(self) -> dict[str, Cost]:
         """Returns the estimated cost of what is left of the pass, by phase."""
         spec, trial, S = self.spec, Trial(self.weights, self.states), self.states.sequence_length
         router, every = spec.router, calibrated_formats(spec.hidden_size)

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 import click
 
@@ -390,7 +390,7 @@ def _show(lines: list[tuple[str, str]]) -> None:
         click.echo(f"{name:16} {value}", err=True)
 
 
-def _read(file: TextIO | None) -> str:
+def _read(file: IO[str] | None) -> str:
     assert file is not None, "there is either --prompt or --prompt-file"
     try:
         return file.read()
