@@ -68,6 +68,7 @@ from moe_pack.formats import (
     PartFormat,
     Plan,
     Progress,
+    Quantizer,
     RowLayout,
     dense_roles,
     size_text,
@@ -85,7 +86,7 @@ from moe_pack.formats.layout import (
     write_rows,
 )
 from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
-from moe_pack.formats.plan import Quantizer, dense_quantizer, format_text
+from moe_pack.formats.plan import dense_quantizer, format_text
 from moe_pack.formats.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
@@ -265,11 +266,13 @@ _WEIGHT_COSTS: dict[Quantizer, float] = {"nearest": 2.5, "absmax": 2.5, "hqq": 4
 _TRELLIS_COST = 10.0  # times as long as other codes
 
 
-def kind_of_work(recipe: Recipe, item: Item) -> tuple[str, float]:
+def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: Item) -> tuple[str, float]:
     """Returns the name of an item's kind of work, and the time of a byte of that kind, compared with other kinds.
 
     A weight takes about equally long in all widths, so that experts of different sizes are different kinds.
     """
+    if earlier is not None and earlier.contains(item):
+        return _COPIED
     spec = recipe.layout.spec
     if item.kind == "expert":
         formats = recipe.plan.experts[item.layer][item.expert]
@@ -559,10 +562,7 @@ def convert(
                 return made_item(recipe, item, stop)
             return made_item(recipe, item, stop, stored.of_layer(item.layer))
 
-        def kind(item: Item) -> tuple[str, float]:
-            is_copied = source_pack is not None and source_pack.contains(item)
-            return _COPIED if is_copied else kind_of_work(recipe, item)
-
+        kind = partial(kind_of_work, recipe, source_pack)
         work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item), kind=kind)
         if stored is not None:
             work = replace(work, enter_layer=stored.enter_layer, end=stored.remove, end_all=stored.remove_all)

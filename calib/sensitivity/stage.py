@@ -412,7 +412,6 @@ class SensitivityPass:
         thresholds = torch.from_numpy(self.thresholds(layer_idx)).to(self.device)
         by_weight = torch.zeros_like(tokens.weights)
         rotation = self._rotation(layer_idx)
-
         num_tokens = torch.tensor([len(tokens.of_expert(expert)[0]) for expert in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
 
@@ -446,9 +445,8 @@ class SensitivityPass:
             quantized[expert], repeated[expert], sparse[expert] = found[:3]
             if expert == popular:
                 moments = tuple(each.to(self.device) if len(each) else None for each in found[3:])
-            progress.advance(
-                2 * expert_multiplications(spec) * len(token_idx), f"layer {layer} expert {expert}", "back"
-            )
+            done = 2 * expert_multiplications(spec) * len(token_idx)
+            progress.advance(done, f"layer {layer} expert {expert}", "back")
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
         compared = (
             lambda: self._ratios(layer_idx, popular, moments),

@@ -301,8 +301,7 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     from moe_pack.formats.writer import await_parts
 
     profile = None if options.profile is None else Profile(options.profile)
-    with TerminalProgress() as progress, stage_of(progress, "planning"):  # of MXFP4 it reads all exponents
-        decision = _decision(options, checkpoint, profile)
+    decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
     chosen = PlanRotation.chosen(options.rotate, checkpoint, profile)
     rotation = chosen.of(plan)

@@ -18,9 +18,9 @@ from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from moe_pack.formats.commands import NO_PROGRESS, Progress, Stage
+from moe_pack.formats import NO_PROGRESS, Progress
+from moe_pack.formats.commands import Stage
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.hub.names import HubName
 
@@ -144,13 +144,12 @@ class HubRepository:
         ]
         progress.begin(Stage(f"downloading {self.name.text()}", sum(missing), "B"))
         blobs = self.cache / f"models--{self.name.repository.replace('/', '--')}" / "blobs"
-        with _counted(blobs, progress):
+        with _without_bars(client), _counted(blobs, progress):
             snapshot: str = self._patiently(
                 lambda: client.snapshot_download(
                     self.name.repository,
                     revision=self.name.revision,
                     cache_dir=client.constants.HF_HUB_CACHE,
-                    tqdm_class=_Hidden,
                     **wanted,
                 )
             )
@@ -188,11 +187,17 @@ class HubRepository:
         return patiently(self.name, self._error, work, self._patience, progress, self._stop)
 
 
-class _Hidden(tqdm):  # type: ignore[misc]  # untyped
-    """A bar of the hub's client, which is not shown: `Progress` is."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options | {"disable": True})
+@contextmanager
+def _without_bars(client: Any) -> Iterator[None]:
+    """Hides the bars of the hub's client: `Progress` shows how far a download is."""
+    are_shown = not client.utils.are_progress_bars_disabled()
+    if are_shown:
+        client.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            client.utils.enable_progress_bars()
 
 
 _COUNT_S = 1.0  # between two looks at the bytes of a download

@@ -377,7 +377,7 @@ def test_the_command_writes_a_file_that_other_commands_read(demo_pack: PackMaker
     found = run(packed, "--to", "gguf", "-o", str(folder))
     assert found.exit_code == 0, found.output
     assert [path.name for path in folder.iterdir()] == ["model-Q8_0.gguf"]
-    assert found.output.startswith(f"{folder / 'model-Q8_0.gguf'}: ") and "same likeliest token" in found.output
+    assert found.stdout.startswith(f"{folder / 'model-Q8_0.gguf'}: ") and "same likeliest token" in found.stdout
     again = run(packed, "--to", "gguf", "-o", str(folder))
     assert again.exit_code == 1 and "is not empty; give a new folder" in again.output
     with closing(Checkpoint(GgufFiles(folder / "model-Q8_0.gguf"))) as checkpoint:

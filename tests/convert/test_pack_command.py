@@ -195,7 +195,7 @@ def test_what_cannot_be_converted_ends_in_one_clear_line(new_folder: Callable[[]
             tmp_path = new_folder()
             shape, options, line = ERRORS[name]
             result = run("convert", shape.write(tmp_path / "source"), "-o", tmp_path / "p", *options)
-            assert (result.exit_code, result.stderr.removeprefix("planning: begins\n")) == (1, f"moe-pack: {line}\n")
+            assert (result.exit_code, result.stderr) == (1, f"moe-pack: {line}\n")
             assert not (tmp_path / "p").exists()
 
 
