@@ -16,11 +16,16 @@ if os.environ.get("MOE_PACK_GPU") != "1":
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from interpreted_bf16 import correct_bf16
 from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from quick_interpreter import spare_the_interpreter
 
 from moe_pack.formats import Selector
+
+# Without clocks: on a busy machine an example takes any time.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
