@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from combinations import Combination
 from random_experts import (
     Magnitudes,
@@ -82,7 +83,8 @@ class Case:
 def case_of(expert: RandomExpert, x: Tensor, sparsity: float) -> Case:
     block, selector = expert.block(), expert.shape.selector
     values = activations(x, block, expert.shape.function)
-    threshold = threshold_at(values.of(selector), sparsity)
+    errors = magnitudes(x, expert, torch.ones_like(values.h)).a
+    threshold = threshold_at(values.of(selector), sparsity, errors)
     runs = running(values, selector, threshold)
     y = run_expert(x, expert.packed(), expert.shape.function, selector, threshold)
     return Case(expert, x, threshold, block, values, runs, magnitudes(x, expert, runs), y)

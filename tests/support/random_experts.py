@@ -247,17 +247,34 @@ def random_tokens(num_tokens: int, num_cols: int, seed: int = 0) -> Tensor:
     return x
 
 
-def threshold_at(a: Tensor, sparsity: float) -> float:
-    """A threshold below which about this share of `abs(a)` lies, far from every one of them."""
-    held = a.abs().flatten().double().sort().values
+def threshold_at(a: Tensor, sparsity: float, errors: Tensor | None = None) -> float:
+    """A threshold below which about this share of `abs(a)` lies, so far from each that no rounding moves one across.
+
+    A limit of an activation makes many equal: then the threshold is beyond all of them.
+    Args:    errors: what the errors of a are relative to, as of `Magnitudes`; None: all alike.
+    """
+    values = a.abs().flatten().double()
     if sparsity == 0:
         return 0.0
     if sparsity == 1:
-        return float(held[-1] * 2 + 1)
+        return float(values.max() * 2 + 1)
+    held = torch.cat([torch.zeros(1, dtype=torch.float64), values.sort().values])
+    scale = torch.ones_like(values) if errors is None else errors.flatten()
+    # A zero does not run, whatever the threshold.
+    scale, values = scale[values != 0], values[values != 0]
+    if not len(values):
+        return 0.0
     place, reach = int(sparsity * len(held)), 2 + len(held) // 100
-    near = torch.cat([torch.zeros(1, dtype=torch.float64), held])[max(0, place - reach) : place + reach]
-    widest = int((near[1:] - near[:-1]).argmax()) if len(near) > 1 else 0
-    return float(near[widest : widest + 2].mean())
+    while True:
+        near = held[max(0, place - reach) : place + reach]
+        widest = near.diff().topk(min(16, len(near) - 1)).indices  # of these, the one that errors leave widest
+        between = (near[1:] + near[:-1])[widest] / 2
+        gaps = ((values - between[:, None]).abs() / scale).amin(dim=1)
+        best = int(gaps.argmax())
+        if gaps[best] > MAX_ERROR / 2 * (between[best] if errors is None else 1):  # more than was ever measured
+            return float(between[best])
+        assert reach < len(held), "every threshold is near an activation"
+        reach *= 2
 
 
 @dataclass(frozen=True, slots=True)
