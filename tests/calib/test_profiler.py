@@ -211,7 +211,10 @@ def test_the_same_profile_comes_of_chunks_of_any_size(tmp_path: Path) -> None:
         np.testing.assert_allclose(one["quantiles"], other["quantiles"], 2 * RESOLUTION, 1e-5)
         np.testing.assert_allclose(one["hot_thresholds"], other["hot_thresholds"], 2 * RESOLUTION, 1e-5)
         counts = [held["hot"] * (held["tokens"] / 65535)[:, None, None, None] for held in (one, other)]
-        assert np.abs(counts[0] - counts[1]).max() < 2  # tokens, of those on a threshold
+        # A threshold that fell to the next bin counts other tokens.
+        is_same = one["hot_thresholds"] == other["hot_thresholds"]
+        assert is_same.mean() > 0.8
+        assert np.abs(counts[0] - counts[1])[is_same].max() < 2  # tokens, of those on a threshold
 
 
 def test_an_expert_no_token_reached_has_its_layers_pooled_quantiles(tmp_path: Path) -> None:
