@@ -116,7 +116,7 @@ class Pack:
     def read_file(self, name: str) -> NDArray[np.uint8]:
         """Reads all bytes of a file, but not of experts, and checks its SHA-256: u8, own memory.
 
-        Raises:  PackError if they differ from what the manifest says.
+        Raises:  PackError if they differ from what the manifest says, or a small file of the checkpoint is too large.
         """
         listed = self._files[name]
         raw = self._reader(name).read(0, listed.bytes)

@@ -33,6 +33,7 @@ FLOORS = (
     "runtime.drafts",
     "runtime.gpu.kernels",
     "runtime.gpu",
+    "runtime.text",
     "runtime",
     "runtime.serve",
     "runtime.cli",

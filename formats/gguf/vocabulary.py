@@ -16,6 +16,13 @@ from moe_pack.formats import CheckpointError, RunError, parse
 from moe_pack.formats.families import text_config
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
+from moe_pack.formats.text_files import (
+    TEMPLATE_FILE,
+    SpecialTokens,
+    chat_templates,
+    end_tokens,
+    read_tokenizer,
+)
 
 Values = dict[str, Any]
 
@@ -104,8 +111,13 @@ class _Source:
         if "tokenizer.json" not in files:
             raise RunError("the pack has no tokenizer.json, which a GGUF file needs; convert a checkpoint that has one")
         self._files = files
-        original = _tokenizer(files["tokenizer.json"])  # the library checks the file whole
+        # With the tokens of the files next to tokenizer.json, as the runtime has them. The library checks it whole.
+        self._special = SpecialTokens.of(self._json, RunError)
+        rows = text_config(self._json("config.json")).get("vocab_size")
+        known_rows = rows if type(rows) is int else None
+        original, _ = read_tokenizer(files["tokenizer.json"], self._special, known_rows, RunError)
         self.values = self._json("tokenizer.json")
+        self.values["added_tokens"] = json.loads(original.to_str())["added_tokens"]
         self.model: Values = self.values["model"]
         self._check_model()
         self.merges = self._read_merges()
@@ -166,28 +178,16 @@ class _Source:
 
     def ends(self) -> list[int]:
         """Returns the tokens that end an answer, first what ends a text, then `eos_token`."""
-        found = list[int]()
         configs = [(name, self._json(name)) for name in ("generation_config.json", "config.json")]
-        for name, values in (*configs, ("config.json", text_config(configs[1][1]))):
-            value = values.get("eos_token_id")
-            found = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(number) is int for number in found):
-                raise RunError(f"{name}: eos_token_id is {value!r}, expected a token or a list of tokens")
-            if found:
-                break
+        found = end_tokens((*configs, ("config.json", text_config(configs[1][1]))), self.tokenizer, RunError)
         numbers = dict.fromkeys((self.last, self._token("eos_token"), *found))
         return [number for number in numbers if number is not None and self._has(number)]
 
     def templates(self) -> Values:
         """Returns the chat template: `chat_template.jinja`, else one or several by name of tokenizer_config.json."""
-        template = self._config.get("chat_template")
-        if "chat_template.jinja" in self._files:
-            template = self._files["chat_template.jinja"].decode("utf-8", "replace")
-        if isinstance(template, str):
-            return {"tokenizer.chat_template": template}
-        entries = [entry for entry in template or () if isinstance(entry, dict)] if isinstance(template, list) else []
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        texts = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+        texts = chat_templates(self._config, RunError)
+        if TEMPLATE_FILE in self._files:
+            texts = {"default": self._files[TEMPLATE_FILE].decode("utf-8", "replace")}
         if "default" not in texts:
             return {}
         fields: Values = {"tokenizer.chat_template": texts.pop("default")}
@@ -264,13 +264,9 @@ class _Source:
 
     def _token(self, name: str) -> int | None:
         """Returns the token that a config names; None if none does, or if there is no such token."""
-        for values in (self._config, self._json("special_tokens_map.json")):
-            value = values.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str) and text:
-                number: int | None = self.tokenizer.token_to_id(text)
-                return number
-        return None
+        text = self._special.named.get(name)
+        number: int | None = None if text is None else self.tokenizer.token_to_id(text)
+        return number
 
 
 def _of_bytes(source: _Source) -> Iterator[Values]:

@@ -77,7 +77,19 @@ def test_a_checkpoint_without_tokenizer_is_told_how_to_get_one(folder: Path) -> 
         ("tokenizer.json", '{"version": "1.0"}', r"^tokenizer\.json: the tokenizers library cannot read it \("),
         ("tokenizer.json", "", r"^tokenizer\.json: is empty; the download failed, or the file is damaged$"),
         ("tokenizer_config.json", "{", r"^tokenizer_config\.json: not valid JSON"),
-        ("generation_config.json", '{"eos_token_id": "</s>"}', r"^generation_config\.json: eos_token_id is '</s>'"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "no"}',
+            r'^generation_config\.json: eos_token_id is "no", expected a',
+        ),
+        ("generation_config.json", '{"eos_token_id": [1.5]}', r"^generation_config\.json: eos_token_id is \[1\.5\]"),
+        ("generation_config.json", "", r"^generation_config\.json: not valid JSON"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": 5}',
+            r"^tokenizer_config\.json: chat_template is 5, expected a text",
+        ),
+        ("tokenizer_config.json", '{"eos_token": 5}', r"^tokenizer_config\.json: eos_token is 5, expected a text or"),
     ],
 )
 def test_a_damaged_file_of_a_checkpoint_is_the_checkpoint_s_fault(

@@ -60,6 +60,8 @@ def test_the_end_of_text_may_be_many_one_or_none(tmp_path: Path) -> None:
     for number, (generation, config, expected) in enumerate(
         [
             ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
+            ('{"eos_token_id": ["</s>", 5]}', {}, {1, 5}),
+            ('{"eos_token_id": "<s>"}', {}, {0}),
             ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
             (None, {"eos_token_id": 4}, {4}),
             (None, {}, set()),
@@ -80,7 +82,7 @@ def test_the_end_of_text_may_be_many_one_or_none(tmp_path: Path) -> None:
 def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
     source = TinyMixtral().write(tmp_path / "source")
     (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    (source / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    (source / "generation_config.json").write_text('{"eos_token_id": "no token"}')
     pack(source, tmp_path / "packed")
     with Pack(tmp_path / "packed") as opened, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
         Text(opened)

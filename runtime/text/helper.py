@@ -1,0 +1,256 @@
+"""A helper process that runs what a stranger wrote: chat templates, and the first try of a tokenizer.
+
+Both can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The process has a limit for each. Its end ends
+nothing else, and the next question starts another one. `Helper` is the side of the program. Started as a script, this
+file is the process itself. It imports nothing of ours and so starts in a fraction of a second.
+
+A question is JSON with its length in front; an answer has a mark for a fault, a length and a text. Templates run in
+jinja2's sandbox with the names that transformers gives (`apply_chat_template`).
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+SECONDS = 10.0  # for a question; usual templates take some milliseconds
+MEMORY_BYTES = 2 << 30  # of the process, where the system can limit it
+_MOST_TEXT_BYTES = 64 << 20  # of an answer
+_LENGTH, _ANSWER = struct.Struct("<Q"), struct.Struct("<?Q")
+_TEMPLATES_KEPT = 16
+
+
+class HelperError(Exception):
+    """What the helper ran has a fault, or took too much; the text says which."""
+
+
+class Helper:
+    """A process that answers one question at a time, started by the first question. Any thread may ask.
+
+    Args:    seconds: the most time of a question.   memory_bytes: the most memory of the process.
+    """
+
+    def __init__(self, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._seconds, self._memory_bytes = seconds, memory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._close = lambda: None
+        self._lock = threading.Lock()
+
+    def render(self, template: str, names: Mapping[str, object], now: datetime | None = None) -> str:
+        """Returns what a template writes.
+
+        Args:    names: its variables, values of JSON.   now: the time for templates that write the date; None for this
+                 machine's.
+        Raises:  HelperError if the template has an error, refuses its variables or takes too much.
+        """
+        return self._ask("render", template=template, names=names, now=None if now is None else now.isoformat())
+
+    def compile(self, template: str) -> None:
+        """Compiles a template.
+
+        Raises:  HelperError if it has an error or takes too much.
+        """
+        self._ask("compile", template=template)
+
+    def try_tokenizer(self, tokenizer: str, texts: Sequence[str]) -> None:
+        """Turns texts into tokens and back.
+
+        Args:    tokenizer: in the format of tokenizer.json.
+        Raises:  HelperError if the tokenizers library fails or takes too much.
+        """
+        self._ask("try_tokenizer", tokenizer=tokenizer, texts=texts)
+
+    def close(self) -> None:
+        """Ends the process; the next question starts another one."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, action: str, **arguments: object) -> str:
+        try:
+            question = json.dumps([action, arguments]).encode()
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise HelperError(f"the conversation cannot be written as JSON: {fault}") from fault
+        with self._lock:
+            try:
+                is_fault, answer = self._exchange(question)
+            except BaseException:  # also Ctrl-C: an answer that comes later would be taken for another question's
+                self._end()
+                raise
+        if is_fault:
+            raise HelperError(answer)
+        return answer
+
+    def _exchange(self, question: bytes) -> tuple[bool, str]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        with suppress(BrokenPipeError):  # then there is no answer either
+            process.stdin.write(_LENGTH.pack(len(question)) + question)
+            process.stdin.flush()
+        head = process.stdout.read(_ANSWER.size)
+        if len(head) == _ANSWER.size:
+            is_fault, length = _ANSWER.unpack(head)
+            if length <= _MOST_TEXT_BYTES:
+                answer = process.stdout.read(length)
+                if len(answer) == length:
+                    return is_fault, answer.decode("utf-8", "surrogatepass")
+        code = process.wait()
+        if code == 1:  # as `faulthandler` ends it
+            raise HelperError(f"it takes longer than {self._seconds:g} seconds")
+        raise HelperError(f"it ended its process with code {code}, perhaps for lack of memory")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._end()
+        limits = [str(self._seconds), str(self._memory_bytes)]
+        try:
+            process = subprocess.Popen(
+                # -P: modules next to this file are not the standard library's.
+                [sys.executable, "-P", str(Path(__file__).resolve()), *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as fault:
+            raise HelperError(f"the helper process cannot start: {fault}") from fault
+        self._process, self._close = process, weakref.finalize(self, _kill, process)
+        return process
+
+    def _end(self) -> None:
+        self._close()
+        self._process = None
+
+
+HELPER = Helper()  # for everything; it starts with the first question
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # what was not written is lost
+                pipe.close()
+
+
+# ---- the process ----------------------------------------------------------------------------------------------------
+
+
+def serve(questions: IO[bytes], answers: IO[bytes], seconds: float, nowhere: IO[str]) -> None:
+    """Answers questions until there are no more. A question that takes too long ends the process with code 1."""
+    while len(head := questions.read(_LENGTH.size)) == _LENGTH.size:
+        question = questions.read(*_LENGTH.unpack(head))
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)  # a thread that needs no lock of Python's
+        try:
+            action, arguments = json.loads(question)
+            answer = _ACTIONS[action](**arguments).encode("utf-8", "surrogatepass")
+            is_fault = len(answer) > _MOST_TEXT_BYTES
+            if is_fault:
+                answer = f"it writes more than {_MOST_TEXT_BYTES >> 20} MiB".encode()
+        except MemoryError:
+            is_fault, answer = True, b"it needs too much memory"
+        except BaseException as fault:  # a panic of the tokenizers library is no Exception
+            text = " ".join(str(fault)[:2000].split()) or type(fault).__name__
+            is_fault, answer = True, text[:500].encode("utf-8", "surrogatepass")
+        faulthandler.cancel_dump_traceback_later()
+        answers.write(_ANSWER.pack(is_fault, len(answer)) + answer)
+        answers.flush()
+
+
+def _render(template: str, names: dict[str, object], now: str | None) -> str:
+    compiled = _compiled(template)
+    compiled.environment.globals["strftime_now"] = (
+        datetime.now() if now is None else datetime.fromisoformat(now)
+    ).strftime
+    text: str = compiled.render(names)
+    return text
+
+
+def _compile(template: str) -> str:
+    _compiled(template)
+    return ""
+
+
+def _try_tokenizer(tokenizer: str, texts: list[str]) -> str:
+    from tokenizers import Tokenizer
+
+    tried = Tokenizer.from_str(tokenizer)
+    for text in texts:
+        tried.decode(tried.encode(text).ids)
+    return ""
+
+
+_ACTIONS = {"render": _render, "compile": _compile, "try_tokenizer": _try_tokenizer}
+
+
+@lru_cache(_TEMPLATES_KEPT)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@lru_cache(1)
+def _environment() -> Any:
+    """Returns jinja2's sandbox as transformers prepares it for templates."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks the answers for training and changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(text: str) -> None:
+        raise TemplateError(text)
+
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:  # jinja2's own escapes for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    return environment
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Limits the memory of this process, where the system can do that."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _main(seconds: str, memory_bytes: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
+    _limit_memory(int(memory_bytes))
+    with Path(os.devnull).open("w") as nowhere, open(0, "rb") as questions, open(1, "wb") as answers:
+        serve(questions, answers, float(seconds), nowhere)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
