@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions, SamplingOptions
     from moe_pack.runtime.run_report import RunReport, report, report_lines
     from moe_pack.runtime.sampling import Sampler
-    from moe_pack.runtime.text import ChatTemplate, Text, chat_prompt
+    from moe_pack.runtime.templates import ChatTemplate, chat_prompt
+    from moe_pack.runtime.text import Text
 else:
     __getattr__ = face(__name__)
 

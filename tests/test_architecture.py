@@ -33,7 +33,6 @@ FLOORS = (
     "runtime.drafts",
     "runtime.gpu.kernels",
     "runtime.gpu",
-    "runtime.text",
     "runtime",
     "runtime.serve",
     "runtime.cli",

@@ -267,7 +267,11 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     A checkpoint can be larger than the memory: each worker has one expert in memory, all together at most --memory. If
     the command is stopped or killed, run it again to continue.
     """
+    from moe_pack.runtime.text import check_text
+
     with closing(open_source(path, options.stream, options.output)) as checkpoint:
+        for note in check_text(checkpoint.files):
+            _tell(f"note: {note}")
         if options.target is None:
             _convert(path, checkpoint, options)
         else:

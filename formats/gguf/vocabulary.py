@@ -14,15 +14,15 @@ from tokenizers import Tokenizer
 
 from moe_pack.formats import CheckpointError, RunError, parse
 from moe_pack.formats.families import text_config
-from moe_pack.formats.gguf.header import Metadata
-from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
-from moe_pack.formats.text_files import (
+from moe_pack.formats.families.text_files import (
     TEMPLATE_FILE,
     SpecialTokens,
     chat_templates,
     end_tokens,
     read_tokenizer,
 )
+from moe_pack.formats.gguf.header import Metadata
+from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
 
 Values = dict[str, Any]
 

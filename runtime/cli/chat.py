@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moe_pack.runtime import ChatTemplate, Text
     from moe_pack.runtime.drafts import Drafts
     from moe_pack.runtime.model import Decoder
-    from moe_pack.runtime.text import ChatPrompt
+    from moe_pack.runtime.templates import ChatPrompt
 
 _PROMPT, _NEXT_LINE = "> ", ". "
 # A model may write them, and on a terminal they could move the cursor, change colours or answer in the user's place.
@@ -256,7 +256,7 @@ class Conversation:
 
         Raises:  RunError if the template has an error or refuses the conversation, or there is no token.
         """
-        from moe_pack.runtime.text import prompt_of
+        from moe_pack.runtime.templates import prompt_of
 
         prompt = prompt_of(self._text, lambda adds: self._template.render(messages, add_generation_prompt=adds))
         if not prompt.ids:

@@ -17,7 +17,7 @@ from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
-from moe_pack.runtime.text import ChatPrompt, prompt_of
+from moe_pack.runtime.templates import ChatPrompt, prompt_of
 
 PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
 

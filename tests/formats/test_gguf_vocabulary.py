@@ -279,8 +279,11 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
             written = read_back(tmp_path, fields)["generation_config.json"]["eos_token_id"]
             assert written == (expected[0] if len(expected) == 1 else expected)
             assert vocabulary_notes(as_files(demo(), **configs)) == []
-    assert refusal(as_files(demo(), generation_config={"eos_token_id": "</s>"})) == (
-        "generation_config.json: eos_token_id is '</s>', expected a token or a list of tokens"
+    fields = vocabulary_fields(as_files(demo(), generation_config={"eos_token_id": "</s>"}), 4096)
+    assert fields["tokenizer.ggml.eos_token_id"] == 1
+    assert refusal(as_files(demo(), generation_config={"eos_token_id": "no"})) == (
+        "generation_config.json: eos_token_id is 'no', expected a token of the tokenizer, by number or by text, or a "
+        "list of them"
     )
 
 

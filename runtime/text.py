@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from moe_pack.formats import CheckpointError, Pack, RunError
 from moe_pack.formats.families import text_config
-from moe_pack.formats.text_files import (
+from moe_pack.formats.families.text_files import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     SpecialTokens,
@@ -26,8 +26,8 @@ from moe_pack.formats.text_files import (
     read_tokenizer,
     read_values,
 )
-from moe_pack.runtime.text.chat import ChatTemplate, chat_prompt
-from moe_pack.runtime.text.helper import HELPER, HelperError
+from moe_pack.runtime.helper import HELPER, HelperError
+from moe_pack.runtime.templates import ChatTemplate, chat_prompt
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ _BYTE = re.compile(r"<0x..>")
 _KEPT_TOKENS = 8  # before an answer's next piece; what a decoder does to a token depends on its neighbors
 # Files of which transformers makes a tokenizer.json.
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", CONFIG_FILE)
+_MADE = "create it with transformers: AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
 _TRIED_TEXTS = (
     *(chr(code) * 100 + "!" for code in range(0x20, 0x7F)),
     "It's 1984: the clocks weren't striking.\n\n\tGrüße, 東京 한국어 Привет مرحبا 🙂👩\u200d💻 \ufffd\u0301\u200b\r\n",
@@ -198,12 +199,10 @@ def check_text(files: TextFiles) -> list[str]:
         other = next((name for name in _OTHER_TOKENIZERS if files.has(name)), None)
         if other is None:
             return [
-                f"{_no_tokenizer(files)}; without it the pack cannot read text either, and moe-run only has --bench"
+                f"{files.folder}: has no tokenizer, so the pack cannot read text, and moe-run can only measure its "
+                f"speed (--bench). To mend that, download tokenizer.json, or {_MADE}"
             ]
-        raise CheckpointError(
-            f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; create it with transformers: "
-            "AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
-        )
+        raise CheckpointError(f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}")
     raw = files.read_file(TOKENIZER_FILE).tobytes().decode("utf-8", "replace")
     try:
         HELPER.try_tokenizer(raw, _TRIED_TEXTS)
@@ -250,10 +249,7 @@ def _no_tokenizer(files: TextFiles) -> str:
         )
     if isinstance(files, Pack):
         return f"{files.folder}: has no tokenizer.json, so it cannot read a prompt; convert a checkpoint that has one"
-    return (
-        f"{files.folder}: has no tokenizer.json, so it cannot read text; download it, or create it with transformers: "
-        "AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
-    )
+    return f"{files.folder}: has no tokenizer.json, so it cannot read text; download it, or {_MADE}"
 
 
 def _after(before: str, whole: str) -> str:
@@ -270,7 +266,7 @@ def _asked(call: Callable[[], T]) -> T:
     """
     try:
         return call()
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as fault:  # a panic of the library is no Exception
         raise RunError(f"tokenizer.json: the tokenizers library fails on this text ({first_line(fault)})") from fault

@@ -5,7 +5,6 @@ file counts, and in which order tokens get their numbers, is as in transformers 
 `PreTrainedTokenizerBase` and `__init__` of `TokenizersBackend`.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
-from moe_pack.formats.errors import CheckpointError, MoePackError, PackError
-from moe_pack.formats.json_files import parse
-from moe_pack.formats.pack import Pack
+from moe_pack.formats import CheckpointError, Pack, PackError, parse
+from moe_pack.formats.errors import MoePackError
 
 Values = dict[str, Any]
 Reader = Callable[[str], Values]  # returns the values of a JSON object by its file's name; none for a missing file
@@ -153,7 +151,7 @@ def read_tokenizer(
         tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
         added, expected, rowless = _to_add(tokenizer, tokens, vocab_size)
         tokenizer.add_tokens(added)
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as fault:  # a panic of the library is no Exception
         raise error(f"{TOKENIZER_FILE}: the tokenizers library cannot read it ({first_line(fault)})") from fault
@@ -259,5 +257,5 @@ def _next_number(tokenizer: Tokenizer) -> int:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -27,7 +27,7 @@ from typing import IO, Any
 SECONDS = 10.0  # for a question; usual templates take some milliseconds
 MEMORY_BYTES = 2 << 30  # of the process, where the system can limit it
 _MOST_TEXT_BYTES = 64 << 20  # of an answer
-_LENGTH, _ANSWER = struct.Struct("<Q"), struct.Struct("<?Q")
+_LIMITS, _LENGTH, _ANSWER = struct.Struct("<dQ"), struct.Struct("<Q"), struct.Struct("<?Q")
 _TEMPLATES_KEPT = 16
 
 
@@ -113,11 +113,10 @@ class Helper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
-        limits = [str(self._seconds), str(self._memory_bytes)]
         try:
             process = subprocess.Popen(
                 # -P: modules next to this file are not the standard library's.
-                [sys.executable, "-P", str(Path(__file__).resolve()), *limits],
+                [sys.executable, "-P", str(Path(__file__).resolve())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -125,6 +124,8 @@ class Helper:
         except OSError as fault:
             raise HelperError(f"the helper process cannot start: {fault}") from fault
         self._process, self._close = process, weakref.finalize(self, _kill, process)
+        assert process.stdin is not None, "a pipe"
+        process.stdin.write(_LIMITS.pack(self._seconds, self._memory_bytes))  # stays in a buffer
         return process
 
     def _end(self) -> None:
@@ -245,12 +246,13 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _main(seconds: str, memory_bytes: str) -> None:
+def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
-    _limit_memory(int(memory_bytes))
     with Path(os.devnull).open("w") as nowhere, open(0, "rb") as questions, open(1, "wb") as answers:
-        serve(questions, answers, float(seconds), nowhere)
+        seconds, memory_bytes = _LIMITS.unpack(questions.read(_LIMITS.size))
+        _limit_memory(memory_bytes)
+        serve(questions, answers, seconds, nowhere)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()

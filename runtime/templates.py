@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from moe_pack.formats import RunError
-from moe_pack.formats.text_files import (
+from moe_pack.formats.families.text_files import (
     CONFIG_FILE,
     TEMPLATE_FILE,
     SpecialTokens,
@@ -24,7 +24,7 @@ from moe_pack.formats.text_files import (
     error_of,
     read_values,
 )
-from moe_pack.runtime.text.helper import HELPER, HelperError
+from moe_pack.runtime.helper import HELPER, HelperError
 
 _TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 # A loop over a message's content, as `for part in message['content']`.
