@@ -282,8 +282,8 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
     fields = vocabulary_fields(as_files(demo(), generation_config={"eos_token_id": "</s>"}), 4096)
     assert fields["tokenizer.ggml.eos_token_id"] == 1
     assert refusal(as_files(demo(), generation_config={"eos_token_id": "no token"})) == (
-        "generation_config.json: eos_token_id is 'no token', expected a token of the tokenizer, by number or by text, or a "
-        "list of them"
+        "generation_config.json: eos_token_id is 'no token', expected a token of the tokenizer, by number or by text, "
+        "or a list of them"
     )
 
 
