@@ -98,7 +98,7 @@ class Text:
         """
         # `encode` would keep Python's lock, and nothing could end it.
         call = partial(self._tokenizer.encode_batch, [text], add_special_tokens=special_tokens)
-        ids: list[int] = _within(_LEAST_S + _S_PER_CHARACTER * len(text), call)[0].ids
+        ids: list[int] = within(_LEAST_S + _S_PER_CHARACTER * len(text), call)[0].ids
         if special_tokens and self._beginning is not None and ids[:1] != [self._beginning]:
             return [self._beginning, *ids]
         return ids
@@ -118,9 +118,9 @@ class Text:
             return TextStream(self._tokenizer, prompt_ids, frozenset(), self.answer_end_ids)
         return TextStream(self._tokenizer, prompt_ids, self._special_ids, self._special_ids)
 
-    def names_from(self, number: int) -> list[str]:
-        """Returns the tokens with this number or a larger one, by number."""
-        found = self._tokenizer.get_vocab(with_added_tokens=True).items()
+    def names_from(self, number: int, with_added: bool) -> list[str]:
+        """Returns the tokens with this number or a larger one, by number; without those that were added to a model."""
+        found = self._tokenizer.get_vocab(with_added_tokens=with_added).items()
         return [text for text, _ in sorted((each for each in found if each[1] >= number), key=lambda each: each[1])]
 
     def _token(self, text: str | None) -> int | None:
@@ -222,8 +222,13 @@ def check_text(files: TextFiles) -> list[str]:
 def _row_notes(text: Text, files: TextFiles) -> list[str]:
     """Returns notes on tokens for which the model has no row.
 
-    Raises:  CheckpointError if one of them begins or ends texts.
+    Raises:  CheckpointError if one of them begins or ends texts, or is one of those that texts consist of.
     """
+    if words := text.names_from(text.vocab_size, with_added=False):
+        raise CheckpointError(
+            f"tokenizer.json: token {words[0]!r} and {len(words) - 1} more have no row in the model, which has "
+            f"{text.vocab_size} (vocab_size of config.json); use the tokenizer of this model"
+        )
     named = SpecialTokens.of(partial(read_values, files), error_of(files)).named
     wrong = [f"{name} {named[name]!r}" for name in ("bos_token", "eos_token") if named.get(name) in text.rowless]
     wrong += [f"eos_token_id {number}" for number in sorted(text.end_ids) if not 0 <= number < text.vocab_size]
@@ -232,7 +237,7 @@ def _row_notes(text: Text, files: TextFiles) -> list[str]:
             f"{files.folder}: {wrong[0]} is no token of this model, which has {text.vocab_size} (vocab_size of "
             "config.json); name the right token, or use the tokenizer of this model"
         )
-    rowless = [*text.rowless, *text.names_from(text.vocab_size)]
+    rowless = [*text.rowless, *text.names_from(text.vocab_size, with_added=True)]
     if not rowless:
         return []
     return [
@@ -272,10 +277,10 @@ def _asked(call: Callable[[], T]) -> T:
         raise RunError(f"tokenizer.json: the tokenizers library fails on this text ({first_line(fault)})") from fault
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Does the same in a thread, which is left alone after some seconds.
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns what a call of the tokenizers library does, in a thread that is left alone after some seconds.
 
-    Raises:  RunError also then.
+    Raises:  RunError if it fails, and then.
     """
     answer: Future[T] = Future()
 

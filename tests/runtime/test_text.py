@@ -1,6 +1,7 @@
 """Tokens to text as they come, and what ends a text."""
 
 import json
+import threading
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
+from moe_pack.runtime.text import within
 
 
 @pytest.fixture
@@ -86,6 +89,43 @@ def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
     pack(source, tmp_path / "packed")
     with Pack(tmp_path / "packed") as opened, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
         Text(opened)
+
+
+def tokenizer_with(folder: Path, **changes: object) -> Text:
+    folder.mkdir()
+    values = json.loads((DEMO_MODEL / "tokenizer.json").read_text("utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(values | changes))
+    return Text(FolderFiles(folder))
+
+
+def test_whatever_the_tokenizers_library_raises_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A panic of it is no Exception."""
+    regex = {"pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    strip = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
+    for number, (changes, words_read) in enumerate(
+        [
+            ({"pre_tokenizer": {"type": "Split", **regex}}, "a" * 40 + "b"),
+            ({"model": words, "added_tokens": [], "post_processor": None}, "no such word"),
+            ({}, "half a pair: \ud800"),
+        ]
+    ):
+        text = tokenizer_with(tmp_path / str(number), **changes)
+        with case(changes), pytest.raises(RunError, match=r"^tokenizer\.json: the tokenizers library fails .+ \(.+\)$"):
+            text.encode(words_read)
+    text = tokenizer_with(tmp_path / "strip", decoder=strip)
+    ids = text.encode("a", special_tokens=False)
+    with pytest.raises(RunError, match=r"^tokenizer\.json: the tokenizers library fails .+ \(index out of bounds"):
+        text.stream([]).push(ids[0])
+    capfd.readouterr()  # what the library itself says of a panic
+
+
+def test_a_text_that_takes_the_tokenizer_very_long_is_given_up() -> None:
+    ended = threading.Event()
+    with pytest.raises(RunError, match=r"^tokenizer\.json: the tokenizers library takes longer than 0 seconds"):
+        within(0.0, ended.wait)
+    ended.set()
+    assert within(1000.0, lambda: "words") == "words"
 
 
 def test_a_pack_without_tokenizer_is_refused(tiny_pack: Path) -> None:
