@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -44,7 +44,7 @@ class Helper:
     def __init__(self, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         self._seconds, self._memory_bytes = seconds, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
-        self._close = lambda: None
+        self._close: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def render(self, template: str, names: Mapping[str, object], now: datetime | None = None) -> str:
@@ -192,7 +192,7 @@ def _try_tokenizer(tokenizer: str, texts: list[str]) -> str:
     return ""
 
 
-_ACTIONS = {"render": _render, "compile": _compile, "try_tokenizer": _try_tokenizer}
+_ACTIONS: dict[str, Callable[..., str]] = {"render": _render, "compile": _compile, "try_tokenizer": _try_tokenizer}
 
 
 @lru_cache(_TEMPLATES_KEPT)

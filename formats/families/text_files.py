@@ -204,13 +204,14 @@ def end_tokens(
         value = values.get("eos_token_id")
         found = value if isinstance(value, list) else [] if value is None else [value]
         numbers = [tokenizer.token_to_id(each) if isinstance(each, str) else each for each in found]
-        if not all(type(number) is int for number in numbers):
+        known = [number for number in numbers if type(number) is int]
+        if len(known) < len(found):
             raise error(
                 f"{name}: eos_token_id is {_short(value)}, expected a token of the tokenizer, by number or by text, or "
                 "a list of them"
             )
-        if numbers:
-            return numbers
+        if known:
+            return known
     return []
 
 

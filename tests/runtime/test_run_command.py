@@ -82,7 +82,9 @@ def test_a_chat_is_the_templates_prompt_and_ends_at_the_tokenizers_end(tmp_path:
     fourth = tokenizer.encode(whole.rstrip("\n"), add_special_tokens=False).tokens[3]
     ended = written(fourth, "--prompt", "a dark night", "--chat").rstrip("\n")
     assert whole.startswith(ended) and 0 < len(ended) < len(whole) - 1
-    assert written(fourth, "--prompt", "It was a dark night.</s>") == whole, "a text goes on, as the model's files say"
+    # A text goes on, as the model's files say; the token is a special one now, which is not written.
+    without = whole.replace(tokenizer.decoder.decode([fourth]), "", 1)
+    assert written(fourth, "--prompt", "It was a dark night.</s>") == without != whole
 
 
 def test_generation_ends_where_the_context_is_full(demo: Path) -> None:
