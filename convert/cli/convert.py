@@ -270,16 +270,20 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     from moe_pack.runtime.text import check_text
 
     with closing(open_source(path, options.stream, options.output)) as checkpoint:
-        for note in check_text(checkpoint.files):
-            _tell(f"note: {note}")
+        notes = check_text(checkpoint.files)
         if options.target is None:
-            _convert(path, checkpoint, options)
+            _convert(path, checkpoint, options, notes)
         else:
-            _make_for_target(checkpoint, _narrowed(options.target, options), options)
+            _make_for_target(checkpoint, _narrowed(options.target, options), options, notes)
 
 
 def _tell(line: str) -> None:
     click.echo(line, err=True)
+
+
+def _say_notes(notes: list[str]) -> None:
+    for note in notes:
+        _tell(f"note: {note}")
 
 
 def _sequence_length(checkpoint: Checkpoint) -> int:
@@ -293,8 +297,8 @@ def _sample(checkpoint: Checkpoint, text: Text) -> Tokens:
     return read_tokens(None, None, text, CALIBRATION_TOKENS, _sequence_length(checkpoint))
 
 
-def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    """Makes the pack that the options or a plan describe."""
+def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions, notes: list[str]) -> None:
+    """Makes the pack that the options or a plan describe, after it has said the notes."""
     from moe_pack.calib.evaluate import ThresholdRule
     from moe_pack.calib.profile import Profile, attach, hottest_first
     from moe_pack.convert import check_calibration, layout_for, threshold_rule
@@ -319,6 +323,7 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions) -> None
     # The text is read first: if it cannot be read, that would otherwise be found after hours.
     tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
+    _say_notes(notes)
     _say_plan(checkpoint, plan, options, rotation, source_bytes)
     files = checkpoint.files
     if isinstance(files, StreamedFiles):
@@ -522,7 +527,7 @@ def _narrowed(target: Target, options: ConvertOptions) -> Target:
     return replace(target, selectors=selectors, sparsity=options.sparsity)
 
 
-def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
+def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions, notes: list[str]) -> None:
     """Makes the pack for a target, or continues an earlier run, and prints its loss."""
     import torch
 
@@ -541,6 +546,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
     target = with_kv_dtype(target, checkpoint.spec, dtypes)
     check_budget(target, checkpoint.spec, dtypes)
     text = Text(checkpoint.files)
+    _say_notes(notes)
     tokens = _eval_tokens(checkpoint, text, options)
     with ExitStack() as stack:
         progress = stack.enter_context(TerminalProgress())
