@@ -4,8 +4,8 @@ Both can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The proce
 nothing else, and the next question starts another one. `Helper` is the side of the program. Started as a script, this
 file is the process itself. It imports nothing of ours and so starts in a fraction of a second.
 
-A question is JSON with its length in front; an answer has a mark for a fault, a length and a text. Templates run in
-jinja2's sandbox with the names that transformers gives (`apply_chat_template`).
+A question is JSON with its seconds and its length in front; an answer has a mark for a fault, a length and a text.
+Templates run in jinja2's sandbox with the names that transformers gives (`apply_chat_template`).
 """
 
 import faulthandler
@@ -24,10 +24,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-SECONDS = 10.0  # for a question; usual templates take some milliseconds
+SECONDS = 10.0  # for a template; usual ones take some milliseconds
+TOKENIZER_SECONDS = 120.0  # to read a tokenizer and try it; one of 33 MB takes some seconds
 MEMORY_BYTES = 2 << 30  # of the process, where the system can limit it
 _MOST_TEXT_BYTES = 64 << 20  # of an answer
-_LIMITS, _LENGTH, _ANSWER = struct.Struct("<dQ"), struct.Struct("<Q"), struct.Struct("<?Q")
+_MEMORY, _QUESTION, _ANSWER = struct.Struct("<Q"), struct.Struct("<dQ"), struct.Struct("<?Q")
 _TEMPLATES_KEPT = 16
 
 
@@ -38,7 +39,7 @@ class HelperError(Exception):
 class Helper:
     """A process that answers one question at a time, started by the first question. Any thread may ask.
 
-    Args:    seconds: the most time of a question.   memory_bytes: the most memory of the process.
+    Args:    seconds: the most time of a template.   memory_bytes: the most memory of the process.
     """
 
     def __init__(self, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -54,14 +55,15 @@ class Helper:
                  machine's.
         Raises:  HelperError if the template has an error, refuses its variables or takes too much.
         """
-        return self._ask("render", template=template, names=names, now=None if now is None else now.isoformat())
+        written = None if now is None else now.isoformat()
+        return self._ask("render", self._seconds, template=template, names=names, now=written)
 
     def compile(self, template: str) -> None:
         """Compiles a template.
 
         Raises:  HelperError if it has an error or takes too much.
         """
-        self._ask("compile", template=template)
+        self._ask("compile", self._seconds, template=template)
 
     def try_tokenizer(self, tokenizer: str, texts: Sequence[str]) -> None:
         """Turns texts into tokens and back.
@@ -69,21 +71,21 @@ class Helper:
         Args:    tokenizer: in the format of tokenizer.json.
         Raises:  HelperError if the tokenizers library fails or takes too much.
         """
-        self._ask("try_tokenizer", tokenizer=tokenizer, texts=texts)
+        self._ask("try_tokenizer", TOKENIZER_SECONDS, tokenizer=tokenizer, texts=texts)
 
     def close(self) -> None:
         """Ends the process; the next question starts another one."""
         with self._lock:
             self._end()
 
-    def _ask(self, action: str, **arguments: object) -> str:
+    def _ask(self, action: str, seconds: float, **arguments: object) -> str:
         try:
             question = json.dumps([action, arguments]).encode()
         except (TypeError, ValueError, RecursionError) as fault:
             raise HelperError(f"the conversation cannot be written as JSON: {fault}") from fault
         with self._lock:
             try:
-                is_fault, answer = self._exchange(question)
+                is_fault, answer = self._exchange(question, seconds)
             except BaseException:  # also Ctrl-C: an answer that comes later would be taken for another question's
                 self._end()
                 raise
@@ -91,13 +93,13 @@ class Helper:
             raise HelperError(answer)
         return answer
 
-    def _exchange(self, question: bytes) -> tuple[bool, str]:
+    def _exchange(self, question: bytes, seconds: float) -> tuple[bool, str]:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         with suppress(BrokenPipeError):  # then there is no answer either
-            process.stdin.write(_LENGTH.pack(len(question)) + question)
+            process.stdin.write(_QUESTION.pack(seconds, len(question)) + question)
             process.stdin.flush()
         head = process.stdout.read(_ANSWER.size)
         if len(head) == _ANSWER.size:
@@ -108,7 +110,7 @@ class Helper:
                     return is_fault, answer.decode("utf-8", "surrogatepass")
         code = process.wait()
         if code == 1:  # as `faulthandler` ends it
-            raise HelperError(f"it takes longer than {self._seconds:g} seconds")
+            raise HelperError(f"it takes longer than {seconds:g} seconds")
         raise HelperError(f"it ended its process with code {code}, perhaps for lack of memory")
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -125,7 +127,7 @@ class Helper:
             raise HelperError(f"the helper process cannot start: {fault}") from fault
         self._process, self._close = process, weakref.finalize(self, _kill, process)
         assert process.stdin is not None, "a pipe"
-        process.stdin.write(_LIMITS.pack(self._seconds, self._memory_bytes))  # stays in a buffer
+        process.stdin.write(_MEMORY.pack(self._memory_bytes))  # stays in a buffer
         return process
 
     def _end(self) -> None:
@@ -148,10 +150,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 # ---- the process ----------------------------------------------------------------------------------------------------
 
 
-def serve(questions: IO[bytes], answers: IO[bytes], seconds: float, nowhere: IO[str]) -> None:
+def serve(questions: IO[bytes], answers: IO[bytes], nowhere: IO[str]) -> None:
     """Answers questions until there are no more. A question that takes too long ends the process with code 1."""
-    while len(head := questions.read(_LENGTH.size)) == _LENGTH.size:
-        question = questions.read(*_LENGTH.unpack(head))
+    while len(head := questions.read(_QUESTION.size)) == _QUESTION.size:
+        seconds, length = _QUESTION.unpack(head)
+        question = questions.read(length)
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)  # a thread that needs no lock of Python's
         try:
             action, arguments = json.loads(question)
@@ -249,9 +252,8 @@ def _limit_memory(num_bytes: int) -> None:
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
     with Path(os.devnull).open("w") as nowhere, open(0, "rb") as questions, open(1, "wb") as answers:
-        seconds, memory_bytes = _LIMITS.unpack(questions.read(_LIMITS.size))
-        _limit_memory(memory_bytes)
-        serve(questions, answers, seconds, nowhere)
+        _limit_memory(*_MEMORY.unpack(questions.read(_MEMORY.size)))
+        serve(questions, answers, nowhere)
 
 
 if __name__ == "__main__":

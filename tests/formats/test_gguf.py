@@ -32,7 +32,7 @@ from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor
 from moe_pack.formats.gguf.rows import TensorRows, can_dequantize
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
-from moe_pack.runtime.text import Text
+from moe_pack.runtime.text import Text, check_text
 
 # The project's bound on float32 logits; sums in another order differ by less than 1e-5 here.
 TOLERANCE = 1e-4
@@ -380,6 +380,13 @@ def test_a_tokenizer_with_unknown_rules_is_refused(tmp_path: Path) -> None:
                 files.has("tokenizer.json")
             assert str(refused.value).startswith(f"{number}.gguf: {message}")
             files.close()
+
+
+def test_a_file_without_a_tokenizer_gets_a_note(tmp_path: Path) -> None:
+    files = GgufFiles(with_tokenizer(tmp_path / "model.gguf", {}))
+    (note,) = check_text(files)
+    assert note.startswith(f"{tmp_path}/model.gguf: has no tokenizer, so the pack cannot read text, and moe-run can on")
+    files.close()
 
 
 # --- what is refused
