@@ -190,9 +190,10 @@ class TextStream:
         return _asked(lambda: str(self._tokenizer.decode(ids, skip_special_tokens=False)))
 
 
-def check_text(files: TextFiles) -> list[str]:
+def check_text(files: TextFiles, vocab_size: int) -> list[str]:
     """Checks before a conversion that its pack will read text; returns notes for users on what it will not do.
 
+    Args:    vocab_size: number of tokens that the model has a row for.
     Raises:  CheckpointError, RunError if tokenizer or chat template are there, and moe-run could not use them.
     """
     if not files.has(TOKENIZER_FILE):
@@ -209,7 +210,7 @@ def check_text(files: TextFiles) -> list[str]:
     except HelperError as fault:
         raise CheckpointError(f"tokenizer.json: the tokenizers library cannot use it ({fault})") from fault
     text = Text(files)
-    notes = _row_notes(text, files)
+    notes = _row_notes(text, files, vocab_size)
     if text.chat_template is not None:
         text.chat_template.check()
         try:
@@ -219,25 +220,25 @@ def check_text(files: TextFiles) -> list[str]:
     return notes
 
 
-def _row_notes(text: Text, files: TextFiles) -> list[str]:
+def _row_notes(text: Text, files: TextFiles, vocab_size: int) -> list[str]:
     """Returns notes on tokens for which the model has no row.
 
     Raises:  CheckpointError if one of them begins or ends texts, or is one of those that texts consist of.
     """
-    if words := text.names_from(text.vocab_size, with_added=False):
+    if words := text.names_from(vocab_size, with_added=False):
         raise CheckpointError(
             f"tokenizer.json: token {words[0]!r} and {len(words) - 1} more have no row in the model, which has "
-            f"{text.vocab_size} (vocab_size of config.json); use the tokenizer of this model"
+            f"{vocab_size} (vocab_size of config.json); use the tokenizer of this model"
         )
+    rowless = [*text.names_from(vocab_size, with_added=True), *text.rowless]
     named = SpecialTokens.of(partial(read_values, files), error_of(files)).named
-    wrong = [f"{name} {named[name]!r}" for name in ("bos_token", "eos_token") if named.get(name) in text.rowless]
-    wrong += [f"eos_token_id {number}" for number in sorted(text.end_ids) if not 0 <= number < text.vocab_size]
+    wrong = [f"{name} {named[name]!r}" for name in ("bos_token", "eos_token") if named.get(name) in rowless]
+    wrong += [f"eos_token_id {number}" for number in sorted(text.end_ids) if not 0 <= number < vocab_size]
     if wrong:
         raise CheckpointError(
-            f"{files.folder}: {wrong[0]} is no token of this model, which has {text.vocab_size} (vocab_size of "
+            f"{files.folder}: {wrong[0]} is no token of this model, which has {vocab_size} rows (vocab_size of "
             "config.json); name the right token, or use the tokenizer of this model"
         )
-    rowless = [*text.rowless, *text.names_from(text.vocab_size, with_added=True)]
     if not rowless:
         return []
     return [

@@ -270,7 +270,7 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     from moe_pack.runtime.text import check_text
 
     with closing(open_source(path, options.stream, options.output)) as checkpoint:
-        notes = check_text(checkpoint.files)
+        notes = check_text(checkpoint.files, checkpoint.spec.vocab_size)
         if options.target is None:
             _convert(path, checkpoint, options, notes)
         else:

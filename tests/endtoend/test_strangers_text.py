@@ -154,6 +154,14 @@ def fewer_rows(folder: Path) -> None:
     TinyMixtral(vocab_size=1000).write(folder)
 
 
+def end_beyond_rows(folder: Path) -> None:
+    TinyMixtral(vocab_size=4096).write(folder)
+    values = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    values["added_tokens"].append(values["added_tokens"][0] | {"id": 4096, "content": "<end>"})
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    changed("tokenizer_config.json", eos_token="<end>")(folder)
+
+
 def renamed(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
@@ -181,8 +189,9 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
             added_tokens_decoder={str(4096 + number): {"content": f"<{number}>"} for number in range(4)},
             eos_token="<a>",
         ),
-        "eos_token '<a>' is no token of this model, which has 4100",
+        "eos_token '<a>' is no token of this model, which has 4100 rows",
     ),
+    "end beyond the rows": (end_beyond_rows, "eos_token '<end>' is no token of this model, which has 4096 rows"),
     "another number": (
         changed("tokenizer_config.json", added_tokens_decoder={"4099": {"content": END, "special": True}}),
         "tokenizer_config.json: token '<|im_end|>' has number 4099, but the next free number of tokenizer.json is 4096",
