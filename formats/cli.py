@@ -401,7 +401,7 @@ class _KindTime:
     """What is known of the time of one kind of work."""
 
     def __init__(self, kind: Kind) -> None:
-        self.cost, self.earlier, self.left = kind.cost, kind.done, kind.total - kind.done
+        self.cost, self.total, self.earlier, self.left = kind.cost, kind.total, kind.done, kind.total - kind.done
         self._enough = _ENOUGH_SHARE * self.left
         self._number, self._units = 0, 0
         self._last: deque[tuple[float, int]] = deque()  # seconds and units of each report in the window
@@ -428,11 +428,15 @@ class _KindTime:
         return max((seconds for seconds, _ in self._last), default=0.0)
 
 
+_MOST_UNMEASURED = 0.5  # of the time left, in work of kinds that were not measured
+
+
 class StageTime:
     """Predicts how long a stage still takes, and what share of its time is over. Times are seconds of any clock.
 
     A unit of each kind takes as long as the last ones did, so that the prediction follows the machine's load. Kinds
-    that were not measured yet take longer or shorter than the others by their `cost`. What an earlier run has done
+    that were not measured yet take longer or shorter than the others by their `cost`; where they are most of the rest,
+    there is no prediction. What an earlier run has done
     counts as if it had been done at the same rates.
     """
 
@@ -450,13 +454,19 @@ class StageTime:
         self._last, self._longest = now, of_kind.longest
 
     def left(self, now: float) -> float | None:
-        """Returns the seconds that the rest takes; None if that is not known yet."""
+        """Returns the seconds that the rest takes; None if that is not known yet: costs are no more than a guess."""
         waited = now - self._last
         rates = self._rates(max(waited - self._longest, 0.0))
         if rates is None:
             return None
-        rest = sum(rate * kind.left for rate, kind in zip(rates, self._kinds.values(), strict=True))
+        rests = [rate * kind.left for rate, kind in zip(rates, self._kinds.values(), strict=True)]
         is_measured = any(kind.is_measured for kind in self._kinds.values())
+        rest, unmeasured = (
+            sum(rests),
+            sum(r for r, kind in zip(rests, self._kinds.values(), strict=True) if not kind.is_measured),
+        )
+        if is_measured and unmeasured > _MOST_UNMEASURED * rest:
+            return None
         return max(rest - (min(waited, self._longest) if is_measured else waited), 0.0)
 
     def share(self, now: float) -> float:
@@ -464,14 +474,10 @@ class StageTime:
         rates, left = self._rates(0.0), self.left(now)
         kinds = list(self._kinds.values())
         if rates is None or left is None:
-            done, rest = (sum(kind.cost * units for kind, units in zip(kinds, of, strict=True)) for of in self._units())
-            return done / (done + rest) if done + rest else 1.0
+            total = sum(kind.cost * kind.total for kind in kinds)
+            return 1 - sum(kind.cost * kind.left for kind in kinds) / total if total else 1.0
         over = now - self._begin + sum(rate * kind.earlier for rate, kind in zip(rates, kinds, strict=True))
         return over / (over + left) if over + left else 1.0
-
-    def _units(self) -> tuple[list[int], list[int]]:
-        """Returns the units of each kind that an earlier run has done, and those that are left."""
-        return [kind.earlier for kind in self._kinds.values()], [kind.left for kind in self._kinds.values()]
 
     def _rates(self, late: float) -> list[float] | None:
         """Returns the seconds of a unit of each kind.
