@@ -11,7 +11,8 @@ from typing import Literal
 
 from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, ProportionalSpec
+from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts.rope import ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption

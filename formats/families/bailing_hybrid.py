@@ -132,7 +132,9 @@ def _read_rope(config: Config, head_dim: int) -> RopeSpec:
     config.only("rotary_dim", size)
     if group is not None and group.has("rope_theta"):
         config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
-    if not any(place is not None and place.has("partial_rotary_factor") for place in (config, group)):
+    is_proportional = group is not None and group.is_text("rope_type", "proportional")
+    has_share = any(place is not None and place.has("partial_rotary_factor") for place in (config, group))
+    if not has_share or is_proportional:  # which has a share of the rotated part
         return read_rope(config, size, _BASE, interleaved=True)
     # Where positions are scaled, transformers rotates this share of the rotated part, which cannot run.
     rope = read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())

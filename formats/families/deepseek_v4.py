@@ -30,8 +30,8 @@ from moe_pack.formats.parts import (
     MixedStreamsSpec,
     OtherAttentionSpec,
     RopeSpec,
-    YarnSpec,
 )
+from moe_pack.formats.parts.rope import YarnSpec
 from moe_pack.formats.spec import LimitSpec
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

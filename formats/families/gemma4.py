@@ -22,7 +22,8 @@ from moe_pack.formats.families.readers import (
     read_kinds,
     read_rope_by_kind,
 )
-from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, ProportionalSpec, RopeSpec
+from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, RopeSpec
+from moe_pack.formats.parts.rope import ProportionalSpec
 
 _FULL, _SLIDING = ATTENTION_KINDS
 
@@ -109,7 +110,6 @@ def _read_ropes(config: Config, heads: dict[str, GroupedQuerySpec]) -> dict[str,
         {kind: each.head_dim for kind, each in heads.items()},
         {kind: defaults[kind] for kind in heads},
         partial_rotary_factor=1.0,
-        scalings=("proportional",),
     )
     for kind, rope in ropes.items():
         if rope.rotary_dim != heads[kind].head_dim:

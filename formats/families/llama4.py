@@ -33,7 +33,7 @@ def _read_config(config: Config) -> ModelSpec:
         config,
         "llama4_text",
         attention,
-        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True, scalings=("llama3",)),
+        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
         router,
         size,
         moe_layers=_moe_layers(config),

@@ -15,6 +15,7 @@ from moe_pack.formats.families.readers import (
     read_rope,
 )
 from moe_pack.formats.parts import BlockIndexerSpec, OtherAttentionSpec
+from moe_pack.formats.parts.rope import ProportionalSpec
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
@@ -37,7 +38,8 @@ def _read_config(config: Config) -> ModelSpec:
     num_layers = config.num_layers()
     plain = read_grouped_query(config, qk_norm="head")
     rope = read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
-    config.only("rotary_dim", rope.rotary_dim)  # the same, which transformers does not read
+    pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
+    config.only("rotary_dim", 2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)
     full = tuple(layer for layer in range(num_layers) if layer not in sparse)
     router = RouterSpec(

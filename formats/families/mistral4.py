@@ -20,7 +20,8 @@ from moe_pack.formats.families.readers import (
     read_rope,
     rope_group,
 )
-from moe_pack.formats.parts import TemperatureSpec, YarnSpec
+from moe_pack.formats.parts import TemperatureSpec
+from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, YarnSpec
 
 _KEY = "llama_4_scaling_beta"
 
@@ -42,9 +43,10 @@ def _read_config(config: Config) -> ModelSpec:
         partial_rotary_factor=share,
         ignored=frozenset({_KEY, "max_position_embeddings"}),
     )
-    if group is None or not isinstance(rope.scaling, YarnSpec):
-        # Without one, transformers takes a yarn of its own; with plain positions its rotation does not fit its heads.
-        raise CheckpointError(f"{config.place}: rope_parameters is not of rope_type 'yarn'; only that is supported")
+    if group is None or not isinstance(rope.scaling, YarnSpec | LongRopeSpec | Llama3Spec):
+        # Without one, transformers takes a yarn of its own; with plain positions its rotation does not fit its heads;
+        # the temperature needs an original context.
+        raise CheckpointError(f"{config.place}: rope_type must be yarn, longrope or llama3")
     temperature = TemperatureSpec(
         group.number(_KEY), rope.scaling.original_max_position_embeddings, is_from_one=False, is_unrotated=False
     )

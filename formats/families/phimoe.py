@@ -22,7 +22,7 @@ def _read_config(config: Config) -> ModelSpec:
         config,
         "phimoe",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6, scalings=("longrope",)),
+        read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
         RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
         config.whole("intermediate_size"),
         norm=NormSpec("layer", config.number("rms_norm_eps", 1e-5)),

@@ -1,8 +1,8 @@
 """Readers for the keys of `config.json` that many families share; a family's file reads the keys of its own.
 
-- Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Known scalings: none,
-  yarn, llama3, Phi-3.5-MoE's longrope with two mscales, and Hunyuan's fixed alpha; others (linear, dynamic, ...) are
-  refused by name. Source: transformers, modeling_rope_utils.py.
+- Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Nearly all families have
+  each scaling that transformers has for all its models; a family's file says which, if it has others. Source:
+  transformers, modeling_rope_utils.py.
 - Rotary positions of each kind of layer, and attention that differs by layer: `read_rope_by_kind`, `LayerAttention`.
 - Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
 - Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
@@ -11,7 +11,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,18 +23,27 @@ from moe_pack.formats.parts import (
     AttentionSpec,
     GroupedQuerySpec,
     LatentSpec,
-    Llama3Spec,
-    LongRopeSpec,
     MixerSpec,
     OtherAttentionSpec,
     Projection,
-    ProportionalSpec,
     RopeSpec,
+)
+from moe_pack.formats.parts.rope import (
+    DynamicSpec,
+    LinearSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    ProportionalSpec,
+    ScalingSpec,
     YarnSpec,
 )
 from moe_pack.formats.spec import LimitSpec
 
-Scaling = Literal["yarn", "longrope", "llama3", "proportional", "ntk_alpha"]
+# `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.
+Scaling = Literal["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha", "mscales"]
+# Those that transformers has for all models. Source: modeling_rope_utils.py, ROPE_INIT_FUNCTIONS.
+SCALINGS: tuple[Scaling, ...] = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+_SPELLED: Mapping[Scaling, str] = {"ntk_alpha": "dynamic with an alpha", "mscales": "longrope"}
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 # How a head's values are divided among the three numbers of a position, which are the same for text.
 MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
@@ -46,14 +55,14 @@ def read_rope(
     default_theta: float = 1e4,
     interleaved: bool = False,
     partial_rotary_factor: float | None = None,
-    scalings: tuple[Scaling, ...] = ("yarn",),
+    scalings: tuple[Scaling, ...] = SCALINGS,
     ignored: frozenset[str] = frozenset(),
 ) -> RopeSpec:
     """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
     Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
              factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
-             scalings: those that the family has, in addition to none.
+             scalings: those that the family has, in addition to none; by default all that transformers has.
              ignored: keys of `rope_parameters` that change nothing in this family.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
@@ -74,25 +83,21 @@ def _read_rope(
 ) -> RopeSpec:
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
-    if partial_rotary_factor is None and factor != 1:
-        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
+    if partial_rotary_factor is None and factor != 1 and kind != "proportional":
+        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     if kind == "dynamic" and "ntk_alpha" in scalings and group is not None and group.number("alpha", 0):
         return RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
-    if kind not in ("default", *scalings):
-        known = ", ".join(("default", *scalings)).replace("ntk_alpha", "dynamic with an alpha")
+    own = "mscales" if kind == "longrope" and "mscales" in scalings else kind
+    if own not in ("default", *scalings):
+        known = ", ".join(("default", *(_SPELLED.get(each, each) for each in scalings)))
         raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
-    scaling: YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec | None = None
-    if group is not None and kind == "yarn":
-        scaling = _yarn(config, group)
-    elif group is not None and kind == "llama3":
-        low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
-        scaling = Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
-    elif group is not None and kind == "longrope":
-        scaling = _longrope(config, group)
-    elif group is not None and kind == "proportional":
+    scaling: ScalingSpec | None = None
+    if group is not None and kind == "proportional":
         scaling = ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
         factor = 1.0
+    elif group is not None and kind != "default":
+        scaling = _READ[own](config, group)
     if group is not None:
         group.refuse_unread(ignored)
     return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
@@ -103,7 +108,7 @@ def read_rope_by_kind(
     head_dim: int | Mapping[str, int],
     defaults: Mapping[str, RopeSpec],
     partial_rotary_factor: float | None = None,
-    scalings: tuple[Scaling, ...] = ("yarn",),
+    scalings: tuple[Scaling, ...] = SCALINGS,
 ) -> dict[str, RopeSpec]:
     """Reads the rotary positions of each kind of layer, for which `rope_parameters` has an object each.
 
@@ -167,11 +172,15 @@ def _agreed(config: Config, group: Config | None, key: str, default: float) -> f
     return value
 
 
+def _written_positions(config: Config) -> int:
+    return config.whole(config.either("max_position_embeddings", "model_max_length"))
+
+
 def _original(config: Config, group: Config) -> int:
     """Reads the context of the first training: in the group, next to it, or all positions."""
     key = "original_max_position_embeddings"
     if not group.has(key):
-        return config.whole(key, config.whole("max_position_embeddings"))
+        return config.whole(key, _written_positions(config))
     value = group.whole(key)
     config.only(key, value)
     return value
@@ -182,7 +191,13 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _yarn(config: Config, group: Config) -> YarnSpec:
-    factor, mscale, all_dim = group.number("factor"), group.number("mscale", 0), group.number("mscale_all_dim", 0)
+    group.require("factor")
+    original = _original(config, group)
+    factor, mscale, all_dim = (
+        _factor(config, group, original),
+        group.number("mscale", 0),
+        group.number("mscale_all_dim", 0),
+    )
     is_consistent = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
     if not is_consistent or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
         # With only one of them, DeepSeek's code and transformers' use different factors.
@@ -193,7 +208,7 @@ def _yarn(config: Config, group: Config) -> YarnSpec:
     return YarnSpec(
         kind="yarn",
         factor=factor,
-        original_max_position_embeddings=_original(config, group),
+        original_max_position_embeddings=original,
         beta_fast=group.number("beta_fast", 32),
         beta_slow=group.number("beta_slow", 1),
         attention_factor=group.number("attention_factor", natural or _mscale(factor, 1)),
@@ -201,7 +216,23 @@ def _yarn(config: Config, group: Config) -> YarnSpec:
     )
 
 
+def _factor(config: Config, group: Config, original: int) -> float:
+    """Reads how much longer the context is than the original one; null says that the config has both."""
+    return group.number("factor") if group.has("factor") else _written_positions(config) / original
+
+
 def _longrope(config: Config, group: Config) -> LongRopeSpec:
+    original = _original(config, group)
+    factor = _factor(config, group, original)
+    if factor > 1 and original == 1:
+        raise CheckpointError(f"{group.place}: original_max_position_embeddings is 1, expected more")
+    natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale = group.number("attention_factor", natural)
+    short, long = group.numbers("short_factor"), group.numbers("long_factor")
+    return LongRopeSpec("longrope", original, short, long, short_mscale=mscale, long_mscale=mscale)
+
+
+def _longrope_with_mscales(config: Config, group: Config) -> LongRopeSpec:
     return LongRopeSpec(
         kind="longrope",
         original_max_position_embeddings=_original(config, group),
@@ -210,6 +241,26 @@ def _longrope(config: Config, group: Config) -> LongRopeSpec:
         short_mscale=group.number("short_mscale"),
         long_mscale=group.number("long_mscale"),
     )
+
+
+def _llama3(config: Config, group: Config) -> Llama3Spec:
+    low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
+    return Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
+
+
+def _dynamic(config: Config, group: Config) -> DynamicSpec:
+    group.ignore("original_max_position_embeddings")  # transformers 4 accepted it, and no version reads it
+    return DynamicSpec("dynamic", group.number("factor"), _written_positions(config))
+
+
+_READ: Mapping[str, Callable[[Config, Config], ScalingSpec]] = {
+    "linear": lambda config, group: LinearSpec("linear", group.number("factor")),
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "mscales": _longrope_with_mscales,
+    "llama3": _llama3,
+}
 
 
 # The names of tensors that most families share; roles are those of `dense_roles`.
@@ -337,6 +388,7 @@ def read_decoder(
     config.only("hidden_act", "silu")
     num_layers = config.num_layers() if num_layers is None else num_layers
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
+    ropes = (rope, *(each.rope for each in others))
     return ModelSpec(
         family=family,
         hidden_size=config.whole("hidden_size"),
@@ -344,7 +396,7 @@ def read_decoder(
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
         dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
-        max_position_embeddings=config.whole(positions_key),
+        max_position_embeddings=_num_positions(config.whole(positions_key), ropes),
         norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
         head_bias=head_bias,
@@ -359,6 +411,13 @@ def read_decoder(
         mixer=mixer,
         others=others,
     )
+
+
+def _num_positions(written: int, ropes: Iterable[RopeSpec | None]) -> int:
+    """Returns the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
+    scalings = (rope.scaling for rope in ropes if rope is not None)
+    factor = max((each.factor for each in scalings if isinstance(each, DynamicSpec)), default=1.0)
+    return min(int(written * max(factor, 1.0)), 2**31 - 1)
 
 
 def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
@@ -410,7 +469,7 @@ def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> Groupe
 def read_llama_rope(config: Config, head_dim: int) -> RopeSpec:
     """Reads the rotary positions of such a modeling file: `rope_theta` and `rope_scaling`, not `rope_parameters`.
 
-    No published model of these uses the scalings that the files know (linear, dynamic), and we do not implement them.
+    No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
     """
     config.only("rope_parameters", None)
     return read_rope(config, head_dim, scalings=())

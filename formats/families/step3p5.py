@@ -139,7 +139,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     """Reads the rotary positions of each kind: an object for each, or lists with a base and a share for each layer."""
     usual = {kind: RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
     if config.has("rope_parameters"):
-        return read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0, scalings=("yarn", "llama3"))
+        return read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
     objects: dict[str, dict[str, Any]] = {}
     thetas = _each(config, "rope_theta", 1e4, predicting)
     shares = _of_layers(config, "partial_rotary_factors", config.numbers("partial_rotary_factors"), predicting)
@@ -154,9 +154,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
     written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
-    return read_rope_by_kind(
-        Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0, scalings=("yarn", "llama3")
-    )
+    return read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
 
 
 def _each(config: Config, key: str, default: float, predicting: int) -> tuple[float, ...]:

@@ -133,21 +133,28 @@ def decoder(m: Metadata, model_type: str, **others: Any) -> Values:
 
 
 def rope(m: Metadata) -> Values:
-    """Returns rotary positions in the keys of transformers 4."""
-    kind = m.text("rope.scaling.type", "none")
-    if kind == "none" and m.number("rope.scale_linear", 1.0) != 1:
-        kind = "linear"
-    if kind == "none":
-        return {"rope_theta": m.number("rope.freq_base", 10000.0), "rope_scaling": None}
-    scaling: Values = {"rope_type": kind, "factor": m.number("rope.scaling.factor", 1.0)}
-    if m.has("rope.scaling.original_context_length"):
+    """Returns rotary positions in the keys of transformers 4.
+
+    Raises:  CheckpointError for longrope, which llama.cpp switches by the context that it is given, not by the text.
+    """
+    base = m.number("rope.freq_base", 10000.0)
+    kind = m.text("rope.scaling.type", "linear")  # which llama.cpp takes too, where the file does not say it
+    factor = m.number("rope.scaling.factor", m.number("rope.scale_linear", 1.0))  # the second in files of 2023
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return {"rope_theta": base, "rope_scaling": None}
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{m.place}: {m.architecture}.rope.scaling.type is {kind!r}; supported: none, linear, yarn"
+        )
+    scaling: Values = {"rope_type": kind, "factor": factor}
+    if kind == "yarn" and m.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = m.whole("rope.scaling.original_context_length")
     if kind == "yarn":
         scaling["beta_fast"] = m.number("rope.scaling.yarn_beta_fast", 32.0)
         scaling["beta_slow"] = m.number("rope.scaling.yarn_beta_slow", 1.0)
         if m.has("rope.scaling.yarn_attn_factor"):
             scaling["attention_factor"] = m.number("rope.scaling.yarn_attn_factor")
-    return {"rope_theta": m.number("rope.freq_base", 10000.0), "rope_scaling": scaling}
+    return {"rope_theta": base, "rope_scaling": scaling}
 
 
 def ends(m: Metadata) -> Values:
@@ -205,6 +212,11 @@ def latent(m: Metadata, model_type: str, **others: Any) -> Values:
         **sigmoid_router(m),
     )
     values["q_lora_rank"] = m.get("attention.q_lora_rank") or None
+    if values.get("rope_scaling", {}).get("rope_type") == "linear":
+        # llama.cpp also multiplies queries times keys then, as for yarn.
+        raise CheckpointError(
+            f"{m.place}: {m.architecture}.rope.scaling.type is 'linear'; supported with latent attention: none, yarn"
+        )
     if values.get("rope_scaling") and m.has("rope.scaling.yarn_log_multiplier"):
         scale = round(10 * m.number("rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it is stored
         values["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}

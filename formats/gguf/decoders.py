@@ -21,6 +21,7 @@ from moe_pack.formats.gguf.architecture import (
     sigmoid_router,
     windows,
 )
+from moe_pack.formats.gguf.factors import with_bands
 from moe_pack.formats.gguf.header import Metadata
 
 
@@ -33,6 +34,7 @@ def _mixtral(m: Metadata) -> Values:
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("feed_forward_length"),
         sliding_window=m.get("attention.sliding_window"),
+        **with_bands(m, head_dim(m)),
     )
 
 
@@ -155,6 +157,7 @@ def _exaone_moe(m: Metadata) -> Values:
         num_shared_experts=m.whole("expert_shared_count"),
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=windows(m, 4),
+        **with_bands(m, head_dim(m)),
     )
 
 
@@ -225,7 +228,7 @@ def granite(m: Metadata, model_type: str) -> Values:
 
 def _granitemoe(m: Metadata) -> Values:
     is_shared = m.whole("expert_shared_feed_forward_length", 0) > 0
-    return granite(m, "granitemoeshared" if is_shared else "granitemoe")
+    return granite(m, "granitemoeshared" if is_shared else "granitemoe") | with_bands(m, head_dim(m))
 
 
 def _deepseek(m: Metadata) -> Values:

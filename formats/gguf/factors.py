@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.gguf.architecture import Values
-from moe_pack.formats.parts import GroupedQuerySpec, Llama3Spec, ProportionalSpec, RopeSpec
+from moe_pack.formats.gguf.header import Metadata
+from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
+from moe_pack.formats.parts.rope import Llama3Spec, ProportionalSpec
 
 STILL = 1e30  # of pairs that are not rotated
 
@@ -39,6 +41,12 @@ def _factors(rope: RopeSpec, count: int) -> NDArray[np.float32]:
     share = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low  # of the frequency as it is
     found[: len(turns)] = 1 / ((1 - share) / scaling.factor + share)
     return found.astype(np.float32)
+
+
+def with_bands(m: Metadata, rotary_dim: int) -> Values:
+    """Returns the scaling by bands that a file of an architecture with optional factors has, as `bands`."""
+    found = bands(m.factors, m.number("rope.freq_base", 10000.0), rotary_dim)
+    return {"rope_scaling": found} if found else {}
 
 
 def bands(factors: Sequence[float], theta: float, rotary_dim: int) -> Values:

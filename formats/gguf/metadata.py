@@ -21,8 +21,8 @@ from moe_pack.formats.parts import (
     NormedStateSpec,
     RopeSpec,
     ShortConvSpec,
-    YarnSpec,
 )
+from moe_pack.formats.parts.rope import LinearSpec, YarnSpec
 from moe_pack.formats.spec import num_dense_layers
 
 Extras = Callable[[ModelSpec], Values]
@@ -126,7 +126,9 @@ def _rope(rope: RopeSpec | None, is_latent: bool = False) -> Values:
     if rope is None:
         return {}
     values: Values = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.rotary_dim}
-    if isinstance(scaling := rope.scaling, YarnSpec):
+    if isinstance(scaling := rope.scaling, LinearSpec):
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
+    if isinstance(scaling, YarnSpec):
         values |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": scaling.factor,

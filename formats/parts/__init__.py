@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         ShortcutResidualSpec,
     )
     from moe_pack.formats.parts.roles import DenseRole
-    from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
+    from moe_pack.formats.parts.rope import RopeSpec
 else:
     __getattr__ = face(__name__)
 
@@ -67,8 +67,6 @@ __all__ = [
     "KimiDeltaSpec",
     "LatentSpec",
     "LightningSpec",
-    "Llama3Spec",
-    "LongRopeSpec",
     "Mamba2Spec",
     "MambaSpec",
     "MixedStreamsSpec",
@@ -80,13 +78,11 @@ __all__ = [
     "OutputGateSpec",
     "ParallelResidualSpec",
     "Projection",
-    "ProportionalSpec",
     "RelativeSpec",
     "ResidualSpec",
     "RopeSpec",
     "ShortConvSpec",
     "ShortcutResidualSpec",
     "TemperatureSpec",
-    "YarnSpec",
     "is_added",
 ]

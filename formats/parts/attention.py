@@ -9,7 +9,7 @@ from typing import Literal
 
 from moe_pack.formats.parts.added import added
 from moe_pack.formats.parts.roles import DenseRole, are_layers
-from moe_pack.formats.parts.rope import LongRopeSpec, RopeSpec, YarnSpec, scaling_fault
+from moe_pack.formats.parts.rope import RopeSpec, is_by_length, scaling_fault
 
 Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
@@ -526,17 +526,14 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return "attention has gated and gate, of which only one can be"
     if attention.clip is not None and (attention.gated or attention.keys_as_values):
         return f"attention has {'gated' if attention.gated else 'keys_as_values'} and clip, of which only one can be"
-    scaling = None if rope is None else rope.scaling
-    if attention.qk_norm == "unit" and isinstance(scaling, YarnSpec | LongRopeSpec):
-        return f"qk_norm is unit, but {scaling.kind} multiplies rotated heads, which a unit norm undoes"
     return _block_indexer_fault(attention, rope) or _temperature_fault(attention.temperature, attention)
 
 
 def _compressed_fault(attention: CompressedSpec, rope: RopeSpec | None) -> str | None:
     if attention.num_heads % attention.num_groups:
         return f"{attention.num_heads} heads do not divide into num_groups, {attention.num_groups}"
-    if rope is None or isinstance(rope.scaling, LongRopeSpec):
-        return "compressed attention needs rotary positions, and no longrope"
+    if rope is None or is_by_length(rope):
+        return "compressed attention needs rotary positions, and neither longrope nor dynamic scaling"
     indexer = None if attention.compression is None else attention.compression.indexer
     if indexer is not None and indexer.head_dim < rope.rotary_dim:
         return f"an indexer of entries has heads of {indexer.head_dim}, expected at least rotary_dim, {rope.rotary_dim}"
@@ -549,8 +546,10 @@ def _block_indexer_fault(attention: GroupedQuerySpec, rope: RopeSpec | None) -> 
         return None
     if attention.sliding_window is not None or attention.sinks:
         return "an indexer of blocks needs attention without sliding_window and sinks"
-    if rope is not None and (rope.rotary_dim > indexer.head_dim or isinstance(rope.scaling, LongRopeSpec)):
-        return "an indexer of blocks needs heads of at least rotary_dim values, and no longrope"
+    if rope is not None and rope.rotary_dim > indexer.head_dim:
+        return f"an indexer of blocks has heads of {indexer.head_dim}, expected at least rotary_dim, {rope.rotary_dim}"
+    if rope is not None and indexer.kind == "pooled" and is_by_length(rope):
+        return "an indexer of pooled blocks can have neither longrope nor dynamic scaling"
     most = indexer.num_blocks if indexer.kind == "largest" else 0
     if not 0 <= indexer.local_blocks <= most:
         return f"indexer local_blocks is {indexer.local_blocks} with {indexer.kind}, expected 0 to {most}"

@@ -5,6 +5,30 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """All frequencies are divided by `factor`.
+
+    Source: transformers, modeling_rope_utils.py, _compute_linear_scaling_rope_parameters.
+    """
+
+    kind: Literal["linear"]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSpec:
+    """The base grows with the length of a sequence that is longer than `original_max_position_embeddings`.
+
+    Tokens that are given together have the base of the sequence's length with all of them; keys of earlier tokens stay.
+    Source: transformers, modeling_rope_utils.py, _compute_dynamic_ntk_parameters and dynamic_rope_update.
+    """
+
+    kind: Literal["dynamic"]
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
 class YarnSpec:
     """Frequencies below `beta_slow` turns in the original context are divided by `factor`, above `beta_fast` kept.
 
@@ -65,6 +89,9 @@ class ProportionalSpec:
     factor: float
 
 
+ScalingSpec = LinearSpec | DynamicSpec | YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
@@ -75,11 +102,21 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     interleaved: bool
-    scaling: YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec | None
+    scaling: ScalingSpec | None
+
+
+def is_by_length(rope: RopeSpec) -> bool:
+    """Returns whether the angle of a position depends on the length of the sequence."""
+    return isinstance(rope.scaling, DynamicSpec | LongRopeSpec)
 
 
 def scaling_fault(rope: RopeSpec) -> str | None:
     """Returns why positions cannot be scaled in this way, or None."""
+    if isinstance(rope.scaling, LinearSpec):
+        factor = rope.scaling.factor
+        return None if 0 < factor < 1e6 else f"linear factor is {factor}, expected between 0 and 1e6"
+    if isinstance(rope.scaling, DynamicSpec):
+        return _dynamic_fault(rope.scaling, rope.rotary_dim)
     if isinstance(rope.scaling, YarnSpec):
         return _yarn_fault(rope.scaling)
     if isinstance(rope.scaling, LongRopeSpec):
@@ -87,6 +124,14 @@ def scaling_fault(rope: RopeSpec) -> str | None:
     if isinstance(rope.scaling, ProportionalSpec):
         return _proportional_fault(rope.scaling, rope.rotary_dim)
     return _llama3_fault(rope.scaling) if isinstance(rope.scaling, Llama3Spec) else None
+
+
+def _dynamic_fault(dynamic: DynamicSpec, rotary_dim: int) -> str | None:
+    if not 0 < dynamic.original_max_position_embeddings < 2**31:
+        return f"original_max_position_embeddings is {dynamic.original_max_position_embeddings}, expected 1 to 2^31 - 1"
+    if not 1 <= dynamic.factor < 1e6:
+        return f"dynamic factor is {dynamic.factor}, expected 1 to 1e6"
+    return None if rotary_dim > 2 else f"dynamic scaling needs a rotary_dim above 2, found {rotary_dim}"
 
 
 def _proportional_fault(proportional: ProportionalSpec, rotary_dim: int) -> str | None:

@@ -156,7 +156,7 @@ class TokenLayers:
     `control`: int32 [2], the token and its position, which the kernels read.   `x`, `normed`: float32 [d], the hidden
     state, and its norm that experts get.   `routes`: int32 [L, k].   `router_logits`: float32 [L, E].
     `router_weights`: float32 [k], of the last layer with a router.   `logits`: float32 [vocabulary].
-    Args:    angles: float32 [context, rotary_dim / 2] each, of every position; may be overwritten between tokens.
+    Args:    angles: float32 [context, rotary_dim / 2] each, of every position as the last one.
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:

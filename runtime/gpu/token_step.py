@@ -323,9 +323,7 @@ class GpuDecoder(Decoder):
         super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
         self._is_cuda = device.type == "cuda"
         self._gpu_weights, self._inputs, self._residency, self._link_rate = weights, inputs, residency, link_rate
-        self._tables_are_long = False
-        self._tables = self._ropes(torch.arange(context_tokens, device=device), 1)[0]
-        self._layers = TokenLayers(weights, self.cache, self._tables)
+        self._layers = TokenLayers(weights, self.cache, self._ropes.as_last(context_tokens)[0])
         most_changes = 0 if residency is None else residency.most_changes
         self._step = TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
         self._control, self._logits = (
@@ -466,7 +464,7 @@ class GpuDecoder(Decoder):
     def _is_alone(self, ids: list[int]) -> bool:
         """Whether these are one token, and no earlier position has to be computed again."""
         before = self.cache.num_tokens
-        return len(ids) == 1 and (before == 0 or self._ropes.num_long(before + 1) == self._ropes.num_long(before))
+        return len(ids) == 1 and not self._ropes.outgrows(before, before + 1)
 
     def _forward(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         self._empty_slots()
@@ -479,7 +477,6 @@ class GpuDecoder(Decoder):
     def _one(self, token: int) -> Tensor:
         self._check_ids(self.sequences[0], [token])
         before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
-        self._take_angles(self._ropes.num_long(before + 1) > 0)
         self._control[0], self._control[1], self._control[2] = token, before, self._num_entries[turn]
         begin = self._inputs.queues.mark()
         self._runs[turn]()
@@ -600,18 +597,6 @@ class GpuDecoder(Decoder):
             self._pulled_bytes += int((ahead[..., 1] * np.take_along_axis(self._record_bytes, ahead[..., 0], 1)).sum())
         self._counts[6] += int(self._step.num_changed[turn].sum())
         self._num_tokens += 1
-
-    # ---- positions --------------------------------------------------------------------------------------------------
-
-    def _take_angles(self, is_long: bool) -> None:
-        """Replaces the angles in the tables, if a long sequence uses others."""
-        if is_long == self._tables_are_long:
-            return
-        context = self.cache.context_tokens
-        angles = self._ropes(torch.arange(context, device=self.device), context if is_long else 1)[0]
-        for table, values in zip(self._tables, angles, strict=True):
-            table.copy_(values)
-        self._tables_are_long = is_long
 
 
 _INTERPRETED_SMS = 1  # programs run one after the other

@@ -115,8 +115,8 @@ def _attend_grouped(
         q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
     norms = None
     if spec.qk_norm == "unit":
-        ones = torch.ones(spec.head_dim, device=x.device)  # a head's rms does not change as it is rotated
-        norms = HeadNorms(ones, ones, eps) if is_rotated else None
+        ones = torch.ones(spec.head_dim, device=x.device)
+        norms = HeadNorms(ones, ones, eps, True) if is_rotated else None
     elif spec.qk_norm != "none":
         is_last = spec.qk_norm == "rotated_head"
         norms = HeadNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), eps, is_last)

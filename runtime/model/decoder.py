@@ -138,7 +138,7 @@ class Decoder:
             return self.extend(sequences[0], [ids[0]])[None]
         for sequence, token in zip(sequences, ids, strict=True):
             self._check_ids(sequence, [token])
-        together = [i for i, sequence in enumerate(sequences) if not _is_computed_again(sequence, 1)]
+        together = [i for i, sequence in enumerate(sequences) if not sequence.outgrows(1)]
         logits: list[Tensor | None] = [None] * len(ids)
         if together:
             found = self._extend_together([sequences[i] for i in together], [ids[i] for i in together])
@@ -161,7 +161,7 @@ class Decoder:
             sequence.cache.most_taken_back,
             self.spec.router.capacity or self.chunk_tokens,
         )
-        while most > 1 and sequence.num_long(before + most) > sequence.num_long(before):
+        while most > 1 and not sequence.are_angles_same(before, before + most):
             most -= 1
         return max(most, 1)
 
@@ -236,7 +236,7 @@ class Decoder:
         self._check_ids(sequence, ids)
         cache, new = sequence.cache, ids
         before = cache.num_tokens
-        is_again = _is_computed_again(sequence, len(ids))
+        is_again = sequence.outgrows(len(ids))
         sequence.ids[before:] = ids
         if is_again:
             # From here on every position has other angles, and everything that was computed depends on them.
@@ -400,12 +400,6 @@ class Decoder:
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
         return head(hidden, self._weights)
-
-
-def _is_computed_again(sequence: CachedSequence, num_new: int) -> bool:
-    """Whether every position has other angles once so many tokens are appended."""
-    before = sequence.num_tokens
-    return before > 0 and sequence.num_long(before + num_new) > sequence.num_long(before)
 
 
 def _keep_what_is_whole(cache: KVCache, kept: int) -> None:

@@ -27,7 +27,9 @@ from moe_pack.convert.export import ExportWork, compare_export, export_gguf
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Llama3Spec, YarnSpec
+from moe_pack.formats.gguf.header import FACTORS
+from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
 from moe_pack.formats.writer import Step
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
@@ -267,6 +269,38 @@ def with_yarn(spec: ModelSpec, mscale: float) -> ModelSpec:
         for other in spec.others
     )
     return replace(with_attention(spec, scale=scale), rope=rope, others=others)
+
+
+LINEAR, DYNAMIC = LinearSpec("linear", 4.0), DynamicSpec("dynamic", 4.0, 32)
+BANDS = Llama3Spec("llama3", 8.0, 1.0, 64.0, 512)
+
+
+def with_scaling(spec: ModelSpec, scaling: ScalingSpec) -> ModelSpec:
+    assert spec.rope is not None
+    return replace(spec, rope=replace(spec.rope, scaling=scaling))
+
+
+def test_scaled_positions_are_written_where_llama_cpp_has_them() -> None:
+    """Linear scaling is metadata; bands are a tensor, for which only some architectures look."""
+    for name in ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss"):
+        with case(name):
+            model = gguf_model(with_scaling(spec_of(name), LINEAR))
+            keys = {key.partition(".")[2]: value for key, value in model.metadata.items() if ".rope.scaling." in key}
+            assert keys == {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+            assert all(place.name != FACTORS for place in model.placements)
+    for name in ("mixtral", "granitemoe", "exaone_moe"):
+        with case(name):
+            model = gguf_model(with_scaling(spec_of(name), BANDS))
+            assert model.placements[0].name == FACTORS
+            assert not any(".rope.scaling." in key for key in model.metadata)
+    others = {
+        "mixtral": (DYNAMIC, "llama.cpp's architecture 'llama' has another rope.scaling"),
+        "qwen3_moe": (BANDS, "llama.cpp's architecture 'qwen3moe' has another rope.scaling"),
+        "deepseek_v3": (LINEAR, "no architecture of llama.cpp that is known here is this model"),
+    }
+    for name, (scaling, message) in others.items():
+        with case(name), pytest.raises(RunError, match=message):
+            gguf_model(with_scaling(spec_of(name), scaling))
 
 
 def limited() -> Iterator[tuple[str, ModelSpec, ModelSpec, str]]:

@@ -34,10 +34,12 @@ def test_compressed_attention_that_cannot_be_is_refused() -> None:
     assert_refused_beside_legal(COMPRESSED, "attention num_groups", 3, 4, groups)
     small = "an indexer of entries has heads of 7, expected at least rotary_dim, 8"
     assert_refused_beside_legal(COMPRESSED, "attention compression indexer head_dim", 7, 8, small)
-    rotary = "compressed attention needs rotary positions, and no longrope"
+    rotary = "compressed attention needs rotary positions, and neither longrope nor dynamic scaling"
     assert spec_fault(replace(COMPRESSED, rope=None)) == rotary
     longrope = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    assert spec_fault(changed(COMPRESSED, "rope scaling", longrope)) == rotary
+    dynamic = {"kind": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
+    for scaling in (longrope, dynamic):
+        assert spec_fault(changed(COMPRESSED, "rope scaling", scaling)) == rotary
     assert_refused_beside_legal(
         COMPRESSED, "rope rotary_dim", 18, 8, "an indexer of entries has heads of 12, expected at least rotary_dim, 18"
     )

@@ -18,7 +18,8 @@ from moe_pack.formats.families.readers import (
     window_if_used,
     yarn_scale,
 )
-from moe_pack.formats.parts import LongRopeSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import RopeSpec
+from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, LongRopeSpec, ProportionalSpec, YarnSpec
 
 Values = dict[str, Any]
 Read = Callable[[Config], object]
@@ -265,13 +266,16 @@ def test_missing_key_heads_are_each_head_s_own_only_in_families_that_say_so() ->
 
 POSITIONS = {"max_position_embeddings": 4096}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
-LONG = {"short_factor": [1, 1.5], "long_factor": [2.0, 4.0], "short_mscale": 1.1, "long_mscale": 1.25}
+LONG = {"short_factor": [1, 1.5], "long_factor": [2.0, 4.0]}
+MSCALES = {"short_mscale": 1.1, "long_mscale": 1.25}
+BANDS = {"factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+LONGER = math.sqrt(1 + math.log(64) / math.log(64))  # longrope's own factor for 64 times 64 positions
 TURNS = 0.1 * math.log(4) + 1  # yarn's own factor for cosine and sine at a factor of 4
 
 
 def read_any_rope(given: Config, **defaults: Any) -> RopeSpec:
-    """The rotary positions of heads of 32 values, in a family that has every scaling."""
-    return read_rope(given, 32, **({"scalings": ("yarn", "longrope")} | defaults))
+    """The rotary positions of heads of 32 values, in a family that has every scaling of transformers."""
+    return read_rope(given, 32, **defaults)
 
 
 def rope_of(values: Values, **defaults: Any) -> RopeSpec:
@@ -300,7 +304,24 @@ def test_spellings_of_transformers_4_and_5_give_the_same_positions() -> None:
          RopeSpec(1e6, 32, False, YarnSpec("yarn", 4.0, 1024, 32.0, 1.0, TURNS, truncate=True))),
         ({"rope_theta": 1e6, "rope_scaling": {"type": "longrope"} | LONG, "original_max_position_embeddings": 64},
          {"rope_type": "longrope", "rope_theta": 1e6, "original_max_position_embeddings": 64} | LONG,
-         RopeSpec(1e6, 32, False, LongRopeSpec("longrope", 64, (1.0, 1.5), (2.0, 4.0), 1.1, 1.25))),
+         RopeSpec(1e6, 32, False, LongRopeSpec("longrope", 64, (1.0, 1.5), (2.0, 4.0), LONGER, LONGER))),
+        ({"rope_scaling": {"type": "longrope", "factor": 1, "original_max_position_embeddings": 64} | LONG},
+         {"rope_type": "longrope", "attention_factor": 1.0, "original_max_position_embeddings": 64} | LONG,
+         RopeSpec(1e4, 32, False, LongRopeSpec("longrope", 64, (1.0, 1.5), (2.0, 4.0), 1.0, 1.0))),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, {"rope_type": "linear", "factor": 4.0},
+         RopeSpec(1e4, 32, False, LinearSpec("linear", 4.0))),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2, "original_max_position_embeddings": 1024}},
+         {"rope_type": "dynamic", "factor": 2.0},
+         RopeSpec(1e4, 32, False, DynamicSpec("dynamic", 2.0, 4096))),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "rope_type": "llama3"} | BANDS},
+         {"rope_type": "llama3", "rope_theta": 5e5} | BANDS,
+         RopeSpec(5e5, 32, False, Llama3Spec("llama3", 8.0, 1.0, 4.0, 1024))),
+        ({"partial_rotary_factor": 0.25, "rope_scaling": {"type": "proportional"}},
+         {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 1.0},
+         RopeSpec(1e4, 32, False, ProportionalSpec("proportional", 4, 1.0))),
+        ({"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}},
+         {"rope_type": "yarn"} | YARN,
+         RopeSpec(1e4, 32, False, YarnSpec("yarn", 4.0, 1024, 32.0, 1.0, TURNS, truncate=True))),
     ]  # fmt: skip
     for four, five, rope in cases:
         with case(four, five, rope):
@@ -382,21 +403,29 @@ KINDS = "rope_type {!r} is not supported; supported: {}"
 
 
 def test_a_scaling_we_do_not_implement_is_refused_by_its_name() -> None:
-    for kind in ["linear", "dynamic", "llama3", "su", "proportional", "YARN", ""]:
+    for kind in ["ntk", "su", "axial", "YARN", ""]:
         for group, key in [("rope_scaling", "type"), ("rope_parameters", "rope_type")]:
             with case(kind, group, key):
                 assert refusal(read_any_rope, **{group: {key: kind, "factor": 2.0}}) == KINDS.format(
-                    kind, "default, yarn, longrope"
+                    kind, "default, linear, dynamic, yarn, longrope, llama3, proportional"
                 )
 
 
 def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> None:
     longrope, yarn = ({"rope_type": "longrope"} | LONG, {"rope_type": "yarn"} | YARN)
     message = KINDS.format("longrope", "default, yarn")
-    assert refusal(lambda c: read_rope(c, 32), **POSITIONS, rope_scaling=longrope) == message
+    assert refusal(lambda c: read_rope(c, 32, scalings=("yarn",)), **POSITIONS, rope_scaling=longrope) == message
     message = KINDS.format("yarn", "default, longrope")
-    assert refusal(lambda c: read_rope(c, 32, scalings=("longrope",)), **POSITIONS, rope_scaling=yarn) == message
+    assert refusal(lambda c: read_rope(c, 32, scalings=("mscales",)), **POSITIONS, rope_scaling=yarn) == message
     assert rope_of({"rope_scaling": yarn}, scalings=("yarn",)) == rope_of({"rope_scaling": yarn})
+
+
+def test_longrope_has_two_factors_of_cosine_and_sine_only_in_the_family_that_has_them() -> None:
+    scaling: Values = {"rope_type": "longrope", "original_max_position_embeddings": 64} | LONG
+    found = rope_of({"rope_parameters": scaling | MSCALES}, scalings=("mscales",)).scaling
+    assert found == LongRopeSpec("longrope", 64, (1.0, 1.5), (2.0, 4.0), 1.1, 1.25)
+    unknown = "rope_parameters: key 'short_mscale' (1.1) is unknown for this family and may change the arithmetic"
+    assert refusal(read_any_rope, **POSITIONS, rope_parameters=scaling | MSCALES) == unknown
 
 
 def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> None:
@@ -406,16 +435,22 @@ def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> No
         "arithmetic"),
         ({"rope_type": "yarn", "low_freq_factor": 1.0} | YARN,
          "key 'low_freq_factor' (1.0) is unknown for this family and may change the arithmetic"),
-        ({"rope_type": "longrope", "factor": 32.0} | LONG,
-        "key 'factor' (32.0) is unknown for this family and "
-        "may change the arithmetic"),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 1024},
+         "key 'original_max_position_embeddings' (1024) is unknown for this family and may change the arithmetic"),
+        ({"rope_type": "linear"}, "key 'factor' is missing, expected a number"),
+        ({"rope_type": "dynamic", "factor": None}, "key 'factor' is missing, expected a number"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0},
+         "key 'alpha' (1000.0) is unknown for this family and may change the arithmetic"),
+        ({"rope_type": "llama3"} | BANDS | {"low_freq_factor": None},
+         "key 'low_freq_factor' is missing, expected a number"),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 1} | LONG,
+         "original_max_position_embeddings is 1, expected more"),
         ({"full_attention": {"rope_theta": 1e4}},
          "key 'full_attention' ({'rope_theta': 10000.0}) is unknown for this family and may change the arithmetic"),
-        ({"rope_type": "yarn"}, "key 'factor' is missing, expected a number"),
+        ({"rope_type": "yarn"}, "key 'factor' is missing, expected a value or null"),
         ({"rope_type": "yarn", "truncate": 1} | YARN, "truncate is 1, expected true or false"),
         ({"rope_type": "yarn"} | YARN | {"original_max_position_embeddings": 1024.0},
          "original_max_position_embeddings is 1024.0, expected a whole number"),
-        ({"rope_type": "longrope"} | LONG | {"long_mscale": None}, "key 'long_mscale' is missing, expected a number"),
         ({"rope_type": "longrope"} | LONG | {"short_factor": [1, "2"]},
          "short_factor is [1, '2'], expected a list of numbers"),
         ({"rope_type": "yarn", "type": "longrope"},

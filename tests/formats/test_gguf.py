@@ -389,6 +389,80 @@ def test_a_file_without_a_tokenizer_gets_a_note(tmp_path: Path) -> None:
     files.close()
 
 
+FLOAT, TEXT = [gguf.GGUFValueType.FLOAT32], [gguf.GGUFValueType.STRING]
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    with closing(GgufFiles(path)) as files:
+        values: dict[str, Any] = json.loads(files.read_file("config.json").tobytes())
+    return values
+
+
+def test_linear_scaling_is_read_in_each_spelling(tmp_path: Path) -> None:
+    """llama.cpp takes linear where the type is missing, and no scaling at all where it is `none`."""
+    cases: Iterable[tuple[dict[str, Any], float | None]] = [
+        ({"rope.scaling.type": ("linear", TEXT), "rope.scaling.factor": (4.0, FLOAT)}, 4.0),
+        ({"rope.scaling.factor": (4.0, FLOAT)}, 4.0),
+        ({"rope.scale_linear": (4.0, FLOAT)}, 4.0),
+        ({"rope.scaling.type": ("linear", TEXT), "rope.scaling.factor": (1.0, FLOAT)}, None),
+        ({"rope.scaling.type": ("none", TEXT), "rope.scaling.factor": (4.0, FLOAT)}, None),
+    ]
+    ids = list(range(20))
+    plain = logits(MIXTRAL, ids)
+    for number, (added, factor) in enumerate(cases):
+        with case(added):
+            values = {f"llama.{key}": value for key, value in added.items()}
+            path = rewritten(tmp_path / f"{number}.gguf", values=lambda fields, values=values: fields.update(values))
+            scaling = config_of(path).get("rope_scaling")
+            assert scaling == (None if factor is None else {"rope_type": "linear", "factor": factor})
+            assert (np.abs(logits(path, ids) - plain).max() > TOLERANCE) == (factor is not None)
+    for number, (source, kind, expected) in enumerate(
+        ((MIXTRAL, "longrope", "none, linear, yarn"), (GOLDEN / "deepseek_v2.gguf", "linear", "none, yarn"))
+    ):
+        with case(kind):
+            key = f"{gguf.GGUFReader(source).fields['general.architecture'].contents()}.rope.scaling"
+            values = {f"{key}.type": (kind, TEXT), f"{key}.factor": (4.0, FLOAT)}
+            path = tmp_path / f"refused-{number}.gguf"
+            rewritten(path, source, values=lambda fields, values=values: fields.update(values))
+            message = refusal(path)
+            assert f"{key}.type is {kind!r}; supported" in message and message.endswith(f": {expected}")
+
+
+def llama3_factors(theta: float, size: int, scaling: dict[str, float]) -> NDArray[np.float32]:
+    """What llama.cpp's converter writes of a model whose positions are scaled by bands."""
+    factor, low, high, context = scaling.values()
+    found = []
+    for pair in range(size // 2):
+        length = 2 * np.pi * theta ** (2 * pair / size)
+        smooth = (context / length - low) / (high - low)
+        mixed = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1.0 if length < context / high else factor if length > context / low else mixed)
+    return np.array(found, np.float32)
+
+
+def test_factors_of_rotary_positions_are_read_as_bands_where_llama_cpp_takes_them(tmp_path: Path) -> None:
+    """Files of merges of Llama 3.1 have architecture `llama`, and their bands as a tensor."""
+    # In these small heads, two pairs must be between the bounds.
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 64.0, "context": 512}
+    for name, rotated in (("mixtral", 16), ("granitemoe", 16), ("exaone_moe", 32)):
+        with case(name):
+            source = GOLDEN / f"{name}.gguf"
+            theta = config_of(source)["rope_theta"]
+            factors = llama3_factors(theta, rotated, scaling)
+            added = {"rope_freqs.weight": (factors, gguf.GGMLQuantizationType.F32)}
+            path = tmp_path / f"{name}.gguf"
+            rewritten(path, source, tensors=lambda tensors, added=added: tensors.update(added))
+            assert config_of(path)["rope_scaling"] == {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 64.0,
+                "original_max_position_embeddings": 512,
+            }
+            ids = list(range(20))
+            assert np.abs(logits(path, ids) - logits(source, ids)).max() > TOLERANCE
+
+
 # --- what is refused
 
 

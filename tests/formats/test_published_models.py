@@ -16,7 +16,8 @@ from references import REFERENCES
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, read_spec
-from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec, LongRopeSpec, YarnSpec
+from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts.rope import LongRopeSpec, YarnSpec
 from moe_pack.formats.spec import attending, cached_values, num_parameters
 
 

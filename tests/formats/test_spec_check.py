@@ -249,51 +249,6 @@ def test_rotary_attention_may_have_no_rope_and_has_no_encoder(spec: ModelSpec) -
     )
 
 
-YARN_FACTORS = "yarn factor {} or attention_factor {} is out of range"
-YARN_BETAS = "yarn beta_slow {} and beta_fast {} must satisfy 0 < beta_slow <= beta_fast"
-PROPORTIONAL: Values = {"kind": "proportional", "rotated_pairs": 4, "factor": 1.0}
-PAIRS = "proportional rotated_pairs is {} and factor is {}, expected 1 to 16, and between 0 and 1e6"
-LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
-LENGTH = "original_max_position_embeddings is {}, expected 1 to 2^31 - 1"
-
-
-def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
-    cases = [
-        (YARN, {"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
-        (YARN, {"original_max_position_embeddings": MAX + 1}, {"original_max_position_embeddings": MAX},
-         LENGTH.format(MAX + 1)),
-        (YARN, {"factor": 0.99}, {"factor": 1.0}, YARN_FACTORS.format(0.99, 1.1)),
-        (YARN, {"factor": 1e6}, {"factor": 999_999.0}, YARN_FACTORS.format(1e6, 1.1)),
-        (YARN, {"attention_factor": 0.0}, {"attention_factor": 1e-6}, YARN_FACTORS.format(4.0, 0.0)),
-        (YARN, {"attention_factor": 1e6}, {"attention_factor": 999_999.0}, YARN_FACTORS.format(4.0, 1e6)),
-        (YARN, {"beta_slow": 0.0}, {"beta_slow": 1e-6}, YARN_BETAS.format(0.0, 32.0)),
-        (YARN, {"beta_slow": 33.0}, {"beta_slow": 32.0}, YARN_BETAS.format(33.0, 32.0)),
-        (YARN, {"beta_fast": 1e6}, {"beta_fast": 999_999.0}, YARN_BETAS.format(1.0, 1e6)),
-        (PROPORTIONAL, {"rotated_pairs": 0}, {"rotated_pairs": 1}, PAIRS.format(0, 1.0)),
-        (PROPORTIONAL, {"rotated_pairs": 17}, {"rotated_pairs": 16}, PAIRS.format(17, 1.0)),
-        (PROPORTIONAL, {"factor": 0.0}, {"factor": 0.5}, PAIRS.format(4, 0.0)),
-        (PROPORTIONAL, {"factor": 1e6}, {"factor": 8.0}, PAIRS.format(4, 1e6)),
-        (LONGROPE, {"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
-        (LONGROPE, {"original_max_position_embeddings": MAX + 1}, {"original_max_position_embeddings": MAX},
-         LENGTH.format(MAX + 1)),
-        (LONGROPE, {"short_factor": [1.0] * 15}, {"short_factor": [1.0] * 16},
-         "longrope short_factor must be 16 numbers between 0 and 1e6"),
-        (LONGROPE, {"short_factor": [1.0] * 15 + [0.0]}, {"short_factor": [1.0] * 15 + [0.5]},
-         "longrope short_factor must be 16 numbers between 0 and 1e6"),
-        (LONGROPE, {"long_factor": [1.0] * 17}, {"long_factor": [9.0] * 16},
-         "longrope long_factor must be 16 numbers between 0 and 1e6"),
-        (LONGROPE, {"long_factor": [1e6] + [1.0] * 15}, {"long_factor": [999_999.0] + [1.0] * 15},
-         "longrope long_factor must be 16 numbers between 0 and 1e6"),
-        (LONGROPE, {"short_mscale": 0.0}, {"short_mscale": 0.1}, LONG_MSCALES.format(0.0, 1.2)),
-        (LONGROPE, {"short_mscale": 1e6}, {"short_mscale": 999_999.0}, LONG_MSCALES.format(1e6, 1.2)),
-        (LONGROPE, {"long_mscale": 0.0}, {"long_mscale": 0.1}, LONG_MSCALES.format(1.0, 0.0)),
-        (LONGROPE, {"long_mscale": 1e6}, {"long_mscale": 999_999.0}, LONG_MSCALES.format(1.0, 1e6)),
-    ]  # fmt: skip
-    for scaling, wrong, right, message in cases:
-        with case(scaling, wrong, right, message):
-            assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
-
-
 CAPACITY = "router capacity is {}; only softmax_topk with one expert a token can have a capacity"
 NORMAL_ALREADY = "a {} router cannot have n_group, bias or normalize"
 GROUPS = (
@@ -536,38 +491,6 @@ def test_a_temperature_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(spec, "attention qk_norm", "rotated_head", norm, undone("rotated_head"))
 
 
-LLAMA3: Values = {
-    "kind": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-def test_a_llama3_scaling_that_cannot_be_is_refused() -> None:
-    message = "llama3 factor {}, low_freq_factor {} or high_freq_factor {} is out of range".format
-    cases = [
-        ({"factor": 0.99}, {"factor": 1.0}, message(0.99, 1.0, 4.0)),
-        ({"factor": 1e6}, {"factor": 999_999.0}, message(1e6, 1.0, 4.0)),
-        ({"low_freq_factor": 0.0}, {"low_freq_factor": 1e-6}, message(8.0, 0.0, 4.0)),
-        ({"low_freq_factor": 5.0}, {"low_freq_factor": 4.0}, message(8.0, 5.0, 4.0)),
-        ({"high_freq_factor": 1e6}, {"high_freq_factor": 999_999.0}, message(8.0, 1.0, 1e6)),
-        ({"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
-    ]
-    for wrong, right, line in cases:
-        with case(wrong, right, line):
-            assert_refused_beside_legal(GROUPED, "rope scaling", LLAMA3 | wrong, LLAMA3 | right, line)
-
-
-def test_a_unit_norm_is_refused_where_rotation_changes_a_head_s_length() -> None:
-    unit = changed(GROUPED, "attention qk_norm", "unit")
-    for scaling in (YARN, LONGROPE):
-        with case(scaling["kind"]):
-            message = f"qk_norm is unit, but {scaling['kind']} multiplies rotated heads, which a unit norm undoes"
-            assert_refused_beside_legal(unit, "rope scaling", scaling, LLAMA3, message)
-
-
 def test_a_mixer_that_cannot_be_is_refused() -> None:
     layers = "mixer layers must list decoder layers, at least one, in rising order"
     cases = [
@@ -627,18 +550,23 @@ def test_an_indexer_that_cannot_be_is_refused() -> None:
         assert_refused_beside_legal(LATENT, "attention indexer", wrong, right, line)
 
 
+DYNAMIC: Values = {"kind": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
 BLOCKS: Values = {"kind": "largest", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}
 
 
 def test_an_indexer_of_blocks_that_cannot_be_is_refused() -> None:
     plain = changed(GROUPED, "attention sliding_window", None)
     window = "an indexer of blocks needs attention without sliding_window and sinks"
-    small = "an indexer of blocks needs heads of at least rotary_dim values, and no longrope"
+    small = "an indexer of blocks has heads of 31, expected at least rotary_dim, 32"
     blocks = changed(plain, "attention indexer", BLOCKS)
     assert_refused_beside_legal(blocks, "attention sliding_window", 16, None, window)
     assert_refused_beside_legal(blocks, "attention sinks", True, False, window)
     assert_refused_beside_legal(blocks, "attention indexer head_dim", 31, 33, small)
-    assert_refused_beside_legal(blocks, "rope scaling", LONGROPE, YARN, small)
+    pooled = changed(blocks, "attention indexer", BLOCKS | {"kind": "pooled"})
+    by_length = "an indexer of pooled blocks can have neither longrope nor dynamic scaling"
+    for scaling in (LONGROPE, DYNAMIC):
+        assert_refused_beside_legal(pooled, "rope scaling", scaling, YARN, by_length)
+        assert spec_fault(changed(blocks, "rope scaling", scaling)) is None
     local = "indexer local_blocks is {} with {}, expected 0 to {}"
     for number in (4, -1):
         message = local.format(number, "largest", 3)

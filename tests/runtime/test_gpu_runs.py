@@ -231,21 +231,28 @@ def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Path) -> None:
+def test_a_sequence_that_outgrows_its_original_context_has_other_angles(tmp_path: Path) -> None:
+    """With longrope everything is computed again; with dynamic scaling only the new tokens have another base."""
     from families import LONGROPE, Tiny, write  # which imports transformers
 
     limit = 3
-    scaling = LONGROPE | {"original_max_position_embeddings": limit}
-    short = Tiny("phimoe", "short", {"rope_scaling": scaling, "num_hidden_layers": 1})
-    source, folder = write(short, tmp_path / "source"), tmp_path / "packed"
-    pack(source, folder)
-    ids = [(37 * i + 5) % 96 for i in range(limit + 2)]
-    got = gpu_logits(folder, GpuRun(0.5), ids, num_prompt=limit - 1)[limit - 1 :]
-    with Pack(folder) as opened:
-        decoder = Decoder(PackWeights(opened, CPU), 64)
-        decoder.logits(ids[: limit - 1])
-        expected = torch.cat([decoder.logits([token]) for token in ids[limit - 1 :]])
-    assert (got - expected).abs().max() < TOLERANCE
+    dynamic = {"rope_type": "dynamic", "factor": 40.0, "rope_theta": 1e4}
+    cases = {
+        "phimoe": {"rope_scaling": LONGROPE | {"original_max_position_embeddings": limit}},
+        "mixtral": {"head_dim": 16, "max_position_embeddings": limit, "rope_parameters": dynamic},
+    }
+    for family, config in cases.items():
+        with case(family):
+            source = write(Tiny(family, "short", config | {"num_hidden_layers": 1}), tmp_path / family)
+            folder = tmp_path / f"{family}-packed"
+            pack(source, folder)
+            ids = [(37 * i + 5) % 96 for i in range(limit + 2)]
+            got = gpu_logits(folder, GpuRun(0.5), ids, num_prompt=limit - 1)[limit - 1 :]
+            with Pack(folder) as opened:
+                decoder = Decoder(PackWeights(opened, CPU), 64)
+                decoder.logits(ids[: limit - 1])
+                expected = torch.cat([decoder.logits([token]) for token in ids[limit - 1 :]])
+            assert (got - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from families import Tiny, original, token_ids, write
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts import LongRopeSpec, ProportionalSpec, RopeSpec, YarnSpec
+from moe_pack.formats.parts import RopeSpec
+from moe_pack.formats.parts.rope import DynamicSpec, LongRopeSpec, ProportionalSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
 from moe_pack.runtime.model.caches import Rope, rotate
 
@@ -78,10 +79,40 @@ def test_pairs_are_turned_against_each_other_and_the_rest_stays() -> None:
 def test_longrope_divides_by_its_factors_and_changes_over_beyond_the_original_context() -> None:
     longrope = LongRopeSpec("longrope", 8, (1.0, 2.0), (4.0, 8.0), 1.5, 2.5)
     rope = Rope(RopeSpec(100.0, 4, False, longrope), CPU)
-    assert [rope.is_long(num_tokens) for num_tokens in (1, 8, 9)] == [False, False, True]
     position = torch.tensor([3])
     torch.testing.assert_close(rope(position, 8)[0], 1.5 * torch.tensor([[3.0, 3 / (2 * 10)]]).cos())
     torch.testing.assert_close(rope(position, 9)[0], 2.5 * torch.tensor([[3 / 4, 3 / (8 * 10)]]).cos())
+
+
+def test_every_position_as_the_last_one_has_the_angles_of_its_own_length() -> None:
+    """Of frequencies that follow the length, and of those that do not."""
+    scalings = (
+        None,
+        LongRopeSpec("longrope", 8, (1.0, 2.0), (4.0, 8.0), 1.5, 2.5),
+        DynamicSpec("dynamic", 4.0, 8),
+    )
+    for scaling, count in product(scalings, (5, 8, 9, 20)):
+        with case(scaling, count):
+            rope = Rope(RopeSpec(100.0, 4, False, scaling), CPU)
+            each = [rope(torch.tensor([last]), last + 1) for last in range(count)]
+            for found, alone in zip(rope.as_last(count), zip(*each, strict=True), strict=True):
+                torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_what_ran_before_holds_or_is_computed_again_as_its_scaling_says() -> None:
+    """Within 8 tokens all is as it was; beyond, longrope computes everything again, dynamic scaling keeps its keys."""
+    longrope = LongRopeSpec("longrope", 8, (1.0, 2.0), (4.0, 8.0), 1.5, 2.5)
+    lengths = ((0, 9), (3, 8), (3, 9), (9, 12), (9, 9), (12, 5))
+    expected = {
+        None: ([True] * 6, [False] * 6),
+        longrope: ([False, True, False, True, True, False], [False, False, True, False, False, True]),
+        DynamicSpec("dynamic", 4.0, 8): ([False, True, False, False, False, False], [False] * 6),
+    }
+    for scaling, (are_same, outgrown) in expected.items():
+        with case(scaling):
+            rope = Rope(RopeSpec(100.0, 4, False, scaling), CPU)
+            assert [rope.are_same(*each) for each in lengths] == are_same
+            assert [rope.outgrows(*each) for each in lengths] == outgrown
 
 
 def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_at_once(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ CLOSE: tuple[Close, ...] = (
     *(
         Close(
             family,
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type 'linear' is not supported; supported: " + scalings(family),
+            {"rope_parameters": {"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'ntk' is not supported; supported: " + scalings(family),
         )
         for family in ONE_ROPE
     ),
@@ -41,8 +41,8 @@ CLOSE: tuple[Close, ...] = (
         for family in ROPE_BY_KIND
         for rope, message in (
             (
-                {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-                "rope_type 'linear' is not supported; supported: " + scalings(family),
+                {"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e4},
+                "rope_type 'ntk' is not supported; supported: " + scalings(family),
             ),
             ({"rope_type": "default"}, "key 'rope_theta' is missing, expected a number"),
             (
@@ -69,11 +69,19 @@ CLOSE: tuple[Close, ...] = (
     *(
         Close(
             family,
-            {"rope_parameters": (YARN if family == "phimoe" else LONGROPE) | {"rope_theta": 1e4}},
-            f"rope_type '{'yarn' if family == 'phimoe' else 'longrope'}' is not supported; supported: "
-            + scalings(family),
+            {"rope_parameters": LONGROPE | {"rope_theta": 1e4}},
+            "key 'short_mscale' (1.1) is unknown for this family and may change the arithmetic",
         )
         for family in ONE_ROPE
+        if family not in ("phimoe", "ernie4_5_vl_moe")
+    ),
+    *(
+        Close(
+            family,
+            {"rope_parameters": YARN | {"rope_theta": 1e4}},
+            "rope_type 'yarn' is not supported; supported: " + scalings(family),
+        )
+        for family in ("phimoe", "ernie4_5_vl_moe")
     ),
     *(
         Close(

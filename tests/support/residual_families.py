@@ -471,8 +471,8 @@ RESIDUAL_CLOSE: tuple[tuple[str, Values, str], ...] = tuple(
         ({"o_groups": 4}, "6 heads do not divide into num_groups, 4"),
         ({"index_head_dim": 6}, "an indexer of entries has heads of 6, expected at least rotary_dim, 8"),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "rope_type 'linear' is not supported; supported: default, yarn",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "compressed attention needs rotary positions, and neither longrope nor dynamic scaling",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},

@@ -33,12 +33,12 @@ from moe_pack.formats.parts import (
     OtherAttentionSpec,
     OutputGateSpec,
     ParallelResidualSpec,
-    ProportionalSpec,
     RelativeSpec,
     RopeSpec,
     ShortcutResidualSpec,
     TemperatureSpec,
 )
+from moe_pack.formats.parts.rope import ProportionalSpec
 from moe_pack.formats.spec import EncoderSpec, LimitSpec
 
 Values = dict[str, Any]

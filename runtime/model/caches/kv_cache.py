@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import (
-    AttentionSpec,
-    CompressedSpec,
-    GroupedQuerySpec,
-    LatentSpec,
-    Llama3Spec,
-    LongRopeSpec,
-    ProportionalSpec,
-    RopeSpec,
-    YarnSpec,
-)
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RopeSpec
 from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, LongRopeSpec, ProportionalSpec, YarnSpec
 from moe_pack.formats.spec import cached_tokens
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 from moe_pack.runtime.model.caches.storage import (
@@ -46,46 +37,78 @@ Kept = TypeVar("Kept")
 class Rope:
     """Rotary angles of positions; without rotary positions, none.
 
-    Source: transformers, modeling_rope_utils.py; for longrope Phi-3.5-MoE's own code, which takes the long factors for
-    the whole sequence once it is longer than the original context (transformers 5.23 then takes the long mscale, but
-    keeps the short factors).
+    Source: transformers, modeling_rope_utils.py. There a sequence that outgrows longrope's original context keeps the
+    keys that it has; here they are computed again with the long factors, as in Phi-3.5-MoE's own code.
     """
 
     def __init__(self, spec: RopeSpec | None, device: torch.device) -> None:
         if spec is None:
             spec = RopeSpec(theta=1.0, rotary_dim=0, interleaved=False, scaling=None)
-        exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / max(spec.rotary_dim, 1)
-        powers = spec.theta**exponents
-        self._factor = self._long_factor = 1.0
-        self._limit: int | None = None
-        if isinstance(spec.scaling, YarnSpec):
-            self._frequencies = self._long = _yarn(powers, spec.scaling, spec)
-            self._factor = self._long_factor = spec.scaling.attention_factor
-        elif isinstance(spec.scaling, LongRopeSpec):
-            self._limit = spec.scaling.original_max_position_embeddings
+        self._exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device)
+        self._exponents /= max(spec.rotary_dim, 1)
+        powers, scaling = spec.theta**self._exponents, spec.scaling
+        self._spec, self._frequencies, self._factor = spec, 1.0 / powers, 1.0
+        self._limit: int | None = None  # of the length, beyond which angles depend on it
+        if isinstance(scaling, LinearSpec):
+            self._frequencies /= scaling.factor
+        elif isinstance(scaling, YarnSpec):
+            self._frequencies, self._factor = _yarn(powers, scaling, spec), scaling.attention_factor
+        elif isinstance(scaling, Llama3Spec):
+            self._frequencies = _llama3(self._frequencies, scaling)
+        elif isinstance(scaling, ProportionalSpec):
+            is_still = torch.arange(len(powers), device=device) >= scaling.rotated_pairs
+            self._frequencies = self._frequencies.masked_fill(is_still, 0.0) / scaling.factor
+        elif isinstance(scaling, DynamicSpec):
+            self._limit = scaling.original_max_position_embeddings
+        elif isinstance(scaling, LongRopeSpec):
+            self._limit = scaling.original_max_position_embeddings
             self._frequencies, self._long = (
                 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * powers)
-                for factors in (spec.scaling.short_factor, spec.scaling.long_factor)
+                for factors in (scaling.short_factor, scaling.long_factor)
             )
-            self._factor, self._long_factor = spec.scaling.short_mscale, spec.scaling.long_mscale
-        elif isinstance(spec.scaling, Llama3Spec):
-            self._frequencies = self._long = _llama3(1.0 / powers, spec.scaling)
-        elif isinstance(spec.scaling, ProportionalSpec):
-            is_still = torch.arange(len(powers), device=device) >= spec.scaling.rotated_pairs
-            self._frequencies = self._long = (1.0 / powers).masked_fill(is_still, 0.0) / spec.scaling.factor
-        else:
-            self._frequencies = self._long = 1.0 / powers
+            self._factor = scaling.short_mscale
 
-    def is_long(self, num_tokens: int) -> bool:
-        """Whether every position of a sequence of `num_tokens` has other angles than in a short sequence."""
-        return self._limit is not None and num_tokens > self._limit
+    def are_same(self, before: int, after: int) -> bool:
+        """Returns whether what ran in a sequence of one length has the angles of one of another length.
+
+        With dynamic scaling, beyond the limit each token may have a base of its own: there, nothing is sure to have.
+        """
+        if self._limit is None or max(before, after) <= self._limit:
+            return True
+        return isinstance(self._spec.scaling, LongRopeSpec) and min(before, after) > self._limit
+
+    def outgrows(self, before: int, after: int) -> bool:
+        """Returns whether all positions must be computed again when a sequence grows from one length to another."""
+        return isinstance(self._spec.scaling, LongRopeSpec) and before > 0 and not self.are_same(before, after)
 
     def __call__(self, positions: Tensor, num_tokens: int) -> Angles:
         """Returns the angles at positions [T] of a sequence of `num_tokens`."""
-        is_long = self.is_long(num_tokens)
-        angles = positions.to(torch.float32)[:, None] * (self._long if is_long else self._frequencies)
-        factor = self._long_factor if is_long else self._factor
+        frequencies, factor = self._frequencies, self._factor
+        if self._limit is not None and num_tokens > self._limit:
+            frequencies, factor = self._beyond(torch.tensor(num_tokens))
+        angles = positions.to(torch.float32)[:, None] * frequencies
         return angles.cos() * factor, angles.sin() * factor
+
+    def as_last(self, num_positions: int) -> Angles:
+        """Returns the angles at all positions below `num_positions`, each that of a sequence's last token."""
+        every = torch.arange(num_positions, device=self._exponents.device)
+        cos, sin = self(every, 0)
+        if self._limit is not None and num_positions > self._limit:
+            late = every[self._limit :, None]
+            frequencies, factor = self._beyond(late + 1)
+            angles = late.to(torch.float32) * frequencies
+            cos[self._limit :], sin[self._limit :] = angles.cos() * factor, angles.sin() * factor
+        return cos, sin
+
+    def _beyond(self, lengths: Tensor) -> tuple[Tensor, float]:
+        """Returns frequencies and factor in sequences of lengths, int64 [] or [T, 1], which are above the limit."""
+        scaling, n = self._spec.scaling, self._spec.rotary_dim
+        if isinstance(scaling, LongRopeSpec):
+            return self._long, scaling.long_mscale
+        assert isinstance(scaling, DynamicSpec), "a scaling that depends on the length"
+        stretch = scaling.factor * lengths.double() / scaling.original_max_position_embeddings - (scaling.factor - 1)
+        base = self._spec.theta * stretch ** (n / (n - 2))
+        return 1.0 / base.float().to(self._exponents.device) ** self._exponents, self._factor
 
 
 class LayerRopes:
@@ -94,13 +117,21 @@ class LayerRopes:
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._ropes = tuple(Rope(rope, device) for _, rope in spec.attention_kinds)
 
-    def num_long(self, num_tokens: int) -> int:
-        """Returns in how many kinds every position of a sequence has other angles than in a short sequence."""
-        return sum(rope.is_long(num_tokens) for rope in self._ropes)
+    def are_same(self, before: int, after: int) -> bool:
+        """See `Rope.are_same`."""
+        return all(rope.are_same(before, after) for rope in self._ropes)
+
+    def outgrows(self, before: int, after: int) -> bool:
+        """See `Rope.outgrows`."""
+        return any(rope.outgrows(before, after) for rope in self._ropes)
 
     def __call__(self, positions: Tensor, num_tokens: int) -> tuple[Angles, ...]:
         """Returns the angles at positions [T] of a sequence of `num_tokens`, for each kind."""
         return tuple(rope(positions, num_tokens) for rope in self._ropes)
+
+    def as_last(self, num_positions: int) -> tuple[Angles, ...]:
+        """See `Rope.as_last`."""
+        return tuple(rope.as_last(num_positions) for rope in self._ropes)
 
 
 def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:

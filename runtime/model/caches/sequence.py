@@ -51,7 +51,7 @@ class CachedSequence:
         self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
         self._ropes = ropes
         self._angle_run: tuple[Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
-        self._first_angle, self._num_long = 0, 0
+        self._first_angle, self._angle_length = 0, 0  # the length of the sequence that has these angles
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +98,7 @@ class CachedSequence:
     def num_kept(self, prompt_ids: Sequence[int]) -> int:
         """Returns how many tokens of a prompt need not run again if it takes the place of this sequence."""
         kept = self.reachable(self.num_common(prompt_ids))
-        if kept < LEAST_KEPT or self.num_long(self.num_tokens) != self.num_long(len(prompt_ids)):
+        if kept < LEAST_KEPT or not self.are_angles_same(self.num_tokens, len(prompt_ids)):
             return 0
         return kept
 
@@ -164,20 +164,25 @@ class CachedSequence:
 
     # ---- rotary positions -------------------------------------------------------------------------------------------
 
-    def num_long(self, num_tokens: int) -> int:
-        """Returns in how many kinds of attention every position has other angles than in a short sequence."""
-        return self._ropes.num_long(num_tokens)
+    def are_angles_same(self, before: int, after: int) -> bool:
+        """Returns whether what ran in a sequence of one length has the angles of one of another length."""
+        return self._ropes.are_same(before, after)
+
+    def outgrows(self, num_new: int) -> bool:
+        """Returns whether all positions must be computed again when so many tokens are appended."""
+        return self._ropes.outgrows(self.num_tokens, self.num_tokens + num_new)
 
     def angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
         """Returns the angles at positions `start` to `stop` for each kind of attention; many are computed at once.
 
         Args:    num_tokens: of the sequence when its new tokens have run.
         """
-        num_long, first = self.num_long(num_tokens), self._first_angle
-        if self._num_long != num_long or not first <= start < stop <= first + len(self._angle_run[0][0]):
+        first = self._first_angle
+        is_same = num_tokens == self._angle_length or self.are_angles_same(self._angle_length, num_tokens)
+        if not is_same or not first <= start < stop <= first + len(self._angle_run[0][0]):
             positions = torch.arange(start, max(stop, start + _ANGLES_AT_ONCE), device=self.cache.device)
             self._angle_run = self._ropes(positions, num_tokens)
-            self._first_angle, self._num_long = start, num_long
+            self._first_angle, self._angle_length = start, num_tokens
             first = start
         rows = slice(start - first, stop - first)
         return tuple((cosines[rows], sines[rows]) for cosines, sines in self._angle_run)
