@@ -43,7 +43,7 @@ from moe_pack.formats.spec import LimitSpec
 Scaling = Literal["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha", "mscales"]
 # Those that transformers has for all models. Source: modeling_rope_utils.py, ROPE_INIT_FUNCTIONS.
 SCALINGS: tuple[Scaling, ...] = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-_SPELLED: Mapping[Scaling, str] = {"ntk_alpha": "dynamic with an alpha", "mscales": "longrope"}
+_OWN: Mapping[Scaling, Scaling] = {"ntk_alpha": "dynamic", "mscales": "longrope"}  # under which names configs have them
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 # How a head's values are divided among the three numbers of a position, which are the same for text.
 MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
@@ -88,15 +88,16 @@ def _read_rope(
         raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     if kind == "dynamic" and "ntk_alpha" in scalings and group is not None and group.number("alpha", 0):
         return RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
-    own = "mscales" if kind == "longrope" and "mscales" in scalings else kind
-    if own not in ("default", *scalings):
-        known = ", ".join(("default", *(_SPELLED.get(each, each) for each in scalings)))
+    own = next((each for each in scalings if _OWN.get(each, each) == kind), None)
+    if own in (None, "ntk_alpha") and kind != "default":
+        names = ["dynamic with an alpha" if each == "ntk_alpha" else _OWN.get(each, each) for each in scalings]
+        known = ", ".join(("default", *names))
         raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
     scaling: ScalingSpec | None = None
     if group is not None and kind == "proportional":
         scaling = ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
         factor = 1.0
-    elif group is not None and kind != "default":
+    elif group is not None and own is not None:
         scaling = _READ[own](config, group)
     if group is not None:
         group.refuse_unread(ignored)
@@ -193,11 +194,8 @@ def _mscale(factor: float, mscale: float) -> float:
 def _yarn(config: Config, group: Config) -> YarnSpec:
     group.require("factor")
     original = _original(config, group)
-    factor, mscale, all_dim = (
-        _factor(config, group, original),
-        group.number("mscale", 0),
-        group.number("mscale_all_dim", 0),
-    )
+    factor, mscale = _factor(config, group, original), group.number("mscale", 0)
+    all_dim = group.number("mscale_all_dim", 0)
     is_consistent = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
     if not is_consistent or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
         # With only one of them, DeepSeek's code and transformers' use different factors.
@@ -253,7 +251,7 @@ def _dynamic(config: Config, group: Config) -> DynamicSpec:
     return DynamicSpec("dynamic", group.number("factor"), _written_positions(config))
 
 
-_READ: Mapping[str, Callable[[Config, Config], ScalingSpec]] = {
+_READ: Mapping[Scaling, Callable[[Config, Config], ScalingSpec]] = {
     "linear": lambda config, group: LinearSpec("linear", group.number("factor")),
     "dynamic": _dynamic,
     "yarn": _yarn,

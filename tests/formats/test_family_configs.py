@@ -418,6 +418,13 @@ def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> Non
     message = KINDS.format("yarn", "default, longrope")
     assert refusal(lambda c: read_rope(c, 32, scalings=("mscales",)), **POSITIONS, rope_scaling=yarn) == message
     assert rope_of({"rope_scaling": yarn}, scalings=("yarn",)) == rope_of({"rope_scaling": yarn})
+    for kind in ("mscales", "ntk_alpha"):  # names of ours, which no config has
+        message = KINDS.format(kind, "default, longrope, dynamic with an alpha")
+        given = {"rope_scaling": {"type": kind, "factor": 2.0}}
+        assert refusal(lambda c: read_rope(c, 32, scalings=("mscales", "ntk_alpha")), **given) == message
+    given = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    message = KINDS.format("dynamic", "default, dynamic with an alpha")
+    assert refusal(lambda c: read_rope(c, 32, scalings=("ntk_alpha",)), **given) == message
 
 
 def test_longrope_has_two_factors_of_cosine_and_sine_only_in_the_family_that_has_them() -> None:

@@ -18,7 +18,7 @@ LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
 LENGTH = "original_max_position_embeddings is {}, expected 1 to 2^31 - 1"
 
 
-def assert_refused_beside_legal(spec: ModelSpec, path: str, wrong: object, right: object, message: str) -> None:
+def assert_refused_next_to_legal(spec: ModelSpec, path: str, wrong: object, right: object, message: str) -> None:
     assert spec_fault(changed(spec, path, right)) is None
     assert spec_fault(changed(spec, path, wrong)) == message
 
@@ -64,9 +64,11 @@ def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
     ]  # fmt: skip
     for scaling, wrong, right, message in cases:
         with case(scaling, wrong, right, message):
-            assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
+            assert_refused_next_to_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
     dynamic = changed(GROUPED, "rope scaling", DYNAMIC)
-    assert_refused_beside_legal(dynamic, "rope rotary_dim", 2, 4, "dynamic scaling needs a rotary_dim above 2, found 2")
+    assert_refused_next_to_legal(
+        dynamic, "rope rotary_dim", 2, 4, "dynamic scaling needs a rotary_dim above 2, found 2"
+    )
 
 
 LLAMA3: Values = {
@@ -90,4 +92,4 @@ def test_a_llama3_scaling_that_cannot_be_is_refused() -> None:
     ]
     for wrong, right, line in cases:
         with case(wrong, right, line):
-            assert_refused_beside_legal(GROUPED, "rope scaling", LLAMA3 | wrong, LLAMA3 | right, line)
+            assert_refused_next_to_legal(GROUPED, "rope scaling", LLAMA3 | wrong, LLAMA3 | right, line)
