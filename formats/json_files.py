@@ -69,6 +69,8 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
         if _SURROGATE.search(raw) is not None:  # an escaped one: a half is neither a file's name nor printable
             json.dumps(values, ensure_ascii=False).encode("utf-8")
         return values
+    except UnicodeEncodeError as fault:
+        raise error(f"{place}: found half a character (a lone surrogate), expected text") from fault
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
         raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
 

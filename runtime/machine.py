@@ -144,7 +144,7 @@ def _number(path: Path) -> int | None:
 
 # ---- the GPU --------------------------------------------------------------------------------------------------------
 
-_LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
+LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
 _NAME_BYTES = 256
 _MAJOR, _MINOR = 75, 76  # the two halves of the compute capability, in cuda.h's CUdevice_attribute
 
@@ -170,7 +170,7 @@ def gpu_here() -> GpuHere | None:
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
-        return GpuHere("a GPU", 0, "the kernels need a GPU of NVIDIA")
+        return GpuHere("a GPU", 0, "the kernels need an NVIDIA GPU")
     device, memory, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(_NAME_BYTES)
     if (
@@ -188,8 +188,8 @@ def gpu_here() -> GpuHere | None:
 
 def gpu_fault(name: str, capability: tuple[int, int]) -> str | None:
     """Returns why our kernels do not run on a GPU of NVIDIA, in words; None if they do."""
-    if capability < _LEAST_CAPABILITY:
-        have, need = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
         return f"{name} has compute capability {have}; the kernels need {need} or later (A100, RTX 30 series and newer)"
     if importlib.util.find_spec("triton") is None:
         return "the kernels need triton, which is not installed: pip install triton"

@@ -190,10 +190,7 @@ def _lines(path: Path, place: str) -> Iterator[tuple[int, bytes]]:
 
 def _encoded(task: Task, choice: str, task_idx: int, text: Text, place: str) -> tuple[Choice, list[int]]:
     prompt, whole = task.prompt.rstrip(), task.prompt + choice
-    try:
-        num_bytes = len(whole.encode()) - len(task.prompt.encode())
-    except UnicodeEncodeError as fault:
-        raise RunError(f"{place}: found half a character (a lone surrogate), expected text") from fault
+    num_bytes = len(whole.encode()) - len(task.prompt.encode())
     ids, everything = text.encode(whole, special_tokens=False), text.encode(whole)
     # Special tokens that the tokenizer puts before a text stand before the prompt; those after a text are left out.
     before = next((i for i in range(len(everything)) if everything[i : i + len(ids)] == ids), 0)

@@ -181,7 +181,7 @@ def _replayed(
     Raises:  RunError if there are too few pages.
     """
     from moe_pack.runtime.offload import CacheFacts, expert_pages
-    from moe_pack.runtime.offload.replay import best_of, optimum, replay
+    from moe_pack.runtime.offload.replay import ReplayResult, best_of, optimum, replay
 
     run = traffic.record
     is_of_run = run is not None and run.facts.budget_bytes == budget_bytes

@@ -217,17 +217,19 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
     """
+    needs_text = not (options.bench.is_given or options.is_conversation)
+    words = options.text() if needs_text else ""
+    check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
+    pack = pack_folder(pack)
     from moe_pack.runtime import Sampler
 
-    pack = pack_folder(pack)
-    check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
     sampler = Sampler(options.sampling)
     if options.bench.is_given:
         _bench(pack, options, sampler)
     elif options.is_conversation:
         _converse(pack, options)
     else:
-        _continue(pack, options, options.text(), sampler)
+        _continue(pack, options, words, sampler)
 
 
 def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -> None:

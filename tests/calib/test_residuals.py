@@ -123,7 +123,7 @@ def test_gradients_through_whole_layers_predict_what_a_change_does(weights: Laye
 
 
 class _Silent:
-    def advance(self, done: float, note: str = "") -> None:
+    def advance(self, done: float, note: str = "", kind: str = "") -> None:
         """Shows nothing."""
 
 

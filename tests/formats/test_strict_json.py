@@ -75,7 +75,7 @@ def test_text_that_is_no_unicode_is_refused() -> None:
     for half in (r"\ud83d", r"\uDE00", r"\udE00\ud83d", r"x\ud83dx"):
         for raw in (f'["{half}"]', f'{{"{half}": 1}}'):
             with case(raw):
-                assert "surrogates not allowed" in refusal(raw.encode())
+                assert "half a character" in refusal(raw.encode())
     assert parse(rb'["\ud83d\ude00 \\ud83d \u0000"]', "a.json", PackError) == ["\U0001f600 \\ud83d \0"]
 
 

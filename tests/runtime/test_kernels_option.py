@@ -19,7 +19,7 @@ from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import Kernels, is_available, open_kernels
 from moe_pack.runtime.cpu.kernels import InstructionSet
 
-PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "12", "--temperature", "0"]
+PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "12", "--temperature", "0", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -236,5 +236,5 @@ def test_a_file_that_is_none_and_one_that_is_cut_are_refused(tmp_path: Path) -> 
     raw = (tmp_path / "r").read_bytes()
     for length in (0, 7, 100, len(raw) - 1):
         (tmp_path / "r").write_bytes(raw[:length])
-        with pytest.raises(RunError, match="cut or damaged"):
+        with pytest.raises(RunError, match=r"cut or damaged|is empty"):
             read_recording(tmp_path / "r")

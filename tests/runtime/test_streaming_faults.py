@@ -52,7 +52,7 @@ def options(folder: Path, max_tokens: int) -> list[str]:
     """Memory for so few experts that nearly each is read again."""
     budget = smallest(folder, max_tokens + 16)
     # How many drafts run depends on times, and on it how large a recording is.
-    text = ["--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--draft", "off"]
+    text = ["--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--draft", "off", "--device", "cpu"]
     return [str(folder), *text, "--budget", str(budget)]
 
 
