@@ -102,6 +102,7 @@ def test_an_evaluation_is_that_of_the_decoder(source: Path, tmp_path: Path) -> N
     assert found.perplexity.value == pytest.approx(float(np.exp(np.mean(losses))), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_profile_and_a_sequential_calibration_of_it_run(source: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
     profile = profiled(source, tmp_path / "profile", random_tokens(40, S, 12), ProfileOptions("exact"))
     assert [role for role in roundable_roles(checkpoint.spec, 2) if "ngrams" in role] == [

@@ -201,6 +201,7 @@ def ended(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_give_the_bytes_of_one(source: Path, tmp_path: Path) -> None:
     profiled(source, tmp_path / "one", QUICK)
     parts = [started(source, tmp_path / "two", "none", Part(index, 2), TOKENS) for index in (1, 2)]

@@ -139,6 +139,7 @@ def losses(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prof
     return rotated, profiled(source, folder / "off", TOKENS, ProfileOptions("fast", rotate="off"))
 
 
+@pytest.mark.slow
 def test_a_layer_with_huge_weights_loses_far_less_if_it_is_rotated(losses: tuple[Profile, Profile]) -> None:
     predicted = [losses_of(profile) for profile in losses]
     place = predicted[0].calibrated_formats.index(trellis_format(4, 0))  # 2 bits, a scale a row

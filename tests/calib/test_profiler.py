@@ -95,6 +95,7 @@ def snapshots(
     return progress.taken, folder_bytes(folder)
 
 
+@pytest.mark.slow
 def test_killed_between_any_two_steps_it_ends_in_the_same_bytes(source: Path, tmp_path: Path) -> None:
     taken, expected = snapshots(source, tmp_path / "whole", tmp_path / "killed", QUICK, ("rename", "replace"))
     unfinished = [folder for folder in taken if not (folder / "profile.json").exists()]

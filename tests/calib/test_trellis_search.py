@@ -241,6 +241,7 @@ def test_the_extension_finds_what_torch_finds(with_factor: bool) -> None:
                 assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="the extension was not built")
 def test_of_many_equal_paths_the_extension_keeps_those_of_torch() -> None:
     # Weights on the grid of the levels: thousands of paths have equal costs.

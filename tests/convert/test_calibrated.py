@@ -113,6 +113,7 @@ def test_an_expert_holds_what_the_quantizer_makes_of_its_own_tokens(
                 assert torch.equal(getattr(found, matrix), expected), f"{place} {matrix}"
 
 
+@pytest.mark.slow
 def test_any_workers_stops_and_order_give_the_same_experts(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synthetic_pack(spec, tmp_path_factory.mktemp("sparse") / "packed", character(spec, 0.9, skew=0.5), plan)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="single rows need native kernels")
 def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(sparse: Path) -> None:
     """By `auto`, which reads rows and keeps selectors, on the disk that the plan assumes."""

@@ -138,6 +138,7 @@ def exported(packed: Path, folder: Path, kind: Any = "f32", work: ExportWork = E
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_sizes", "no_vocabulary")
 def test_a_pack_gives_the_values_back_that_llama_cpps_converter_wrote(
     golden_pack: Callable[[str], Path], tmp_path: Path

@@ -60,6 +60,7 @@ def assert_runs_within_budgets(folder: Path) -> None:
                 assert engine.plan.cache == engine.decoder.cache.num_bytes and engine.plan.left >= 0
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_runs_within_its_least_budget(tmp_path: Path) -> None:
     for family in FAMILIES[:1]:
         assert_runs_within_budgets(converted(family, tmp_path / family))

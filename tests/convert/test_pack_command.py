@@ -223,6 +223,7 @@ def test_a_float32_source_in_16_bit_is_told_what_it_loses(tmp_path: Path) -> Non
     assert "note: 16 bit is bfloat16; the source's F32 expert weights lose their last bits" in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     source = TinyMixtral(hidden_size=256, intermediate_size=1024, num_experts=12).write(tmp_path / "source")
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(tmp_path / "p")]

@@ -77,6 +77,7 @@ def test_any_number_of_parts_at_once_writes_the_pack_of_one_process(source: Path
         assert sum(result.written for result in results) == 1, num_parts
 
 
+@pytest.mark.slow
 def test_sequential_calibration_in_parts_gives_the_same_pack(source: Path, profile: Profile, tmp_path: Path) -> None:
     expected = whole_of(source, tmp_path / "whole", profile)
     for num_parts in (2, 3):

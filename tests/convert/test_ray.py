@@ -69,6 +69,7 @@ def test_without_ray_a_message_names_the_extra(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_where_nothing_answers_ray_does_not_try_for_minutes(tmp_path: Path) -> None:
     source = TinyMixtral().write(tmp_path / "source")
     for address, reason in (

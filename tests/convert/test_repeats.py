@@ -232,6 +232,7 @@ def test_both_readers_and_any_sparsity_agree(pack_folder: Path, source: Path, pr
     assert torch.isfinite(logits(sparse)).all()
 
 
+@pytest.mark.slow
 def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None:
     ids = IDS[:1]
     expected = reference_logits(pack_folder, ids)
@@ -370,6 +371,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
+@pytest.mark.slow
 def test_the_command_repeats_1_of_128_neurons_unless_told_otherwise(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_pack_of_a_streamed_source_is_the_pack_of_its_folder(hub: HubServer,
     assert not (tmp_path / "cache").exists(), "nothing is downloaded"
 
 
+@pytest.mark.slow
 def test_the_profile_of_a_streamed_source_is_the_profile_of_its_folder(
     hub: HubServer, source: Path, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ class StoppedError(Exception):
     """Ends a run from within."""
 
 
+@pytest.mark.slow
 def test_a_pack_of_every_family_is_whole_and_runs_on_sane_numbers(new_folder: Callable[[], Path]) -> None:
     for name in (*NAMES, *LATE):
         with case(name):

@@ -103,6 +103,7 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
     assert math.isnan(estimates[1]) and "attempt 1: planned with no estimate of the loss\n" in other.stderr
 
 
+@pytest.mark.slow
 def test_the_last_line_runs_the_pack_where_it_was_planned_for(
     packed: tuple[Path, Result], source: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

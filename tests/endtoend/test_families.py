@@ -121,6 +121,7 @@ def test_up_to_the_original_context_transformers_own_longrope_is_the_published_o
         assert (unchanged(ids).logits - original(source)(ids).logits).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_configs_of_transformers_4_and_5_describe_the_same_model(new_folder: Callable[[], Path]) -> None:
     for family in IN_TRANSFORMERS:
         with case(family):

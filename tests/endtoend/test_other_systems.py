@@ -40,6 +40,7 @@ def call(room: str, *arguments: object, source: str = COMMAND) -> subprocess.Com
     return subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_pack_made_without_the_calls_of_linux_has_the_same_bytes(tiny_source: Path, tmp_path: Path) -> None:
     packs = {}
     for name, source in (("absent", COMMAND), ("linux", PLAIN)):
@@ -61,6 +62,7 @@ def test_a_pack_runs_without_the_calls_of_linux_and_gives_the_same_text(demo_pac
     assert run.stdout == plain.stdout and len(run.stdout.split()) > 3
 
 
+@pytest.mark.slow
 def test_direct_reads_are_refused_where_the_system_has_none(demo_pack: PackMaker) -> None:
     options = ("--prompt", "It was", "-n", 2, "--budget", "9M")
     refused = call("runtime", demo_pack("up", 4), *options, "--read", "direct")
@@ -68,6 +70,7 @@ def test_direct_reads_are_refused_where_the_system_has_none(demo_pack: PackMaker
     assert "has no direct reads; use --read pread or auto" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", ["", ABSENT])
 def test_a_folder_is_locked_for_one_writer(absent: str, tmp_path: Path) -> None:
     source = absent + (

@@ -251,6 +251,7 @@ def test_answers_of_several_at_once_are_those_alone(server: ServerProcess, clien
     wait_until(lambda: is_idle(server))
 
 
+@pytest.mark.slow
 def test_what_cannot_start_says_why_in_one_line(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -290,6 +291,7 @@ def test_the_first_signal_ends_a_busy_server_in_order(packed: Path, tmp_path: Pa
         assert "Traceback" not in busy.said()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_that_still_loads(packed: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -318,6 +320,7 @@ def health_of(port: int) -> tuple[int, dict[str, str]] | None:
     return answer.status_code, answer.json()
 
 
+@pytest.mark.slow
 def test_sessions_outlive_the_server(packed: Path, tmp_path: Path) -> None:
     sessions, body = tmp_path / "sessions", asking(HELLO * 8)
 

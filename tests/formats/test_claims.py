@@ -460,6 +460,7 @@ def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
     assert not counts
 
 
+@pytest.mark.slow
 def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[], Path]) -> None:
     cases = [(family, fused) for family in sorted(FAMILIES) for fused in (False, True) if not fused or family in ROTARY]
     for family, fused in cases:

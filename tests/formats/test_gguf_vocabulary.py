@@ -128,6 +128,7 @@ def test_any_two_rules_split_the_check_text_in_different_places() -> None:
     assert same == [{"qwen2", "bailingmoe"}]
 
 
+@pytest.mark.slow
 def test_a_rule_is_found_by_what_it_does() -> None:
     for name, rules in SPLITS.items():
         with case(name):

@@ -48,6 +48,7 @@ def test_chunks_of_any_size_give_the_same_as_the_whole_text() -> None:
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
     source, ids = write(TINY, tmp_path / "source"), token_ids()[:NUM_TOKENS]
     pack(source, tmp_path / "packed", width=16)

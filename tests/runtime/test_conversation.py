@@ -481,6 +481,7 @@ def test_a_conversation_on_a_terminal(packed: Path, tmp_path: Path) -> None:
     assert messages[1]["content"] == "Tell me\na story" and messages[2]["content"].strip()
 
 
+@pytest.mark.slow
 def test_a_terminal_without_colours_and_the_end_by_ctrl_d(packed: Path, tmp_path: Path) -> None:
     saved = tmp_path / "chat.json"
     control = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -499,6 +500,7 @@ def test_a_terminal_without_colours_and_the_end_by_ctrl_d(packed: Path, tmp_path
     assert not control.search(shown), "a terminal does not get it"
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_conversation_as_it_ends_every_command(packed: Path) -> None:
     with Person(packed) as person:
         person.sees(r"\n> ")
@@ -555,6 +557,7 @@ def test_lines_become_entries() -> None:
             assert entry.add(last) == expected
 
 
+@pytest.mark.slow
 def test_a_paste_is_one_message_where_there_is_no_line_editor(packed: Path, tmp_path: Path) -> None:
     """Where answers go to a file, the terminal is asked to mark what is pasted."""
     saved, answers = tmp_path / "chat.json", tmp_path / "answers.txt"

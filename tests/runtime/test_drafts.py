@@ -74,6 +74,7 @@ def drafters(text: Sequence[int], vocab_size: int) -> Iterator[tuple[str, Drafts
     yield "oracle", Drafts(Oracle(text, (99, 0, 3, 1, 7, 2), vocab_size), None)
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_with_drafts_mapped_and_offloaded(demo_pack: PackMaker) -> None:
     with Pack(demo_pack("up", 4)) as opened:
         vocab_size = opened.spec.vocab_size

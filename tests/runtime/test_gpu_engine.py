@@ -75,6 +75,7 @@ def test_experts_get_what_the_budget_leaves_beside_what_was_measured(tiny_pack: 
     assert driver.charged <= budget
 
 
+@pytest.mark.slow
 def test_what_an_earlier_engine_left_is_given_back_before_anything_is_measured(
     tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_what_an_earlier_engine_left_is_given_back_before_anything_is_measured(
     assert fitted(tiny_pack, driver, 1 << 30) == (1 << 30) - CONTEXT_BYTES - WORKING_BYTES - ROUNDING
 
 
+@pytest.mark.slow
 def test_measuring_never_takes_more_than_the_least_room(tiny_pack: Path) -> None:
     driver = Driver()
     fitted(tiny_pack, driver, 1 << 30)

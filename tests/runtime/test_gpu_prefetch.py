@@ -100,6 +100,7 @@ def check_predicted(folder: Path, methods: tuple[MethodName, MethodName], num_pr
     assert not ahead[:, 0].any(), "nothing is pulled ahead for the first layer"
 
 
+@pytest.mark.slow
 def test_the_experts_predicted_are_those_of_the_method(tmp_path: Path) -> None:
     check_predicted(packed(tmp_path), ("router", "paths"), 3)
 

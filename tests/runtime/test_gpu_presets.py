@@ -121,6 +121,7 @@ def test_auto_runs_there_where_a_gpu_is_found(folder: Path, monkeypatch: pytest.
         assert engine.options.device == "cuda" and report(engine).gpu is not None
 
 
+@pytest.mark.slow
 def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
     trusting, begin = Approximations(runs_predicted=True), "--trust-experts changes nothing: "
@@ -137,6 +138,7 @@ def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pyt
                 assert [each for each in engine.fallbacks if "trust" in each] == [begin + each for each in why]
 
 
+@pytest.mark.slow
 def test_a_prediction_that_needs_a_profile_is_the_routers_without_one(folder: Path) -> None:
     engine, _ = run(folder, options_for("floe"))
     assert engine.fallbacks[0] == NO_ROUTING.format("mlp")

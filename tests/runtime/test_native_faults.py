@@ -78,6 +78,7 @@ def test_a_file_cut_while_it_is_in_use_ends_in_an_error_that_names_it(before: st
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{CUT}\n" * 3, "")
 
 
+@pytest.mark.slow
 def test_blocks_of_a_cut_file_end_in_an_error_that_names_it(copied: Path) -> None:
     done = run(USED, copied, "used", "blocks")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{CUT}\n" * 3, "")

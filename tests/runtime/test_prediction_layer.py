@@ -258,6 +258,7 @@ def test_models_with_states_draft_too(tmp_path: Path) -> None:
         assert float((found - expected).abs().max()) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_drafts_that_are_right_save_passes(new_folder: Callable[[], Path]) -> None:
     for share_known, least, most in ((1.0, 8.0, 9.0), (0.5, 1.5, 3.0), (0.0, 1.0, 1.1)):
         with case(share_known):

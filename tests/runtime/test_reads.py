@@ -479,6 +479,7 @@ reads.close()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_whose_reads_they_are_and_opens_its_own(tmp_path: Path) -> None:
     if not is_available():
         pytest.skip("native kernels were not built: no C++ compiler")

@@ -165,6 +165,7 @@ def test_help_and_version_read_well() -> None:
     assert re.fullmatch(r"moe-run \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
+@pytest.mark.slow
 def test_a_request_to_terminate_ends_it_cleanly(demo: Path) -> None:
     """An interruption, in the middle of a read, is in test_streaming_faults.py."""
     command = [sys.executable, "-m", "moe_pack.runtime.cli", str(demo), "--prompt", "It was", "-n", "2000", "--stats"]

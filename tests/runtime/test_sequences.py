@@ -155,6 +155,7 @@ FAMILIES = ("gpt_oss", "qwen3_next", "deepseek_v4", "deepseek_v2", "qwen4_exp_te
 CHUNK = 16
 
 
+@pytest.mark.slow
 def test_every_kind_of_cache_batches_copies_and_cuts_back(tmp_path: Path) -> None:
     ids = token_ids()
     prompts, steps = (ids[:30], ids[10:35], ids[5:47]), (ids[40:48], ids[50:58], ids[20:28])

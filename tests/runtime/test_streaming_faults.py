@@ -299,6 +299,7 @@ def test_after_a_trace_was_refused_what_ends_goes_nowhere(small_disk: Path) -> N
     assert names(small_disk) == []
 
 
+@pytest.mark.slow
 def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path, tmp_path: Path) -> None:
     """A request to terminate is in test_run_command.py."""
     trace, record = tmp_path / "out.json", tmp_path / "out.record"
