@@ -71,7 +71,7 @@ def test_hidden_states_are_the_decoders(checkpoint: Checkpoint, tmp_path: Path) 
         decoder.reset()
         with torch.inference_mode():
             found = head(states.before(number), weights)
-        torch.testing.assert_close(found, decoder.logits(sequence), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found, decoder.logits(sequence), atol=1e-4, rtol=0)  # the project's bound
 
 
 def test_a_half_layers_gradient_is_that_of_finite_differences(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -181,8 +181,9 @@ def check_verified(decoder: Decoder) -> None:
         if place == 60:
             break
     assert max(lengths) == 8 and sum(length > 1 for length in lengths) > 8, lengths
-    # Torch's functions of single values round rows of other than a multiple of 32 values in another way.
-    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-5)
+    # The project's bound: torch multiplies by states, and rounds rows of other than a multiple of 32 values, in another
+    # way where several tokens enter at once.
+    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)
 
 
 def test_torch_agrees_but_for_rounding(demo_pack: PackMaker) -> None:
