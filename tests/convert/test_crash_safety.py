@@ -94,7 +94,7 @@ def assert_one_clear_line(message: str, *parts: str) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(53, id="every 53rd"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    scope="module", params=[pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 def scenarios(request: pytest.FixtureRequest) -> dict[str, list[Trial]]:
     names = ("each_step", "torn_writes", "resumed_runs", "many_deaths", "power_cuts", "two_at_once")

@@ -25,7 +25,7 @@ from moe_pack.runtime.serve import live
 GIB = 1 << 30
 GPU = GpuHere("NVIDIA H200", 139 * GIB)
 OLD = GpuHere("Tesla T4", 15 * GIB, gpu_fault("Tesla T4", (7, 5)))
-UNKNOWN = GpuHere("a GPU", 0, "the kernels need a GPU of NVIDIA")
+UNKNOWN = GpuHere("a GPU", 0, "the kernels need an NVIDIA GPU")
 SMALL = GpuHere("NVIDIA GeForce MX", 200 << 20)
 CONTEXT = 64
 
@@ -63,7 +63,7 @@ def test_the_gpu_is_taken_where_there_is_one_that_runs_the_pack(
             OLD,
             "cpu: Tesla T4 has compute capability 7.5; the kernels need 8.0 or later (A100, RTX 30 series and newer)",
         ),
-        (UNKNOWN, "cpu: the kernels need a GPU of NVIDIA"),
+        (UNKNOWN, "cpu: the kernels need an NVIDIA GPU"),
     ):
         with case(gpu):
             here(gpu)
@@ -254,7 +254,7 @@ def test_the_driver_says_which_gpu_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     for library, expected in (
         (lambda name: Driver(), GpuHere("NVIDIA A100", 40 * GIB)),
         (lambda name: Driver(fault=3), GpuHere("a GPU", 0, "the driver does not say which GPU this is")),
-        (missing, GpuHere("a GPU", 0, "the kernels need a GPU of NVIDIA")),
+        (missing, GpuHere("a GPU", 0, "the kernels need an NVIDIA GPU")),
     ):
         with case(expected):
             monkeypatch.setattr(ctypes, "CDLL", library)

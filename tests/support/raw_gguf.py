@@ -27,7 +27,7 @@ def gguf_file(
 
     Args:    changed: `magic`, `version`, `num_tensors`, `num_values` in place of the right ones.
     """
-    head = changed.get("magic", b"GGUF") + struct.pack(
+    head: bytes = changed.get("magic", b"GGUF") + struct.pack(
         "<IQQ",
         changed.get("version", 3),
         changed.get("num_tensors", len(tensors)),
