@@ -273,7 +273,8 @@ def threshold_at(a: Tensor, sparsity: float, errors: Tensor | None = None) -> fl
         best = int(gaps.argmax())
         if gaps[best] > MAX_ERROR / 2 * (between[best] if errors is None else 1):  # more than was ever measured
             return float(between[best])
-        assert reach < len(held), "every threshold is near an activation"
+        if reach >= len(held):  # all are near one another, measured by their errors
+            return float(values.max() * 2 + 1)
         reach *= 2
 
 
