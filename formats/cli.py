@@ -535,8 +535,9 @@ class TerminalProgress:
             self._bar = tqdm(total=1.0, desc=stage.name, leave=False, dynamic_ncols=True, bar_format="{desc}")
         self._is_over = threading.Event()
         period = BAR_S if is_terminal else LINE_S
-        self._thread = threading.Thread(target=self._show_often, args=(self._is_over, period), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._show_often, args=(self._is_over, period), daemon=True)
+        thread.start()
+        self._thread = thread  # a thread whose start Ctrl-C interrupts is not awaited, and ends by itself
 
     def advance(self, amount: int, what: str = "", kind: str = "") -> None:
         """Notes the work; the next line or drawing shows it."""

@@ -223,12 +223,13 @@ def _counted(folder: Path, progress: Progress) -> Iterator[None]:
 
     is_over = Event()
     thread = Thread(target=count, daemon=True)
-    thread.start()
     try:
+        thread.start()
         yield
     finally:
         is_over.set()
-        thread.join()
+        if thread.is_alive():  # it is not where Ctrl-C interrupts its start
+            thread.join()
 
 
 def patiently(

@@ -1,18 +1,23 @@
 """What long work reports: on standard error, lines where there is no terminal, and how honest they are about time."""
 
+import itertools
 import os
 import pty
 import sys
 import termios
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import FrameType
 
 import pytest
 
 from moe_pack.formats import NO_PROGRESS, Progress, cli
 from moe_pack.formats.cli import StageTime, TerminalProgress
 from moe_pack.formats.commands import Kind, Stage, stage_of
+
+TraceFunction = Callable[[FrameType, str, object], "TraceFunction | None"]
 
 
 def work(progress: Progress) -> None:
@@ -79,6 +84,46 @@ def test_work_that_fails_is_not_called_done_and_leaves_no_thread(capsys: pytest.
     with pytest.raises(ValueError, match="broken"), progress, stage_of(progress, "second"):
         raise ValueError("broken")
     assert capsys.readouterr().err == "first: 10\nsecond: begins\n"
+
+
+def interrupted_after(num_lines: int) -> bool:
+    """Returns whether Ctrl-C ended the work, if it came after so many lines of TerminalProgress."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        nonlocal left
+        if frame.f_code.co_filename != cli.__file__ or frame.f_code.co_name not in dir(TerminalProgress):
+            return None
+        left -= event == "line"
+        if event == "line" and left < 0:
+            raise KeyboardInterrupt  # which ends tracing
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with TerminalProgress() as progress:
+            work(progress)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_ctrl_c_at_any_line_is_all_that_comes_out() -> None:
+    assert next(n for n in itertools.count() if not interrupted_after(n)) > 100
+
+
+def test_ctrl_c_while_a_thread_starts_is_all_that_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = getattr(threading, "_start_new_thread")  # noqa: B009, threading's own name for it
+
+    def start_and_interrupt(run: Callable[[], None], arguments: tuple[()]) -> None:
+        start(run, arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "_start_new_thread", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt), TerminalProgress() as progress:
+        progress.begin(Stage("first", 1))
 
 
 def test_no_progress_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
