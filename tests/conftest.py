@@ -21,6 +21,7 @@ from interpreted_bf16 import correct_bf16
 from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from quick_interpreter import spare_the_interpreter
 
+from moe_pack.calib.sensitivity import costs
 from moe_pack.formats import Selector
 
 # Without clocks: on a busy machine an example takes any time.
@@ -92,6 +93,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def work_is_timed_once() -> Iterator[None]:
+    """Lets a profile try each kind of work twice instead of six times; what it then predicts is no test's matter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "_MOST_TRIES", 1)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -418,10 +418,14 @@ def test_tests_and_benchmarks_are_no_longer_than_chapters() -> None:
 
 
 def functions(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+    statements: list[ast.stmt] = [*tree.body]
+    while statements:
+        node = statements.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield f"{path.relative_to(ROOT)}: {node.name}", node.end_lineno - node.lineno + 1
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            statements += getattr(node, block, [])
 
 
 def test_no_function_is_longer_than_it_may_be() -> None:

@@ -270,6 +270,7 @@ def gradient_sizes(source: Path) -> Tensor:
     return torch.cat(sizes)
 
 
+@pytest.mark.slow
 def test_calibrated_losses_are_plain_ones_times_the_ratio(profile: Profile) -> None:
     """Losses are stored multiplied by hqq's ratio of groups of 64 at their width."""
     losses = losses_of(profile)

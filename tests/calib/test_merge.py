@@ -48,6 +48,7 @@ def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_counts_routes_paths_and_inputs_are_those_of_one_profile_of_all_texts(folder: Path) -> None:
     merged, joint = Profile(folder / "merged"), Profile(folder / "joint")
     for name in ("tokens", "paths", *(f"inputs-{layer:03d}" for layer in LAYERS)):

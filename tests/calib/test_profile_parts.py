@@ -116,6 +116,7 @@ class Late(Recorder):
             self.run()
 
 
+@pytest.mark.slow
 def test_a_part_that_falls_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     source = write(FOUR_LAYERS, tmp_path / "source")
     profiled(source, tmp_path / "one", QUICK)

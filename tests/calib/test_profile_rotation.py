@@ -71,6 +71,7 @@ def test_the_options_decide_without_judging(source: Path, checkpoint: Checkpoint
     assert every.facts.rotate == "on"
 
 
+@pytest.mark.slow
 def test_a_profile_killed_while_layers_are_judged_ends_in_the_same_bytes(
     source: Path, judged: Profile, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_layer_with_huge_weights_loses_far_less_if_it_is_rotated(losses: tuple
     assert rotated < plain / 2
 
 
+@pytest.mark.slow
 def test_losses_by_sparsity_are_the_same_in_both_coordinates(losses: tuple[Profile, Profile]) -> None:
     for layer in range(3):
         found = [profile.layer_losses(layer).sparse / profile.effects().growth[layer] for profile in losses]

@@ -78,6 +78,7 @@ def hqq_whole(weights: Tensor, width: int, group: int) -> Tensor:
     return ((codes.float() - facts["zero"]) * facts["scale"]).view(weights.shape)
 
 
+@pytest.mark.slow
 def test_blocks_err_at_most_a_thousandth_more_than_hqq_on_the_whole_matrix() -> None:
     for name, width, group in product(matrices(), WIDTHS, GROUPS):
         with named_case(name, width, group):

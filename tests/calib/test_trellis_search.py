@@ -1,6 +1,7 @@
 """The search for trellis codes: against all codes, against itself with other rows, and against the extension."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ def test_no_codes_of_two_steps_cost_less() -> None:
                 assert costs.tolist() == pytest.approx(best, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_hardly_any_codes_of_three_steps_cost_less() -> None:
     for factors in ([], [random(6, 6, seed=1) / 2]):
         with case(len(factors)):
@@ -229,8 +231,9 @@ LIMITS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
 
 @pytest.mark.skipif(not is_available(), reason="the extension was not built")
 @pytest.mark.parametrize("with_factor", [False, True])
-def test_the_extension_finds_what_torch_finds(with_factor: bool) -> None:
-    for width, num_steps in itertools.product(TRELLIS_WIDTHS, (1, 2, 68)):
+@pytest.mark.parametrize("widths", [(4,), pytest.param(TRELLIS_WIDTHS[1:], marks=pytest.mark.slow)], ids=str)
+def test_the_extension_finds_what_torch_finds(widths: Sequence[int], with_factor: bool) -> None:
+    for width, num_steps in itertools.product(widths, (1, 2, 68)):
         rows = hard_rows(width, num_steps)
         rows = rows if with_factor else rows._replace(factor=None)
         num_kept = num_steps - num_steps // 3

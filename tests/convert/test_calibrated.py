@@ -87,6 +87,7 @@ def shuffled() -> NDArray[np.uint32]:
     return np.stack([np.random.default_rng(e).permutation(F).astype(np.uint32) for e in range(2 * E)]).reshape(2, E, F)
 
 
+@pytest.mark.slow
 def test_an_expert_holds_what_the_quantizer_makes_of_its_own_tokens(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
             assert not different_files(files_in(out), files_in(one))
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
     source: Path, checkpoint: Checkpoint, profile: Profile
 ) -> None:

@@ -204,6 +204,7 @@ def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tria
     return run_scenarios(("full_from_the_start", "filling_up"), folder, *prefix)
 
 
+@pytest.mark.slow
 def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_room(
     small_drive: dict[str, list[Trial]],
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_checkpoint_of_many_shards_has_an_index_and_the_small_files(tmp_path: 
         assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_order_rotation_and_repeated_rows_are_undone(tmp_path: Path) -> None:
     """transformers computes with the export what the pack does, although no row is where the source had it."""
 

@@ -15,6 +15,7 @@ from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.machine import CpuFacts
 
 
+@pytest.mark.slow
 def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)

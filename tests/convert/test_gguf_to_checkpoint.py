@@ -19,9 +19,12 @@ from moe_pack.runtime.model import Decoder, PackWeights
 
 # transformers has no class for DeepSeek-MoE's first model, and reads Step-3.5 only as the text of Step-3.7.
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.gguf") if path.stem not in ("deepseek", "step3p5"))
+WITH_PICTURES = {"minimax_m3_vl", "qwen3_vl_moe"}  # classes of transformers that take seconds to load
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in WITH_PICTURES)) for name in NAMES]
+)
 def test_transformers_loads_the_export_of_a_gguf_file(name: str, tmp_path: Path) -> None:
     with closing(Checkpoint(GgufFiles(GOLDEN / f"{name}.gguf"))) as checkpoint:
         plan = uniform_plan(checkpoint.spec, "none", BF16, BF16, quantizer="nearest")

@@ -94,6 +94,7 @@ def test_a_part_makes_what_parts_that_never_come_have_left(source: Path, tmp_pat
     assert result.written and different_files(files_in(tmp_path / "alone"), expected) == []
 
 
+@pytest.mark.slow
 def test_a_part_that_stops_anywhere_is_replaced_or_resumed(source: Path, tmp_path: Path) -> None:
     expected = whole_of(source, tmp_path / "whole")
     others: tuple[Part | None, ...] = (Part(2, 2), Part(1, 2), Part(3, 5), None)

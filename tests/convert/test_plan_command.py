@@ -138,6 +138,7 @@ def test_keys_and_values_of_eight_bits_are_planned_where_those_of_float32_fit_in
         Target(GIB, "cuda", kv_dtype="q8").check()
 
 
+@pytest.mark.slow
 def test_a_plans_parts_sum_to_the_target() -> None:
     cases = [Target(GIB * 3 // 4, "cpu"), Target(GIB * 2, "cpu"), Target(GIB, "cuda")]
     for target in cases:
@@ -304,6 +305,7 @@ def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_for_vllm_a_layer_has_one_format_and_all_of_its_neurons_run(
     source: Path, profile: Path, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def refusal(budget: int, max_loss: float) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_loss_and_budget_and_fits_the_model() -> None:
     for search, max_loss in [*((SEARCHES[0], limit) for limit in LIMITS), *((name, 0.05) for name in SEARCHES[1:])]:
         with case(search, max_loss):

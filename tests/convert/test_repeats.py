@@ -113,6 +113,7 @@ def logits(folder: Path) -> torch.Tensor:
         return Decoder(PackWeights(pack, CPU), 24).logits(list(range(24)))
 
 
+@pytest.mark.slow
 def test_loud_neurons_are_repeated_and_stand_behind_themselves(pack_folder: Path) -> None:
     with Pack(pack_folder) as pack:
         assert (pack.spec.expert.repeats, pack.spec.expert.intermediate_size) == (REPEATS, F + REPEATS)
@@ -125,6 +126,7 @@ def test_loud_neurons_are_repeated_and_stand_behind_themselves(pack_folder: Path
             assert set(LOUD) <= set(again.tolist())
 
 
+@pytest.mark.slow
 def test_rows_of_a_neuron_have_the_same_gate_and_up_and_add_up_to_its_down(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:

@@ -153,6 +153,7 @@ def test_any_workers_and_stops_give_the_same_bytes_and_no_states_stay(
         convert(checkpoint, plan, out, 1, calibration=profile, sequential=False)
 
 
+@pytest.mark.slow
 def test_layers_behind_a_changed_layer_are_not_copied(checkpoint: Checkpoint, profile: Profile, tmp_path: Path) -> None:
     convert(checkpoint, plan_of(checkpoint), tmp_path / "earlier", 1, calibration=profile)
     before = files_in(tmp_path / "earlier")

@@ -64,6 +64,7 @@ def bytes_on_disk(folder: Path) -> int:
     return named + opened
 
 
+@pytest.mark.slow
 def test_every_tensor_and_the_account_are_those_of_the_folder(hub: HubServer, source: Path, tmp_path: Path) -> None:
     (tmp_path / "pieces").mkdir()
     for name in ("someone/model", "someone/several:half"):
@@ -84,6 +85,7 @@ def test_every_tensor_and_the_account_are_those_of_the_folder(hub: HubServer, so
     assert bytes_on_disk(tmp_path / "pieces") == 0
 
 
+@pytest.mark.slow
 def test_threads_that_read_the_same_pieces_get_the_same_bytes(hub: HubServer, source: Path, tmp_path: Path) -> None:
     with closing(Checkpoint(streamed(tmp_path))) as found, closing(Checkpoint(source)) as expected:
         names = list(expected.files.entries()) * 3

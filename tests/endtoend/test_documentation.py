@@ -146,6 +146,7 @@ def test_the_workflow_runs_the_commands_that_the_page_shows() -> None:
     assert [shlex.split(line) for line in lines] == shown_commands(CI_PAGE)
 
 
+@pytest.mark.slow
 def test_the_workflow_of_checks_runs_on_packs_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {**workflow_of(CI_PAGE)["env"], "COMMIT": "main", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}

@@ -53,6 +53,7 @@ def test_a_pack_made_without_the_calls_of_linux_has_the_same_bytes(tiny_source: 
     assert packs["absent"] == packs["linux"]
 
 
+@pytest.mark.slow
 def test_a_pack_runs_without_the_calls_of_linux_and_gives_the_same_text(demo_pack: PackMaker) -> None:
     options = ("--prompt", "It was", "--temperature", 0, "-n", 12, "--budget", "9M", "--stats")
     run = call("runtime", demo_pack("up", 4), *options, "--without-kernels")

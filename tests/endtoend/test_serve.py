@@ -282,6 +282,7 @@ def test_what_cannot_start_says_why_in_one_line(packed: Path, tmp_path: Path) ->
         assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1), ended.stderr
 
 
+@pytest.mark.slow
 def test_the_first_signal_ends_a_busy_server_in_order(packed: Path, tmp_path: Path) -> None:
     with ServerProcess(packed, tmp_path / "log", "--parallel", 1) as busy, httpx2.Client(timeout=HANG_S) as http:
         body = asking(HELLO, max_tokens=1900, ignore_eos=True, stream=True)

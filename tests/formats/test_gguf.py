@@ -639,6 +639,7 @@ def test_a_plan_of_a_file_converts_it(model: Path, tmp_path: Path) -> None:
     assert said.output == f"main: {tmp_path}: has 2 GGUF models; name one of them: a.gguf, b.gguf\n"
 
 
+@pytest.mark.slow
 def test_a_pack_is_compared_with_the_file_it_was_made_from(model: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     ran("convert", model, "--selector", "none", "--record-bits", 8, "-o", packed)

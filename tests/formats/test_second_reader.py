@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -185,25 +186,36 @@ MODELS = (
 SPECS = RESIDUALS | {"compressed attention": COMPRESSED}
 
 
+NGRAMS = "ngrams"
+BY_NAME = {str(model): model for model in MODELS}
+OFTEN = {*list(BY_NAME)[::4], *SPECS, NGRAMS}
+
+
 @pytest.fixture(scope="module")
-def family_packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Packs of tiny random models with dense matrices in 8 bit, where their rows allow it."""
-    packs = {}
-    for model in MODELS:
+def pack_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the pack of a tiny random model, once, with dense matrices in 8 bit, where their rows allow it."""
+
+    @cache
+    def packed(name: str) -> Path:
         folder = tmp_path_factory.mktemp("family")
-        pack(write(model, folder / "source"), folder / "pack", dense_width=8)
-        packs[str(model)] = folder / "pack"
-    for name, spec in SPECS.items():
-        packs[name] = made(spec, tmp_path_factory.mktemp("residual") / "pack", plan=plan_for(spec, width=8))
-    folder = tmp_path_factory.mktemp("family")
-    with known_family():
-        pack(TinyNgrams().write(folder / "source"), folder / "pack", dense_width=8)
-    return packs | {"ngrams": folder / "pack"}
+        if name in BY_NAME:
+            pack(write(BY_NAME[name], folder / "source"), folder / "pack", dense_width=8)
+        elif name == NGRAMS:
+            with known_family():
+                pack(TinyNgrams().write(folder / "source"), folder / "pack", dense_width=8)
+        else:
+            made(SPECS[name], folder / "pack", plan=plan_for(SPECS[name], width=8))
+        return folder / "pack"
+
+    return packed
 
 
-@pytest.mark.parametrize("model", [*map(str, MODELS), *SPECS, "ngrams"])
-def test_models_of_every_family_are_read_alike(family_packs: dict[str, Path], model: str) -> None:
-    assert_read_alike(family_packs[model])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in (*BY_NAME, *SPECS, NGRAMS)],
+)
+def test_models_of_every_family_are_read_alike(pack_of: Callable[[str], Path], model: str) -> None:
+    assert_read_alike(pack_of(model))
 
 
 def documented_roles() -> set[str]:
@@ -213,10 +225,11 @@ def documented_roles() -> set[str]:
     return {name for row in re.findall(r"^\| (`[^|]*)", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}
 
 
+@pytest.mark.slow
 def test_between_them_these_models_have_every_documented_role(
-    family_packs: dict[str, Path], part_packs: dict[str, Path]
+    pack_of: Callable[[str], Path], part_packs: dict[str, Path]
 ) -> None:
-    folders = (*family_packs.values(), *part_packs.values())
+    folders = (*map(pack_of, (*BY_NAME, *SPECS, NGRAMS)), *part_packs.values())
     roles = {role for folder in folders for role in SecondReader(folder).dense_roles}
     assert {re.sub(r"^layers\.\d+\.", "", role) for role in roles} == documented_roles()
 

@@ -510,6 +510,7 @@ def test_a_signal_ends_a_conversation_as_it_ends_every_command(packed: Path) -> 
         assert person.exit_code() == 143
 
 
+@pytest.mark.slow
 def test_a_pack_without_a_chat_template_holds_no_conversation(tmp_path: Path) -> None:
     source = TinyMixtral(vocab_size=4096).write_with_tokenizer(tmp_path / "source")
     pack(source, tmp_path / "packed")

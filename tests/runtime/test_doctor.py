@@ -84,6 +84,7 @@ def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFact
     assert (cpu.row_s is not None and cpu.row_s >= 0) == is_available()
 
 
+@pytest.mark.slow
 def test_each_measurement_advances_one_stage(measured: tuple[MachineFacts, Watched]) -> None:
     watched = measured[1]
     assert watched.lines == ["writing 4 MiB to read"]

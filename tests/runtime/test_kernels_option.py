@@ -135,6 +135,7 @@ def test_instructions_that_the_machine_lacks_are_refused(instruction_set: Instru
         )
 
 
+@pytest.mark.slow
 def test_an_installation_without_kernels_has_none(without: dict[str, Any]) -> None:
     assert (without["available"], without["opened"]) == (False, "None")
 

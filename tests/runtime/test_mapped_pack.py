@@ -81,6 +81,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
+@pytest.mark.slow
 def test_logits_are_those_without_kernels(packs: dict[Selector, Path]) -> None:
     selectors: list[tuple[str, Selector]] = [("portable", selector) for selector in SELECTORS]
     for instruction_set, selector in [*selectors, *((limit, "both") for limit in INSTRUCTION_SETS[1:])]:

@@ -239,6 +239,7 @@ def each_weights(opened: Pack) -> Iterator[Weights]:
         yield mapped
 
 
+@pytest.mark.slow
 def test_a_model_gives_the_same_logits_from_any_weights_and_in_any_pieces(made: Path) -> None:
     ids = ids_of()
     expected = expected_logits(made, ids)

@@ -93,6 +93,7 @@ def test_logits_are_those_of_the_checkpoint_s_layer(new_folder: Callable[[], Pat
                 assert max(found) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_enter_in_passes_of_any_length(glm: Packed) -> None:
     text = token_ids()
     with Pack(glm.folder) as opened:

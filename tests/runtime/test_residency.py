@@ -79,6 +79,7 @@ def random_facts(rng: random.Random, equal: bool) -> CacheFacts:
     return facts_of(SHAPE, rng.randint(most, total), pages, popularity, num_active=2)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10**6),
     eviction=st.sampled_from(EVICTIONS),

@@ -76,6 +76,7 @@ def sparse_pack(source: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_each_sequence_of_a_batch_gets_the_bits_that_it_has_alone(demo_pack: PackMaker, tmp_path: Path) -> None:
     sparse = sparse_pack(demo_pack("up", 2), tmp_path / "sparse")
     for folder, limit in ((demo_pack("none", 4), None), (demo_pack("none", 4), "portable"), (sparse, None)):

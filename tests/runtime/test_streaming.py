@@ -96,6 +96,7 @@ def reference(dense_pack: Path, sparse_pack: Path) -> dict[tuple[str, int], Tens
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(["dense", "sparse"]),

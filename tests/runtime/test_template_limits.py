@@ -104,6 +104,7 @@ def test_many_threads_may_render_at_once() -> None:
     assert found == {number: f"text {number}" for number in range(8)}
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_tried_within_the_same_limits() -> None:
     helper = Helper()
     whole = (DEMO_MODEL / "tokenizer.json").read_text("utf-8")

@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
 from served import served
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 6  # of each mode for each endpoint
+EXAMPLES = 3  # of each mode for each endpoint
 
 
 def test_random_requests_get_answers_of_the_described_shape(caplog: pytest.LogCaptureFixture) -> None:

@@ -316,6 +316,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 def test_hostile_grammars_neither_end_the_process_nor_hold_it_up() -> None:
     """In a process of its own, because what goes wrong here ends it."""
     command = [sys.executable, "-c", HOSTILE, str(DEMO_MODEL)]

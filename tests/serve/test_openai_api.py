@@ -406,6 +406,7 @@ def test_strange_bodies_are_refused(plain: Served) -> None:
     assert form.status_code == 400, "a page of another origin may send text without being asked"
 
 
+@pytest.mark.slow
 def test_a_large_wrong_body_is_refused_at_once(plain: Served) -> None:
     for fields in (
         {"stop": [1] * 1_000_000},

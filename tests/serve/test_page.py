@@ -375,6 +375,7 @@ def test_every_control_has_a_name_and_nothing_overflows(browser: Browser) -> Non
             assert page.run("document.querySelector('#cells').tabIndex") == 0
 
 
+@pytest.mark.slow
 def test_the_picture_comes_back_after_the_connection_was_cut(browser: Browser) -> None:
     script = Script(engine=engine_of(2, 4), num_cut=1)
     with opened(browser, script) as page:

@@ -8,6 +8,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,7 @@ GOLDEN = ROOT / "tests" / "data" / "messages.txt"
 _TWO_WORDS = re.compile(r"[A-Za-z{}][\w{}'.,:;)-]*\s+[\w({'-]")
 
 
+@cache
 def collected_messages() -> str:
     """Returns the content of the golden file: each source file's name, then its messages, one a line."""
     pages = []
