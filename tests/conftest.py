@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Kernels take as many threads as a process has CPUs, and threads that wait for one another on a busy CPU take longer
     than one alone. Slow tests start long commands, which take all CPUs.
     """
+    gc.set_threshold(100_000, 50, 100)  # collections take a twentieth of the time otherwise
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")

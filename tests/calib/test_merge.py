@@ -68,6 +68,7 @@ def test_counts_routes_paths_and_inputs_are_those_of_one_profile_of_all_texts(fo
     assert merged.tokens().sha256 == joint.tokens().sha256
 
 
+@pytest.mark.slow
 def test_losses_are_means_by_tokens(folder: Path) -> None:
     profiles, merged = [Profile(folder / str(number)) for number in range(2)], Profile(folder / "merged")
     rotated = [profile.rotation() for profile in (merged, *profiles)]

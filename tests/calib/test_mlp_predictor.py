@@ -71,6 +71,7 @@ def test_a_linear_rule_of_the_hidden_state_is_learned_exactly() -> None:
             assert held_out_recall(shape, x, random_routes(900, 2, k, 8), targets, 8, Training(max_epochs=10)) == 1.0
 
 
+@pytest.mark.slow
 def test_a_rule_of_either_layers_routes_is_learned_exactly() -> None:
     """Expert e of the layer `source` is always followed by e + 3; the hidden state is noise."""
     for shape, source in product([ONE, TWO], [0, 1]):

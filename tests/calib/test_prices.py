@@ -67,6 +67,7 @@ def rethresholded(packed: Path, folder: Path, sparsity: float) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 def test_a_sparsity_costs_what_a_pack_with_those_thresholds_loses(packed: Path, prices: Prices, tmp_path: Path) -> None:
     whole, sparse = rethresholded(packed, tmp_path / "whole", 0.0), rethresholded(packed, tmp_path / "sparse", 0.8)
     came = torch.from_numpy(TOKENS.sequences[:, 1:].astype(np.int64)).reshape(-1, 1)
@@ -94,6 +95,7 @@ def decoded(pack: Pack, options: EngineOptions) -> torch.Tensor:
     return torch.stack(found).double().log_softmax(dim=1)
 
 
+@pytest.mark.slow
 def test_substitution_costs_what_an_engine_that_substitutes_loses_against_the_mapped_pack(
     packed: Path, prices: Prices
 ) -> None:

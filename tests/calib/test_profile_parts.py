@@ -92,6 +92,7 @@ def run_in_turns(source: Path, folder: Path, options: ProfileOptions, num_parts:
     raise AssertionError("parts that are killed again and again finish")
 
 
+@pytest.mark.slow
 def test_parts_killed_again_and_again_end_in_the_bytes_of_one_process(source: Path, tmp_path: Path) -> None:
     profiled(source, tmp_path / "one", QUICK)
     expected = folder_bytes(tmp_path / "one")

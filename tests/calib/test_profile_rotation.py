@@ -59,6 +59,7 @@ def test_auto_rotates_a_layer_with_huge_weights_with_the_vectors_of_convert(
     assert (judged.folder / FILE).read_bytes() == rotation_bytes(found)  # as in a pack
 
 
+@pytest.mark.slow
 def test_the_options_decide_without_judging(source: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
     for options in (
         ProfileOptions("none", rotate="off"),

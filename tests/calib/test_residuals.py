@@ -86,6 +86,7 @@ def test_the_gradients_of_a_layers_end_are_those_of_finite_differences(
     assert float(found[2].norm()) > 0, "what experts add changes the end of the layer"
 
 
+@pytest.mark.slow
 def test_gradients_through_whole_layers_predict_what_a_change_does(weights: LayerwiseWeights, tmp_path: Path) -> None:
     """The gradient before layer 0 that the pass stores, against what a step of the embedding changes."""
     spec = weights.spec

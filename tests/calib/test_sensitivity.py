@@ -294,6 +294,7 @@ def test_copies_diverge_as_a_model_whose_layers_experts_are_rounded(passes: Pass
     assert ran.measured.num_tokens == 2 * 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
 def test_a_pass_killed_in_and_after_every_layer_gives_the_same_bits(name: str, passes: Passes, tmp_path: Path) -> None:
     again = run_pass(passes[name].source, "full", tmp_path / "pass", restarts=True)

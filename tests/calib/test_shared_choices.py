@@ -101,6 +101,7 @@ def test_where_all_positions_are_chosen_nothing_is_kept(weights: LayerwiseWeight
     assert choices(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_all", [False, True])
 @pytest.mark.parametrize("killed_after", range(1, 4))
 def test_a_killed_pass_goes_on_with_the_same_choices(

@@ -74,6 +74,7 @@ def corrected_cost_of(
     return (importance.double() * (errors @ ones.double()).square()).sum(dim=1)
 
 
+@pytest.mark.slow
 def test_no_codes_of_two_steps_cost_less() -> None:
     for width in TRELLIS_WIDTHS:
         with case(width):

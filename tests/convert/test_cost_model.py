@@ -280,6 +280,7 @@ def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(s
             assert asked < whole / 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="single rows need native kernels")
 def test_a_prompt_that_runs_many_neurons_does_not_end_the_reads_of_rows(sparse: Path) -> None:
     """A pass of 16 tokens runs about a fifth of an expert's neurons, one token a tenth."""

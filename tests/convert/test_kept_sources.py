@@ -94,6 +94,7 @@ def assert_experts_have_the_source_s_bits(pack: Pack, checkpoint: Checkpoint) ->
                 assert_same_bits(stored, original[torch.from_numpy(order[l, e])])
 
 
+@pytest.mark.slow
 def test_kept_weights_have_the_source_s_bits(new_folder: Callable[[], Path], mxfp4_source: Callable[..., Path]) -> None:
     for coded in ["fp8", "mxfp4"]:  # last what changes how the family holds its experts
         for order in [None, shuffled()]:

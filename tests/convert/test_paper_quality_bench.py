@@ -166,6 +166,7 @@ def test_the_pass_learns_the_products_thresholds_and_gives_the_packs_logits(tmp_
 # --- the questions
 
 
+@pytest.mark.slow
 def test_choices_in_one_sequence_have_the_likelihoods_of_choices_alone(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     lines = passages((DEMO_MODEL.parents[1] / "data" / "books-valid.txt").read_text("utf-8")[:20_000], 20)

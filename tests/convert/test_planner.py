@@ -254,6 +254,7 @@ def test_a_uniform_plan_stores_all_experts_alike() -> None:
     assert len(np.unique(found.decision.sparsity)) == 1
 
 
+@pytest.mark.slow
 def test_the_knapsack_is_faster_than_what_papers_search() -> None:
     for max_loss in LIMITS:
         ours, uniform, edgemoe = (planned(220_000, max_loss, search) for search in ("knapsack", "uniform", "edgemoe"))

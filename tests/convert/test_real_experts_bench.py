@@ -79,6 +79,7 @@ def test_more_bits_lose_less_and_bits_are_those_of_whole_rows(file: Path) -> Non
         assert [x["stored_as"] for x in others] == [f"{name} g64" for name in OTHERS]
 
 
+@pytest.mark.slow
 def test_steps_have_a_line_each_and_rotation_helps_where_a_weight_is_huge(file: Path) -> None:
     result = run(file, "--steps")
     assert result.exit_code == 0, result.output

@@ -220,6 +220,7 @@ def test_every_piece_of_an_expert_repeats_its_share() -> None:
             assert all(share <= min(1024, f - 1024 * n) for n, share in enumerate(shares))
 
 
+@pytest.mark.slow
 def test_both_readers_and_any_sparsity_agree(pack_folder: Path, source: Path, profile: Profile, tmp_path: Path) -> None:
     second = SecondReader(pack_folder)
     with Pack(pack_folder) as pack:
@@ -246,6 +247,7 @@ def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None
             assert (logits - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_and_any_workers_give_the_same_pack(
     source: Path, profile: Profile, pack_folder: Path, tmp_path: Path
 ) -> None:

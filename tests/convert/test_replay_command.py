@@ -63,6 +63,7 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "10.5M,11M", "--read-rate", "1G")
     assert result.exit_code == 0, result.output

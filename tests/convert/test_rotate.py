@@ -179,6 +179,7 @@ def test_experts_are_copied_from_an_earlier_pack_only_from_the_same_coordinates(
     assert different_files(files_in(tmp_path / "copied"), files_in(tmp_path / "direct")) == []
 
 
+@pytest.mark.slow
 def test_calibrated_rows_are_rounded_on_rotated_inputs(checkpoint: Checkpoint, tmp_path: Path) -> None:
     profile = profiled(checkpoint.folder, tmp_path / "profile", random_tokens(6, 32, 96))
     assert isinstance(profile, Profile)
@@ -272,6 +273,7 @@ EIGHT = ExpertFormat(*(part_format(8, 64),) * 3)
 CODES = ExpertFormat(TRELLIS.gate, TRELLIS.up, FP8)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_profiles_layers_except_where_no_format_gains_or_codes_are_kept(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def rows_of(pack: Pack, layer: int, expert: int) -> NeuronBlock:
     return block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", ["off", "on"])
 def test_each_layer_is_quantized_for_the_inputs_that_the_finished_pack_gives(
     rotate: str, checkpoint: Checkpoint, profile: Profile, tmp_path: Path

@@ -99,6 +99,7 @@ def test_threads_that_read_the_same_pieces_get_the_same_bytes(hub: HubServer, so
             assert all(pool.map(is_equal, names))
 
 
+@pytest.mark.slow
 def test_the_pack_of_a_streamed_source_is_the_pack_of_its_folder(hub: HubServer, source: Path, tmp_path: Path) -> None:
     hub.faults += [Fault("/cdn/", 3, cut_after=5000), Fault("/cdn/", 1, status=503)]
     packs = []

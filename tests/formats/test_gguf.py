@@ -628,6 +628,7 @@ def ran(*arguments: object) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_file_converts_it(model: Path, tmp_path: Path) -> None:
     target = ("--device", "cpu", "--target-vram", "40M", "--context", 128)
     assert f"{model}: mixtral, 2 layers of 4 experts" in ran("plan", model, *target, "-o", tmp_path / "plan.json")

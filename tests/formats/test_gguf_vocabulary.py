@@ -347,6 +347,7 @@ def test_what_gguf_cannot_say_is_noted(tmp_path: Path, pieces: Values) -> None:
 # --- what is refused
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_gguf_cannot_say_is_refused(pieces: Values) -> None:
     unigram = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]], "byte_fallback": False}
     words = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": {"[UNK]": 0}}

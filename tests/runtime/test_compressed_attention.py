@@ -193,6 +193,7 @@ def test_a_table_is_packed_as_it_is(tmp_path: Path) -> None:
         assert torch.equal(open_weights(opened, CPU, TORCH).matrix(role).rows(0, 96), table)
 
 
+@pytest.mark.slow
 def test_inside_a_budget_and_with_every_prediction_the_answer_is_the_same(tmp_path: Path) -> None:
     source, ids = write(TINY, tmp_path / "source"), token_ids()[:20]
     pack(source, tmp_path / "packed", width=16)

@@ -93,6 +93,7 @@ def test_each_measurement_advances_one_stage(measured: tuple[MachineFacts, Watch
     assert watched.done == [0] + [1] * (stage.total - 1)
 
 
+@pytest.mark.slow
 def test_the_file_that_is_written_has_no_name(measured: tuple[MachineFacts, Watched]) -> None:
     assert measured[1].seen == set() and not list(measured[1].folder.iterdir())
 

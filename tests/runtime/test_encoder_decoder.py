@@ -81,6 +81,7 @@ def least(layout: PackLayout) -> int:
     return least_budget(layout, CONTEXT, 0)
 
 
+@pytest.mark.slow
 def test_experts_that_stream_inside_the_least_budget_give_the_same_text(opened: Pack, expected: list[int]) -> None:
     policies: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe", "auto")
     for kernels, policy in [*(("auto", policy) for policy in policies), ("torch", "lru"), ("torch", "floe")]:

@@ -112,6 +112,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     return folder / "dense", folder / "sparse", folder / "rotated"
 
 
+@pytest.mark.slow
 def test_it_does_with_every_instruction_set(packs: tuple[Path, ...], counts: Counter[str]) -> None:
     for folder in packs:
         for limit in INSTRUCTION_SETS:

@@ -93,6 +93,7 @@ def test_logits_are_those_without_kernels(packs: dict[Selector, Path]) -> None:
                 assert distance(next_logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_logits_are_those_without_kernels_where_neurons_are_left_out(packs: dict[Selector, Path]) -> None:
     for selector, about in [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)]:
         with case(selector, about), Pack(packs[selector]) as opened:

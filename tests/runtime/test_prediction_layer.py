@@ -78,6 +78,7 @@ def difference(run: Run, reference: Reference, length: int) -> float:
     return float((found - expected).abs().max())
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_checkpoint_s_layer(new_folder: Callable[[], Path]) -> None:
     for row in PREDICTING:
         with case(str(row)):
@@ -228,6 +229,7 @@ def test_fp8_layers_are_loaded_as_they_are(tmp_path: Path) -> None:
         assert codes < loaded_bytes(layer) < 1.6 * codes
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_with_drafts(glm: Packed) -> None:
     with Pack(glm.folder) as opened:
         for temperature in (0.0, 0.8):

@@ -101,6 +101,7 @@ def test_torch_agrees_but_for_rounding(demo_pack: PackMaker) -> None:
         torch.testing.assert_close(own, others, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_offloaded_batch_reads_an_expert_once_for_all(demo_pack: PackMaker, tmp_path: Path) -> None:
     sparse = sparse_pack(demo_pack("up", 2), tmp_path / "sparse")
     for folder in (demo_pack("none", 4), sparse):

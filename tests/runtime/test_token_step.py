@@ -49,7 +49,10 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(("family", "rotate"), [*((family, "off") for family in FAMILIES), ("qwen2_moe", "on")])
+@pytest.mark.parametrize(
+    ("family", "rotate"),
+    [("mixtral", "off"), ("qwen2_moe", "on"), *(pytest.param(f, "off", marks=pytest.mark.slow) for f in FAMILIES[1:])],
+)
 def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, rotate: Rotate, tmp_path: Path) -> None:
     from families import Tiny, write  # which imports transformers
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import pytest
 from cases import case, random_seed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -477,6 +478,7 @@ def test_where_an_answer_is_cut_changes_nothing() -> None:
                 assert parsed(example, pieces) == expected
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_anywhere_is_no_error() -> None:
     """What of it was not understood yet is content; arguments may be unfinished, but no call loses its name."""
     for example in EXAMPLES:

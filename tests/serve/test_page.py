@@ -19,7 +19,7 @@ from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.serve.live import engine_router, live_counts
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 ANSWER = """Two facts, **both** `measured`:
 
@@ -375,7 +375,6 @@ def test_every_control_has_a_name_and_nothing_overflows(browser: Browser) -> Non
             assert page.run("document.querySelector('#cells').tabIndex") == 0
 
 
-@pytest.mark.slow
 def test_the_picture_comes_back_after_the_connection_was_cut(browser: Browser) -> None:
     script = Script(engine=engine_of(2, 4), num_cut=1)
     with opened(browser, script) as page:
