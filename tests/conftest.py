@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if number[item.path.name] == third % 3]
 
 
-def pytest_collection_finish() -> None:
-    """Takes what all test modules imported out of the garbage collector: a walk over it takes half a second."""
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_walk() -> None:
+    """Takes what stays from file to file out of the garbage collector: a walk over all modules takes half a second."""
     gc.collect()
     gc.freeze()
 

@@ -92,6 +92,7 @@ def test_losses_are_means_by_tokens(folder: Path) -> None:
     assert all((stored[0][name] == stored[1][name]).all() for name in stored[1])
 
 
+@pytest.mark.slow
 def test_a_merged_profile_says_what_each_text_contributed_and_works_as_any_other(folder: Path) -> None:
     merged = Profile(folder / "merged")
     texts = json.loads((folder / "merged" / "profile.json").read_text())["texts"]

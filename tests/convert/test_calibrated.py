@@ -227,7 +227,7 @@ def test_without_inputs_of_this_checkpoint_nothing_begins(
         assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize(("matrix", "name"), [("down", "w2"), ("up", "w3")])
+@pytest.mark.parametrize(("matrix", "name"), [("down", "w2"), pytest.param("up", "w3", marks=pytest.mark.slow)])
 def test_a_weight_that_no_scale_holds_is_named(
     matrix: str, name: str, profile: Profile, source: Path, tmp_path: Path
 ) -> None:

@@ -264,6 +264,7 @@ def test_a_killed_conversion_and_any_workers_give_the_same_pack(
     assert different_files(files_in(pack_folder), files_in(tmp_path / "killed")) == []
 
 
+@pytest.mark.slow
 def test_an_earlier_pack_gives_its_experts_with_their_second_rows(
     source: Path, profile: Profile, pack_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def rebuilt(
     return {m: decode_part(TWO, D, quantizer.rows(m, rotation.block(block))) for m in MATRICES}
 
 
+@pytest.mark.slow
 def test_any_workers_and_stops_give_the_same_bytes_and_no_states_stay(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:

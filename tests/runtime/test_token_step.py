@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 from moe_pack.calib.quantize import Rotate
 
 TRITON = str(Path(find_spec("triton").origin).parent)  # type: ignore[union-attr, arg-type]  # it is installed
-# One with grouped queries and nothing else, one with a shared expert that is gated, one with latent attention and a
-# dense layer.
 
 
 class Watch(TorchDispatchMode):
@@ -50,7 +48,7 @@ def _storage(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("family", "rotate"),
-    [
+    [  # grouped queries and nothing else, a shared expert that is gated, latent attention and a dense layer
         ("mixtral", "off"),
         ("qwen2_moe", "on"),
         pytest.param("qwen2_moe", "off", marks=pytest.mark.slow),
