@@ -293,6 +293,7 @@ def test_calibrated_losses_are_plain_ones_times_the_ratio(profile: Profile) -> N
     assert num_less < 0.1 * 15 * len(parts)
 
 
+@pytest.mark.slow
 def test_in_more_bits_of_the_same_codec_and_groups_nothing_loses_more(profile: Profile) -> None:
     parts, lost = losses_of(profile).of("calibrated")
     kinds: dict[tuple[str, int, int], list[tuple[float, int]]] = {}

@@ -348,6 +348,7 @@ def ran(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Ran
     return run_pass(checkpoint, tmp_path_factory.mktemp("pass") / "pass")
 
 
+@pytest.mark.slow
 def test_an_embedding_costs_about_what_the_whole_model_diverges_in_both_stacks(
     checkpoint: Checkpoint, ran: Ran
 ) -> None:
@@ -385,6 +386,7 @@ def test_experts_without_a_gate_lose_by_up_and_down(checkpoint: Checkpoint, ran:
         assert (quantized[:, 1:].all(axis=(1, 2)) == reached).all()
 
 
+@pytest.mark.slow
 def test_begun_anew_before_every_layer_sensitivity_is_the_same_bits(
     checkpoint: Checkpoint, ran: Ran, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_merged_profile_says_what_each_text_contributed_and_works_as_any_other
     assert losses_of(merged) is not None
 
 
+@pytest.mark.slow
 def test_the_command_merges_and_says_what_each_text_contributed(folder: Path, tmp_path: Path) -> None:
     arguments = ["merge", str(folder / "0"), str(folder / "1"), "-o", str(tmp_path / "merged")]
     result = CliRunner().invoke(main, arguments, prog_name="moe-pack")

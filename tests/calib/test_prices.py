@@ -79,6 +79,7 @@ def test_a_sparsity_costs_what_a_pack_with_those_thresholds_loses(packed: Path, 
     assert prices.num_tokens == len(whole) == 3 * 63
 
 
+@pytest.mark.slow
 def test_more_sparsity_costs_more(prices: Prices) -> None:
     kls = [price.kl.value for price in prices.sparsity]
     assert [price.sparsity for price in prices.sparsity] == [0.5, 0.7, 0.8, 0.9]

@@ -153,6 +153,7 @@ def test_a_damaged_result_is_computed_again(source: Path, tmp_path: Path) -> Non
     assert damaged > 3
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_parts_were_killed_and_parts_where_it_was(source: Path, tmp_path: Path) -> None:
     profiled(source, tmp_path / "one", QUICK)
     for first, then in ((Part(2, 3), None), (None, Part(1, 2)), (Part(1, 2), Part(4, 5))):

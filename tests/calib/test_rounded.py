@@ -105,6 +105,7 @@ def spec_of(tiny: Tiny, folder: Path) -> ModelSpec:
     return read_spec(Config(write_config(tiny, folder), "config.json"))[1]
 
 
+@pytest.mark.slow
 def test_in_every_family_only_matrices_a_plan_may_quantize_are_rounded(tmp_path: Path) -> None:
     for number, tiny in enumerate([tiny for tiny in TINY if not (tiny.fused or tiny.four)]):
         case_folder = tmp_path / str(number)

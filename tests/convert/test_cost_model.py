@@ -216,6 +216,7 @@ def test_all_dense_matrices_are_read_but_one_row_of_the_embedding() -> None:
     assert seconds == pytest.approx(dense / 16e9 + cache / 1e10)
 
 
+@pytest.mark.slow
 def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(packed: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 4000, (160,), generator=torch.Generator().manual_seed(1)).tolist()
     record = tmp_path / "routes.safetensors"
@@ -296,6 +297,7 @@ def test_a_prompt_that_runs_many_neurons_does_not_end_the_reads_of_rows(sparse: 
         assert asked < 3 * 2 * opened.layout.experts[0][0].num_bytes / 2
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     made, popularity = layout(), np.random.default_rng(0).dirichlet(np.ones(8), 4)
     fixed = FixedCosts(1e-4, 1e-5, 1e-6, 1e-5, 0.0)

@@ -108,6 +108,7 @@ def test_what_an_interrupted_run_left_of_other_text_is_in_nobodys_way(
     assert found["num_tokens"] == 2 * 127 and not (packed / "eval.work").exists()
 
 
+@pytest.mark.slow
 def test_exactly_the_source_runs_beside_the_pack(source: Path, packed: Path) -> None:
     compact = measured(packed, "--against", source, *SHORT)["against"]
     exact = measured(packed, "--against", source, "--exact", *SHORT)["against"]

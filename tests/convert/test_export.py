@@ -431,6 +431,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["export", *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_wrote_and_what_differs(demo_pack: PackMaker, tmp_path: Path) -> None:
     found = run(str(demo_pack("none", 4)), "--to", "compressed-tensors", "-o", str(tmp_path / "out"), "--json")
     assert found.exit_code == 0, found.output

@@ -93,6 +93,7 @@ def is_same(found: Any, expected: Any) -> bool:
     return bool(np.allclose(found, expected, rtol=1e-6, atol=0)) if is_number else bool(found == expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_sizes")
 def test_metadata_and_shapes_are_those_of_llama_cpps_converter() -> None:
     unused = set(EXPLAINED)

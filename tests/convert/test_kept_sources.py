@@ -154,6 +154,7 @@ def test_a_plan_that_would_round_such_a_neuron_is_refused(tmp_path: Path, mxfp4_
     far.close()
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
     tmp_path: Path, mxfp4_source: Callable[..., Path]
 ) -> None:

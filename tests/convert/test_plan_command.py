@@ -211,6 +211,7 @@ def test_corms_pack_is_planned_at_true_dimensions_for_the_cards_of_papers(name: 
     assert 3.5 * weights / 8 < plan["pack_bytes"] - plan["memory_bytes"]["dense weights"] < 3.8 * weights / 8
 
 
+@pytest.mark.slow
 def test_the_model_of_edgemoes_phone_is_planned_in_edgemoes_widths() -> None:
     (plan,) = planned("minicpm-moe-8x2b", "--target-vram", "8G", "--device", "cpu", "--preset", "edgemoe")["plans"]
     assert sum(plan["memory_bytes"].values()) == 8 * GIB

@@ -176,6 +176,7 @@ def least_bytes(max_loss: float) -> int:
     return header + min(found)
 
 
+@pytest.mark.slow
 def test_plans_made_before_do_not_matter() -> None:
     """A conversion that was killed between two of its plans makes the same ones."""
     budget = BUDGETS[2]

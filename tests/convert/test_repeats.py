@@ -48,6 +48,8 @@ from moe_pack.formats.spec import num_parameters, with_repeats
 from moe_pack.formats.writer import Step
 from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations, operations_for
 
+pytestmark = pytest.mark.slow
+
 D, F, E, REPEATS = 64, 1088, 2, 34  # more neurons than are rounded at once
 MODEL = TinyMixtral(D, F, num_layers=2, vocab_size=96)
 TWO, TRELLIS, EIGHT = part_format(2, 64), trellis_format(4, ROW_GROUP), part_format(8, 64)
@@ -113,7 +115,6 @@ def logits(folder: Path) -> torch.Tensor:
         return Decoder(PackWeights(pack, CPU), 24).logits(list(range(24)))
 
 
-@pytest.mark.slow
 def test_loud_neurons_are_repeated_and_stand_behind_themselves(pack_folder: Path) -> None:
     with Pack(pack_folder) as pack:
         assert (pack.spec.expert.repeats, pack.spec.expert.intermediate_size) == (REPEATS, F + REPEATS)
@@ -126,7 +127,6 @@ def test_loud_neurons_are_repeated_and_stand_behind_themselves(pack_folder: Path
             assert set(LOUD) <= set(again.tolist())
 
 
-@pytest.mark.slow
 def test_rows_of_a_neuron_have_the_same_gate_and_up_and_add_up_to_its_down(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:
@@ -220,7 +220,6 @@ def test_every_piece_of_an_expert_repeats_its_share() -> None:
             assert all(share <= min(1024, f - 1024 * n) for n, share in enumerate(shares))
 
 
-@pytest.mark.slow
 def test_both_readers_and_any_sparsity_agree(pack_folder: Path, source: Path, profile: Profile, tmp_path: Path) -> None:
     second = SecondReader(pack_folder)
     with Pack(pack_folder) as pack:
@@ -235,7 +234,6 @@ def test_both_readers_and_any_sparsity_agree(pack_folder: Path, source: Path, pr
     assert torch.isfinite(logits(sparse)).all()
 
 
-@pytest.mark.slow
 def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None:
     ids = IDS[:1]
     expected = reference_logits(pack_folder, ids)
@@ -247,7 +245,6 @@ def test_every_engine_gives_the_logits_of_plain_torch(pack_folder: Path) -> None
             assert (logits - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.slow
 def test_a_killed_conversion_and_any_workers_give_the_same_pack(
     source: Path, profile: Profile, pack_folder: Path, tmp_path: Path
 ) -> None:
@@ -264,7 +261,6 @@ def test_a_killed_conversion_and_any_workers_give_the_same_pack(
     assert different_files(files_in(pack_folder), files_in(tmp_path / "killed")) == []
 
 
-@pytest.mark.slow
 def test_an_earlier_pack_gives_its_experts_with_their_second_rows(
     source: Path, profile: Profile, pack_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,7 +372,6 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
-@pytest.mark.slow
 def test_the_command_repeats_1_of_128_neurons_unless_told_otherwise(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_predicts_by_its_paths(tm
     assert "scores are not known" in shown.stdout and "best:" not in shown.stdout and "from paths" in shown.stdout
 
 
+@pytest.mark.slow
 def test_paths_beside_the_pack_predict_where_a_record_has_nothing_predicted(
     demo: Path, routes: Path, tmp_path: Path
 ) -> None:

@@ -300,6 +300,7 @@ def test_auto_takes_the_profiles_layers_except_where_no_format_gains_or_codes_ar
     assert PlanRotation.chosen("auto", checkpoint, plain).of(plan) is None
 
 
+@pytest.mark.slow
 def test_a_line_says_that_losses_were_predicted_in_other_coordinates(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, tokens = checkpoint.folder, random_tokens(6, 32, 96)
     rotated = profiled(folder, tmp_path / "on", tokens, ProfileOptions("none", rotate="on"))

@@ -170,6 +170,7 @@ def test_layers_behind_a_changed_layer_are_not_copied(checkpoint: Checkpoint, pr
             assert all(whole[file] != before[file] for file in behind)
 
 
+@pytest.mark.slow
 def test_convert_says_which_errors_come_from_earlier_layers(source: Path, profile: Profile, tmp_path: Path) -> None:
     arguments = ["convert", str(source), "--profile", str(profile.folder), "--record-bits", "2", "--selector-bits", "2"]
     for choice, shown in (("--sequential", True), ("--no-sequential", False)):

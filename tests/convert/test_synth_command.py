@@ -126,6 +126,7 @@ def test_a_plan_decides_which_neurons_run(config: Path, tmp_path: Path) -> None:
         assert found.overall == pytest.approx(0.75 / 3, abs=0.03)
 
 
+@pytest.mark.slow
 def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
     source = CONFIG.write(tmp_path / "source")
     profiled(source, tmp_path / "profile", random_tokens(2, 128, 128))

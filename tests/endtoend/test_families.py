@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -98,8 +98,13 @@ def test_without_changes_these_configs_are_accepted(new_folder: Callable[[], Pat
             assert refusal(Close(family, {}, ""), tmp_path) is None
 
 
-def test_a_config_close_to_a_known_one_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
-    for close in CLOSE:
+@pytest.mark.parametrize(
+    "configs", [CLOSE[::4], pytest.param(CLOSE, marks=pytest.mark.slow)], ids=["every fourth", "all"]
+)
+def test_a_config_close_to_a_known_one_is_refused_by_name(
+    configs: Sequence[Close], new_folder: Callable[[], Path]
+) -> None:
+    for close in configs:
         with case(close):
             tmp_path = new_folder()
             message = str(refusal(close, tmp_path))

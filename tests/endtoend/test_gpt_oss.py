@@ -83,6 +83,7 @@ def test_a_checkpoint_in_blocks_is_what_transformers_makes_of_it(blocks: tuple[P
     assert (found - expected).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_pack_that_keeps_the_blocks_is_what_transformers_makes_of_them(
     blocks: tuple[Path, Tensor], new_folder: Callable[[], Path]
 ) -> None:

@@ -211,6 +211,7 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 def test_long_contexts_never_have_all_their_scores_in_memory() -> None:
     kinds = [(0, False, 8), (1500, False, 8), (1500, True, 8), (1500, False, 5)]
     for window, (start, has_sinks, value_dim) in product([None, 700], kinds):

@@ -171,5 +171,6 @@ def test_counts_come_back_from_json() -> None:
     assert counted.total(lambda launch: True) == 32 * 2 + 1
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_writes() -> None:
     assert page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))) == PAGE.read_text()

@@ -63,10 +63,12 @@ def check(folder: Path, run: GpuRun, ids: list[int] = IDS) -> None:
     assert (gpu_logits(folder, run, ids) - reference_logits(folder, ids)).abs().max() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_logits_are_the_references_where_cpu_and_link_share_what_is_missing(tmp_path: Path) -> None:
     check(packed(tmp_path, sparse=True), GpuRun(0.4), LONG_IDS[:5])
 
 
+@pytest.mark.slow
 def test_pulling_gives_the_same_bits_whatever_is_resident(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
     first, other = (gpu_logits(folder, GpuRun(share, "pull"), LONG_IDS[:4]) for share in (0.0, 0.5))

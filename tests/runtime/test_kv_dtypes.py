@@ -280,6 +280,7 @@ def test_bytes_are_counted_as_they_are_stored(tmp_path: Path) -> None:
                     assert cache.new_checkpoint().num_bytes == checkpoint_bytes(spec, context, chunk, dtype)
 
 
+@pytest.mark.slow
 def test_a_budget_has_the_bytes_of_codes(demo_pack: PackMaker) -> None:
     folder, context = demo_pack("none", 4), 200
     with Pack(folder) as opened:

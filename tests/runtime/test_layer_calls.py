@@ -124,6 +124,7 @@ def test_it_does_with_every_instruction_set(packs: tuple[Path, ...], counts: Cou
                     assert torch.equal(found, decoded(folder, operations))
 
 
+@pytest.mark.slow
 def test_it_does_with_offloaded_experts(packs: tuple[Path, ...], counts: Counter[str]) -> None:
     ids = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 

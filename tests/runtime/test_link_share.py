@@ -26,6 +26,7 @@ def test_an_estimate_is_kept_if_nothing_is_better() -> None:
     assert fastest_share(lambda share: abs(share - 0.47), 0.47) == 0.47
 
 
+@pytest.mark.slow
 def test_tuning_leaves_the_share_it_found_and_no_trace_of_its_tokens(
     tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

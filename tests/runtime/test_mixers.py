@@ -191,6 +191,7 @@ def test_a_cache_with_states_begins_again_but_is_not_cut_back() -> None:
     plain.num_tokens, plain.num_tokens = 7, 6
 
 
+@pytest.mark.slow
 def test_a_text_may_come_in_any_pieces(packed: Path) -> None:
     ids = token_ids()
     with Pack(packed) as opened:

@@ -145,6 +145,7 @@ def test_any_number_of_threads_gives_the_same_bits(teams: dict[int, Kernels]) ->
             assert all(torch.equal(other, alone) for other in others)
 
 
+@pytest.mark.slow
 def test_the_same_operation_gives_the_same_bits_again(kernels: Kernels) -> None:
     for name in ("experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"):
         with case(name):

@@ -244,6 +244,7 @@ def test_answers_are_the_same_with_drafts(glm: Packed) -> None:
                 assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_models_with_states_draft_too(tmp_path: Path) -> None:
     """Their states are taken back by running the right tokens again, which the layer follows."""
     row = Predicting(Tiny("qwen3_next", "states"), MTP)

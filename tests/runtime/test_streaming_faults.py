@@ -117,6 +117,7 @@ def nothing_stays_open() -> Iterator[None]:
     assert (descriptors(), num_threads(), threading.active_count()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["direct", "pread"])
 def test_an_expert_file_cut_while_running_is_named_and_nothing_stays_open(
     demo: Path, read: str, tmp_path: Path

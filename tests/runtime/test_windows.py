@@ -88,6 +88,7 @@ def test_attention_with_sinks_is_softmax_written_out() -> None:
             torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_values_may_be_smaller_or_larger_than_keys() -> None:
     for instruction_set, chunk, window, has_sinks in product(WAYS, [1, 3, 40], [None, 7], [True, False]):
         for value_dim in (16, 40):

@@ -127,6 +127,7 @@ def follow(grammar: TokenGrammar, text: str) -> bool:
     return grammar.is_complete
 
 
+@pytest.mark.slow
 def test_whatever_is_drawn_is_json_that_the_schema_describes(compiler: GrammarCompiler) -> None:
     first = random_seed()
     for schema in SCHEMAS:
