@@ -64,8 +64,8 @@ LONGEST_FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--third N`: a third of the files, so that a change need not wait for all of the slow suite."""
-    parser.addoption("--third", type=int, help="Run the files of one third of those with tests: N modulo 3.")
+    """Adds `--part I/N`: some of the files, so that a change need not wait for all of the slow suite."""
+    parser.addoption("--part", metavar="I/N", help="Run one file of N of those with tests: those of number I modulo N.")
 
 
 @pytest.hookimpl(trylast=True)  # after tests of other marks are left out
@@ -73,16 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sorts tests by file, as LONGEST_FIRST says; the fast suite's workers take files of many tests first anyway."""
     places = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
-    third: int | None = config.getoption("--third")
-    if third is None:
+    part: str | None = config.getoption("--part")
+    if part is None:
         return
+    which, num_parts = map(int, part.split("/"))
     # The longest are dealt out first, then the others by name.
     names = {item.path.name: None for item in items}
     order = [*(name for name in LONGEST_FIRST if name in names), *sorted(names.keys() - set(LONGEST_FIRST))]
-    number = {name: place % 3 for place, name in enumerate(order)}
-    left_out = [item for item in items if number[item.path.name] != third % 3]
+    number = {name: place % num_parts for place, name in enumerate(order)}
+    left_out = [item for item in items if number[item.path.name] != which % num_parts]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if number[item.path.name] == third % 3]
+    items[:] = [item for item in items if number[item.path.name] == which % num_parts]
 
 
 @pytest.fixture(autouse=True, scope="module")
