@@ -61,12 +61,12 @@ class Cost:
     def stage(self, name: str, is_most: bool = False) -> Stage:
         """Returns a stage of this cost, whose note announces it.
 
-        Args:    is_most: whether the stage may end much earlier.
+        Args:    is_most: whether the stage may end much earlier; no time left is told before work is measured.
         """
         estimate = f", {'at most' if is_most else 'about'} {time_text(self.seconds)}" if self.seconds else ""
         kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
-        return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
+        return Stage(name, self.multiplications, "mul", seconds=0.0 if is_most else self.seconds, note=note)
 
 
 def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> Stage:

@@ -23,6 +23,7 @@ from moe_pack.calib.sensitivity import (
     prediction_cost,
 )
 from moe_pack.formats import trellis_format
+from moe_pack.formats.cli import StageTime
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
 
@@ -130,6 +131,13 @@ def test_announced_is_the_median_of_tries_after_the_first(
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     assert trial.half(0).seconds == pytest.approx(expected)
     assert not list(times)
+
+
+def test_work_that_may_end_early_has_no_time_left_before_it_is_measured() -> None:
+    cost = Cost(10**9, 600.0)
+    stage, most = cost.stage("one"), cost.stage("other", is_most=True)
+    assert (stage.note, most.note) == ("1.0 G multiplications, about 10 min", "1.0 G multiplications, at most 10 min")
+    assert (StageTime(stage, 0.0).left(0.0), StageTime(most, 0.0).left(0.0)) == (600.0, None)
 
 
 def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) -> None:
