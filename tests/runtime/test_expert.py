@@ -212,7 +212,7 @@ def test_a_threshold_drops_neurons_by_what_the_clamped_swiglu_makes_known(select
     assert torch.nonzero(a >= threshold).flatten().tolist() == runs
     y = run_expert(torch.zeros(1, 1), Given(block), "clamped_swiglu", selector, threshold)
     expected = sum(swish(gates[i]) * one_more(ups[i]) for i in runs)
-    assert float(y) == pytest.approx(expected, abs=1e-5)  # of terms up to 9
+    assert float(y) == pytest.approx(expected, abs=4e-6)  # of terms up to 9
 
 
 @dataclass

@@ -86,8 +86,8 @@ def test_rows_hold_what_their_description_says() -> None:
                     assert (pieces.flatten(1) - found).abs().max() < 0.56 * step + 1e-3
                     rotated.append((found.view(5, -1, len(matrix)) @ matrix.T).flatten(1) * signs)
                 torch.testing.assert_close(
-                    storage.decode(stored), torch.cat(rotated, dim=1), rtol=0, atol=2e-5
-                )  # sums of 512
+                    storage.decode(stored), torch.cat(rotated, dim=1), rtol=0, atol=1e-5
+                )  # two sums of 512 float32
                 assert not storage.decode(stored)[0].any(), "zeros stay zeros"
 
 
@@ -172,7 +172,7 @@ def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch
             assert_stores(cache, written, *entered[0])
             patch.setattr(LayerCache, "append", lambda *_: None)
             expected = TORCH.attend(*given, cache, spec, window, sinks)
-            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
 def test_what_is_not_finite_makes_its_row_so() -> None:
