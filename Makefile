@@ -1,7 +1,7 @@
 # make demo   converts the model in the repository and writes English from it
 # make test   linter, type checker, every test but the slow ones
 # make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets; PART=I/N runs
-#             one file of N, I modulo N: each commit runs the fifth of its number, so that five in a row run all
+#             the files whose number is I modulo N: CI runs a fifth for each commit, so that five in a row run all
 # make messages  every message of the product into tests/data/messages.txt, to read what a change says
 # make wheels  wheels for Linux on x86-64 and aarch64 into build/wheels, cross-compiled (docs/install.md)
 # make families  every model family against transformers, and the count of all model types with experts

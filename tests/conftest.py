@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Kernels take as many threads as a process has CPUs, and threads that wait for one another on a busy CPU take longer
     than one alone. Slow tests start long commands, which take all CPUs.
     """
-    gc.set_threshold(100_000, 50, 100)  # collections take a twentieth of the time otherwise
+    gc.set_threshold(100_000, 50, 100)  # the usual ones cost a twentieth of the time
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -65,7 +65,7 @@ LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds `--part I/N`: some of the files, so that a change need not wait for all of the slow suite."""
-    parser.addoption("--part", metavar="I/N", help="Run one file of N of those with tests: those of number I modulo N.")
+    parser.addoption("--part", metavar="I/N", help="Run the files whose number is I modulo N.")
 
 
 @pytest.hookimpl(trylast=True)  # after tests of other marks are left out

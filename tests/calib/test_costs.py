@@ -127,7 +127,7 @@ def test_announced_is_the_median_of_tries_after_the_first(
     tries: list[float], expected: float, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([time for taken in tries for time in (0.0, taken)])  # before and after each try
-    monkeypatch.setattr(costs, "_MOST_TRIES", 5)  # of which all other tests have one
+    monkeypatch.setattr(costs, "_MOST_TRIES", 5)  # all other tests try once
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     assert trial.half(0).seconds == pytest.approx(expected)
     assert not list(times)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from moe_pack.formats import NO_PROGRESS, Progress, cli
 from moe_pack.formats.cli import StageTime, TerminalProgress
 from moe_pack.formats.commands import Kind, Stage, stage_of
+from moe_pack.formats.hub.repository import _counted
 
 TraceFunction = Callable[[FrameType, str, object], "TraceFunction | None"]
 
@@ -114,7 +116,7 @@ def test_ctrl_c_at_any_line_is_all_that_comes_out() -> None:
     assert next(n for n in itertools.count() if not interrupted_after(n)) > 100
 
 
-def test_ctrl_c_while_a_thread_starts_is_all_that_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_thread_starts_is_all_that_comes_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     start = getattr(threading, "_start_new_thread")  # noqa: B009, threading's own name for it
 
     def start_and_interrupt(run: Callable[[], None], arguments: tuple[()]) -> None:
@@ -124,6 +126,8 @@ def test_ctrl_c_while_a_thread_starts_is_all_that_comes_out(monkeypatch: pytest.
     monkeypatch.setattr(threading, "_start_new_thread", start_and_interrupt)
     with pytest.raises(KeyboardInterrupt), TerminalProgress() as progress:
         progress.begin(Stage("first", 1))
+    with pytest.raises(KeyboardInterrupt), _counted(tmp_path, NO_PROGRESS):
+        pass  # of a download
 
 
 def test_no_progress_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,11 @@ from schemathesis.specs.openapi.checks import (
 from served import served
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 3  # of each mode for each endpoint
 
 
-def test_random_requests_get_answers_of_the_described_shape(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(6, marks=pytest.mark.slow)])
+def test_random_requests_get_answers_of_the_described_shape(examples: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Sends so many examples of each mode to each endpoint."""
     statuses: set[tuple[str, int]] = set()
     with served() as server:
         schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
@@ -27,7 +28,7 @@ def test_random_requests_get_answers_of_the_described_shape(caplog: pytest.LogCa
             for mode in modes:
 
                 @settings(
-                    max_examples=EXAMPLES,
+                    max_examples=examples,
                     derandomize=True,
                     deadline=None,
                     database=None,
