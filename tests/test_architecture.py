@@ -35,6 +35,8 @@ FLOORS = (
     "runtime.gpu",
     "runtime",
     "runtime.serve",
+    "runtime.serve.protocols",
+    "runtime.serve.http",
     "runtime.cli",
     "calib.quantize",
     "calib.forward",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from moe_pack.formats import Pack
     from moe_pack.runtime import Engine, Text
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.serve.app import ServeOptions
+    from moe_pack.runtime.serve.http.app import ServeOptions
     from moe_pack.runtime.serve.scheduler import BatchScheduler
     from moe_pack.runtime.serve.service import Service
 
@@ -136,7 +136,7 @@ class ServeCommand:
 
     def server(self) -> ServeOptions:
         """Returns what the server allows."""
-        from moe_pack.runtime.serve.app import ServeOptions
+        from moe_pack.runtime.serve.http.app import ServeOptions
 
         keys = tuple(_listed(self.api_key if self.api_key is not None else environment_text(_KEY_VARIABLE)))
         is_open = not keys and _is_loopback(self.host)
@@ -192,7 +192,7 @@ class _Server:
     """A listening server, and the engine that is loaded behind it."""
 
     def __init__(self, folder: Path, options: ServeCommand) -> None:
-        from moe_pack.runtime.serve.app import create_app, server_of
+        from moe_pack.runtime.serve.http.app import create_app, server_of
 
         self._folder, self._options = folder, options
         allowed = options.server()
@@ -242,7 +242,7 @@ class _Server:
         from moe_pack.formats import Pack
         from moe_pack.runtime import Text
         from moe_pack.runtime.model import Decoder
-        from moe_pack.runtime.serve.live import engine_router, live_counts
+        from moe_pack.runtime.serve.http.live import engine_router, live_counts
         from moe_pack.runtime.serve.scheduler import BatchScheduler
         from moe_pack.runtime.serve.sessions import SessionStore
 

@@ -1,1 +1,1 @@
-"""Serves packs over HTTP: several requests at once, the protocols of OpenAI and Anthropic, and a page."""
+"""Serves packs: requests, the scheduler that runs them, sessions, grammars, and parsers of answers."""

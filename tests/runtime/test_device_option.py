@@ -20,7 +20,7 @@ from moe_pack.runtime.cli import serve as serve_module
 from moe_pack.runtime.engine import choose_device
 from moe_pack.runtime.machine import GpuHere, gpu_fault
 from moe_pack.runtime.offload import Approximations
-from moe_pack.runtime.serve import live
+from moe_pack.runtime.serve.http import live
 
 GIB = 1 << 30
 GPU = GpuHere("NVIDIA H200", 139 * GIB)

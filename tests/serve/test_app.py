@@ -20,7 +20,7 @@ from served import Served, served
 from starlette.types import Message
 from waiting import HANG_S, wait_until
 
-from moe_pack.runtime.serve.app import OPEN_PATHS, ServeOptions, create_app
+from moe_pack.runtime.serve.http.app import OPEN_PATHS, ServeOptions, create_app
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 KEYS = ("first-key", "second-key")
@@ -373,7 +373,7 @@ def test_an_unexpected_error_is_logged_and_not_told(caplog: pytest.LogCaptureFix
 
 def test_a_silent_stream_keeps_its_connection() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_pack.runtime.serve.answers.PING_SECONDS", 0.05)
+        patch.setattr("moe_pack.runtime.serve.protocols.answers.PING_SECONDS", 0.05)
         for path, ping in (("/v1/completions", ": ping"), ("/v1/messages", "event: ping")):
             with case(path), served(Script("ab")) as server:
                 server.scheduler.speaks.clear()  # until the third ping: the first of messages comes with their start

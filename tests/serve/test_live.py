@@ -26,7 +26,7 @@ from waiting import HANG_S
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.offload import read_recording
-from moe_pack.runtime.serve.live import (
+from moe_pack.runtime.serve.http.live import (
     LiveCounts,
     bitmap,
     engine_events,
@@ -211,7 +211,7 @@ def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(fo
         return found
 
     with pytest.MonkeyPatch.context() as patch, running(folder, read="map") as engine:
-        patch.setattr("moe_pack.runtime.serve.live.RATE_S", 0.2)
+        patch.setattr("moe_pack.runtime.serve.http.live.RATE_S", 0.2)
         assert asyncio.run(watch(engine, FixedScheduler())) == [0.25, 0.25, 0.0]
 
 

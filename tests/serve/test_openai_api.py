@@ -12,7 +12,7 @@ from cases import case
 from scripted_scheduler import CONTEXT_TOKENS, NamedGrammar, Script, scripted_service
 from served import Served, served
 
-from moe_pack.runtime.serve.app import ServeOptions
+from moe_pack.runtime.serve.http.app import ServeOptions
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {

@@ -17,7 +17,7 @@ from streaming import budget_for
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.serve.live import engine_router, live_counts
+from moe_pack.runtime.serve.http.live import engine_router, live_counts
 
 pytestmark = [needs_browser, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from scripted_scheduler import Script, ScriptedScheduler, scripted_service
 from waiting import HANG_S, wait_until
 
-from moe_pack.runtime.serve.app import ServeOptions, create_app, server_of
+from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
 
 
 @dataclass(frozen=True)

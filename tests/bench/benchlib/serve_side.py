@@ -16,7 +16,7 @@ from moe_pack.runtime import Engine, EngineOptions, SamplingOptions
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Approximations, Sequences
 from moe_pack.runtime.sampling import Grammar
-from moe_pack.runtime.serve.app import ServeOptions, create_app, server_of
+from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
 from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
 from moe_pack.runtime.serve.scheduler import BatchScheduler
 from moe_pack.runtime.serve.service import ModelFacts, Service

@@ -28,9 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_pack.formats import RunError
 from moe_pack.formats.version import VERSION
-from moe_pack.runtime.serve import anthropic_api, openai_api, responses_api
-from moe_pack.runtime.serve.answers import Problem, problem_of
-from moe_pack.runtime.serve.live import page_router
+from moe_pack.runtime.serve.http.live import page_router
+from moe_pack.runtime.serve.protocols import anthropic_api, openai_api, responses_api
+from moe_pack.runtime.serve.protocols.answers import Problem, problem_of
 from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one

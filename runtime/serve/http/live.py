@@ -300,7 +300,7 @@ def engine_router(live: LiveCounts, engine: Engine, scheduler: Scheduler, model:
 
 def page_router() -> APIRouter:
     """Returns the routes of the page, `GET /`. It says nothing about the model, so it needs no key."""
-    page = files("moe_pack.runtime.serve").joinpath("page.html").read_text("utf-8")
+    page = files("moe_pack.runtime.serve.http").joinpath("page.html").read_text("utf-8")
     headers = {
         "Content-Security-Policy": content_policy(page),
         "X-Content-Type-Options": "nosniff",

@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
-from moe_pack.runtime.serve.answers import (
+from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
     Block,
@@ -43,7 +43,7 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import (
+from moe_pack.runtime.serve.protocols.fields import (
     Body,
     JsonObject,
     Many,

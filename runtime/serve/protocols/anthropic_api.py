@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
-from moe_pack.runtime.serve.answers import (
+from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
     Block,
@@ -35,8 +35,8 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import Body, JsonObject, Many, RequestBody, SamplingFields, stop_texts
-from moe_pack.runtime.serve.openai_api import FunctionTool, function_tool, template_call
+from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, RequestBody, SamplingFields, stop_texts
+from moe_pack.runtime.serve.protocols.openai_api import FunctionTool, function_tool, template_call
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import Service
 

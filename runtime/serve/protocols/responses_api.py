@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
-from moe_pack.runtime.serve.answers import (
+from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
     AnswerError,
@@ -36,8 +36,8 @@ from moe_pack.runtime.serve.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.fields import Body, JsonObject, Many, SamplingFields, TokenCount, asked_tokens
-from moe_pack.runtime.serve.openai_api import (
+from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, SamplingFields, TokenCount, asked_tokens
+from moe_pack.runtime.serve.protocols.openai_api import (
     OPENAI_ERRORS,
     FunctionTool,
     effort_kwargs,

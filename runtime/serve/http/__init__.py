@@ -1,0 +1,1 @@
+"""The HTTP application, the live picture of the engine, and the page."""

@@ -1,0 +1,1 @@
+"""The protocols: requests of OpenAI's and Anthropic's interfaces, and answers in their form."""
