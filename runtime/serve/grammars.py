@@ -10,16 +10,18 @@ A grammar comes from a client, and it may be hostile. What bounds its cost:
 - llguidance's own limits, for each token and for all; a grammar that passes one ends with an error
 - one grammar is compiled at a time, in a thread with a large stack: llguidance follows references by recursion, and
   a chain of 400 references ends the process on a stack of 8 MiB
-- whitespace between the parts of JSON: at most 40 characters in a row, because some models write it without an end
+- whitespace between the parts of JSON: a space, or one or two line breaks and an indentation of at most 20, because
+  some models write it without an end
 
 Sources: llguidance's documentation for the grammars, its limits and its converter from GBNF; llama.cpp's
-grammars/README.md for GBNF, and for a grammar in Lark's format, which begins with `%llguidance`.
+grammars/README.md for GBNF, and for a grammar in Lark's format, which begins with `%llguidance`; its converter from
+JSON schemas for the whitespace.
 """
 
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Text
+from moe_pack.runtime.serve import schemas
 from moe_pack.runtime.serve.requests import RequestError
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ _MAX_LINES = 1000
 _MAX_LEXER_STATES = 50_000  # some 2 kB each
 _STACK_BYTES = 256 << 20  # address space; a schema of 256 KiB that is one chain of references uses some 50 MB of it
 _MAX_FAULT_CHARS = 200
-_WHITESPACE = r"[ \t\r\n]{1,40}"
+_WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
@@ -118,10 +121,11 @@ class GrammarCompiler:
     def json_schema(self, schema: Mapping[str, object], param: str = "response_format") -> TokenGrammar:
         """Returns a grammar of the JSON texts that a schema describes; their objects have its order of properties.
 
+        Objects have no other properties than those that the schema names, unless it says otherwise (`schemas.closed`).
         Raises:  RequestError if the schema is wrong, too large, or uses a keyword that cannot be guaranteed.
         """
         try:
-            text = json.dumps(schema)
+            text = json.dumps(schemas.closed(schema))
         except (TypeError, ValueError, RecursionError) as fault:
             raise RequestError(
                 f"{param}: the JSON schema is no JSON, or its parts are nested too deeply; change it", param
@@ -140,6 +144,15 @@ class GrammarCompiler:
         """
         _refuse_size(pattern, "regular expression", _MAX_TEXT_BYTES, param)
         return self._compiled(lambda: self._matcher.grammar_from_regex(pattern), "regular expression", param)
+
+    def choice(self, texts: Sequence[str], param: str = "guided_choice") -> TokenGrammar:
+        """Returns a grammar of some texts, of which the answer is one.
+
+        Raises:  RequestError if there are none, or they are too long.
+        """
+        if not texts:
+            raise RequestError(f"{param}: has no texts to choose from; add some", param)
+        return self.regex("|".join(map(re.escape, texts)), param)
 
     def lark(self, text: str, param: str = "grammar") -> TokenGrammar:
         """Returns a grammar in llguidance's variant of Lark's format.
@@ -260,6 +273,8 @@ def _wrong(kind: str, fault: str, param: str) -> RequestError:
 
 def _fault_text(fault: str) -> str:
     """Returns llguidance's message in one line, without a copy of the client's text."""
+    if "coerce_one_of" in fault:
+        return "oneOf: a value may match two of its schemas; use anyOf"
     text = " ".join(fault.replace("<non-verbose/>", "").split())
     return text if len(text) <= _MAX_FAULT_CHARS else f"{text[:_MAX_FAULT_CHARS]}..."
 

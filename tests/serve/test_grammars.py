@@ -13,6 +13,7 @@ import jsonschema_rs
 import pytest
 import torch
 from cases import case, random_seed
+from followed import PADDED, TEXT, follow
 from models import DEMO_MODEL
 from waiting import HANG_S
 
@@ -23,9 +24,7 @@ from moe_pack.runtime.serve.grammars import GrammarCompiler, TokenGrammar
 from moe_pack.runtime.serve.requests import RequestError
 
 END = 1
-PADDED = 4096 + 40  # a model may have more logits than its tokenizer has tokens
 MAX_TOKENS = 2000
-TEXT = Text(FolderFiles(DEMO_MODEL))
 PIECES = [TEXT.stream([5]).push(token) for token in range(TEXT.vocab_size)]
 
 PERSON: dict[str, Any] = {
@@ -118,15 +117,6 @@ def finite(number: str) -> float:
     return min(max(float(number), -sys.float_info.max), sys.float_info.max)
 
 
-def follow(grammar: TokenGrammar, text: str) -> bool:
-    """Goes through a text; whether every token is allowed, and the text is whole at the end."""
-    for token in TEXT.encode(text, special_tokens=False):
-        if not math.isfinite(float(grammar.allow(torch.zeros(PADDED))[token])):
-            return False
-        grammar.accept(token)
-    return grammar.is_complete
-
-
 @pytest.mark.slow
 def test_whatever_is_drawn_is_json_that_the_schema_describes(compiler: GrammarCompiler) -> None:
     first = random_seed()
@@ -146,8 +136,24 @@ def test_json_mode_gives_an_object(compiler: GrammarCompiler) -> None:
 
 
 def test_whitespace_has_an_end(compiler: GrammarCompiler) -> None:
-    assert follow(compiler.json_object(), "{" + 40 * " " + "}")
-    assert not follow(compiler.json_object(), "{" + 41 * " " + "}")
+    for space in ("", " ", "\n\n" + 20 * " ", "\n\t"):
+        with case(space):
+            assert follow(compiler.json_object(), "{" + space + "}")
+    for space in ("  ", "\n\n\n", "\n" + 21 * " ", "\t", "\n \n"):
+        with case(space):
+            assert not follow(compiler.json_object(), "{" + space + "}")
+
+
+def test_one_of_some_texts(compiler: GrammarCompiler) -> None:
+    texts = ["yes", "no (really)", "a|b", 'é\n"x"']
+    for text in texts:
+        with case(text):
+            assert follow(compiler.choice(texts), text)
+    for text in ("ye", "yes!", "a", "b", "no xreallyx"):
+        with case(text):
+            assert not follow(compiler.choice(texts), text)
+    with pytest.raises(RequestError, match="guided_choice: has no texts"):
+        compiler.choice([])
 
 
 def test_whatever_is_drawn_matches_the_regular_expression(compiler: GrammarCompiler) -> None:
