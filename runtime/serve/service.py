@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar
+from moe_pack.runtime.serve import schemas
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
 from moe_pack.runtime.templates import ChatPrompt, prompt_of
@@ -77,15 +78,23 @@ class Grammars(Protocol):
     Raises:  RunError if the source has an error.
     """
 
-    def json_object(self) -> Grammar:
+    def json_object(self, param: str = ...) -> Grammar:
         """Returns the grammar of any JSON object."""
         ...
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
-        """Returns the grammar of the JSON values that a schema describes."""
+    def json_schema(self, schema: Mapping[str, Any], param: str = ...) -> Grammar:
+        """Returns the grammar of the JSON values that a schema describes; `param` is the request's field, here too."""
         ...
 
-    def gbnf(self, text: str) -> Grammar:
+    def regex(self, pattern: str, param: str = ...) -> Grammar:
+        """Returns the grammar of the texts that a regular expression matches whole."""
+        ...
+
+    def choice(self, texts: Sequence[str], param: str = ...) -> Grammar:
+        """Returns the grammar of some texts, of which the answer is one."""
+        ...
+
+    def gbnf(self, text: str, param: str = ...) -> Grammar:
         """Returns a grammar written in the notation of llama.cpp."""
         ...
 
@@ -105,11 +114,36 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """What an answer has to follow, as a request says it: `value` is a schema, a text, or nothing."""
+class CalledTool:
+    """A tool of which the answer may be a call.
 
-    kind: Literal["json_object", "json_schema", "gbnf"]
-    value: Any = None
+    `schema`: of its arguments.   `param`: the field of the request that has the schema.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Tools of which the answer is a call; `other`: or it has this form, of JSON."""
+
+    tools: Sequence[CalledTool]
+    other: "GrammarSource | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What an answer has to follow, as a request says it.
+
+    `value`: nothing for `json_object`; a schema; a text; for `choice` texts; for `call` tools (`Calls`).
+    `param`: the field of the request.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "gbnf", "call"]
+    value: Any
+    param: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +291,10 @@ class Service:
         except RunError as fault:
             raise RequestError(str(fault), "messages") from fault
 
+    def text_ids(self, text: str) -> list[int]:
+        """Returns the tokens of a text within another one."""
+        return self._tokenizer.encode(text, special_tokens=False)
+
     def completion_prompt(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a text that the model continues."""
         return tuple(self._tokenizer.encode(text))
@@ -273,16 +311,44 @@ class Service:
         if source is None:
             return None
         try:
-            if source.kind == "json_object":
-                return self._grammars.json_object()
-            if source.kind == "json_schema":
-                return self._grammars.json_schema(source.value)
-            return self._grammars.gbnf(source.value)
+            return self._compiled(source)
         except RequestError:
             raise
         except (RunError, RecursionError) as fault:
-            param = "grammar" if source.kind == "gbnf" else "response_format"
-            raise RequestError(f"the grammar has an error: {fault}", param) from fault
+            raise RequestError(f"{source.param}: the grammar has an error: {fault}", source.param) from fault
+
+    def _compiled(self, source: GrammarSource) -> Grammar:
+        make, param = self._grammars, source.param
+        match source.kind:
+            case "json_object":
+                return make.json_object(param)
+            case "json_schema":
+                return make.json_schema(source.value, param)
+            case "regex":
+                return make.regex(source.value, param)
+            case "choice":
+                return make.choice(source.value, param)
+            case "gbnf":
+                return make.gbnf(source.value, param)
+            case "call":
+                return self._call_grammar(source.value, param)
+
+    def _call_grammar(self, calls: Calls, param: str) -> Grammar:
+        """Returns the grammar of the arguments of one tool; with several, of objects with a name and arguments."""
+        tools, other = calls.tools, calls.other
+        if len(tools) == 1 and other is None:
+            return self._grammars.json_schema(tools[0].schema, tools[0].param)
+        form = None if other is None else other.value or {"type": "object"}
+        try:
+            return self._grammars.json_schema(
+                schemas.of_calls([(each.name, each.schema) for each in tools], form), param
+            )
+        except RunError:
+            for tool in tools:  # the fault is that of the first schema that is wrong alone
+                self._grammars.json_schema(tool.schema, tool.param)
+            if other is not None:
+                self._compiled(other)
+            raise
 
     def end_ids(self, chat: bool) -> frozenset[int]:
         """Returns the tokens that end an answer in a chat, or a text."""

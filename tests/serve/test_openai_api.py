@@ -358,7 +358,7 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format", "add it"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}},
-            "response_format",
+            "response_format.json_schema.schema",
             "there is no type",
         ),
         ({"grammar": "nonsense"}, "grammar", "no ::="),

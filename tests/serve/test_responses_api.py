@@ -165,7 +165,7 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "needs call_id"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"background": True}, "background", "stores no responses"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search' is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "add it"),
         ({"model": "gpt-9"}, "model", "use 'demo-moe'"),
     ):

@@ -23,6 +23,7 @@ from moe_pack.runtime.serve.requests import (
     Event,
     QueueFullError,
     Request,
+    RequestError,
     SchedulerCounts,
     Timings,
     TokenEvent,
@@ -232,17 +233,23 @@ class NamedGrammar:
 class NamedGrammars:
     """Compiles nothing; refuses what says `wrong`."""
 
-    def json_object(self) -> NamedGrammar:
+    def json_object(self, param: str = "") -> NamedGrammar:
         return NamedGrammar("json_object")
 
-    def json_schema(self, schema: Mapping[str, Any]) -> NamedGrammar:
-        if schema.get("type") == "wrong":
-            raise RunError("there is no type 'wrong'")
+    def json_schema(self, schema: Mapping[str, Any], param: str = "") -> NamedGrammar:
+        if "'type': 'wrong'" in str(schema):
+            raise RequestError(f"{param}: there is no type 'wrong'", param)
         return NamedGrammar(schema)
 
-    def gbnf(self, text: str) -> NamedGrammar:
+    def regex(self, pattern: str, param: str = "") -> NamedGrammar:
+        return NamedGrammar(f"/{pattern}/")
+
+    def choice(self, texts: Sequence[str], param: str = "") -> NamedGrammar:
+        return NamedGrammar(list(texts))
+
+    def gbnf(self, text: str, param: str = "") -> NamedGrammar:
         if "::=" not in text:
-            raise RunError("line 1 has no ::=")
+            raise RequestError(f"{param}: line 1 has no ::=", param)
         return NamedGrammar(text)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import logging
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, assert_never
@@ -22,8 +21,13 @@ from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
+from moe_pack.runtime.serve.protocols.formed import FormedCallParser, PlainParser, new_id
 from moe_pack.runtime.serve.requests import EndEvent, QueueFullError, Request, RequestError
+from moe_pack.runtime.serve.rules import TokenRules, ruled
 from moe_pack.runtime.serve.service import (
+    CalledTool,
+    Calls,
     ContextLengthError,
     Generation,
     GrammarSource,
@@ -100,35 +104,57 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A function that the model may call.
+
+    `definition`: as templates read it, which is OpenAI's form.   `schema_param`: the field of the request that has the
+    schema of its arguments.
+    """
+
+    definition: dict[str, Any]
+    schema_param: str
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(self.definition["function"]["name"])
+
+    def called(self) -> CalledTool:
+        """Returns what a grammar of its calls needs."""
+        schema = self.definition["function"].get("parameters") or {"type": "object"}
+        return CalledTool(self.name, schema, self.schema_param)
+
+
+@dataclass(frozen=True, slots=True)
 class ChatQuestion:
     """A conversation and what the answer may be, whatever protocol it comes by.
 
-    `messages`, `tools`: as templates read them, which is OpenAI's form.   `continues`: whether the answer continues the
-    last message.   `max_tokens`: None: as many as the context takes.   `num_answers`: how many answers to make at once.
+    `messages`: as templates read them, which is OpenAI's form.   `continues`: whether the answer continues the last
+    message.   `num_answers`: how many answers to make at once.   `warnings`: what the answer says about the request.
     """
 
     messages: list[dict[str, Any]]
     sampling: SamplingOptions
-    max_tokens: int | None
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    limits: AnswerLimits
+    tools: list[OfferedTool] = field(default_factory=list)
     choice: ToolChoice = ToolChoice()
     several_calls: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
-    stop: tuple[str, ...] = ()
     grammar: GrammarSource | None = None
     top_logprobs: int | None = None
     num_answers: int = 1
-    ignore_eos: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Requests for the scheduler, and a parser for each one's answer."""
+    """Requests for the scheduler, a parser for each one's answer, and what the answers say about the request."""
 
     requests: tuple[Request, ...]
     parsers: tuple[AnswerParser, ...]
     several_calls: bool = True
+    warnings: tuple[str, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -139,127 +165,66 @@ class Prepared:
 def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     """Returns the requests that answer a question. It computes, so it belongs in a thread.
 
-    An answer of JSON, or a call that the request demands, begins with the first token: the model is asked not to think,
-    if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
+    An answer of a given form, or a call that the request demands, begins with the first token: the model is asked not
+    to think, if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
     Raises:  RequestError if the question cannot be answered.
     """
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
     called = _called_tools(question) if is_forced else []
-    source = GrammarSource("json_schema", _call_schema(called)) if is_forced else question.grammar
-    is_json = source is not None and source.kind != "gbnf"
-    kwargs = {"enable_thinking": False, **question.template_kwargs} if is_json else question.template_kwargs
-    prompt = service.chat_prompt(question.messages, tools, kwargs, question.continues)
+    source = question.grammar
+    if is_forced:  # whatever form the request gives to text: there is none
+        source = GrammarSource("call", Calls([tool.called() for tool in called]), "tools")
+    elif tools and source is not None and source.kind in ("json_object", "json_schema"):
+        source = GrammarSource("call", Calls([tool.called() for tool in tools], source), "tools")
+    is_formed = source is not None and source.kind != "gbnf"
+    kwargs = {"enable_thinking": False, **question.template_kwargs} if is_formed else question.template_kwargs
+    definitions = [tool.definition for tool in tools]
+    prompt = service.chat_prompt(question.messages, definitions, kwargs, question.continues)
+    limits = question.limits
     request = Request(
         prompt_ids=prompt.ids,
         sampling=question.sampling,
-        max_tokens=service.max_tokens(len(prompt.ids), question.max_tokens),
-        end_ids=frozenset() if question.ignore_eos else service.end_ids(chat=True),
-        stop=question.stop,
+        max_tokens=service.max_tokens(len(prompt.ids), limits.max_tokens),
+        end_ids=limits.ends(service.end_ids(chat=True)),
+        stop=limits.stop,
         top_logprobs=question.top_logprobs,
-        keeps_special=service.keeps_special and not is_json,
+        keeps_special=service.keeps_special and not is_formed,
         stable_tokens=prompt.stable_tokens,
     )
 
     def parser() -> AnswerParser:
-        if is_forced:
-            return ForcedCallParser([tool["function"]["name"] for tool in called])
-        return PlainParser() if is_json else service.parser(prompt.text, tools)
+        if source is not None and source.kind == "call":
+            return FormedCallParser([tool.name for tool in called or tools], can_be_content=not is_forced)
+        return PlainParser() if is_formed else service.parser(prompt.text, definitions)
 
-    requests = several(request, question.num_answers, service, source)
-    return Prepared(requests, tuple(parser() for _ in requests), question.several_calls)
+    requests = several(request, question.num_answers, service, source, limits.rules)
+    return Prepared(requests, tuple(parser() for _ in requests), question.several_calls, question.warnings)
 
 
-def several(request: Request, count: int, service: Service, source: GrammarSource | None) -> tuple[Request, ...]:
+def several(
+    request: Request, count: int, service: Service, source: GrammarSource | None, rules: TokenRules
+) -> tuple[Request, ...]:
     """Returns so many requests of a kind: each with a grammar and, if there is one, a seed of its own."""
     seed = request.sampling.seed
     return tuple(
         replace(
             request,
-            grammar=service.grammar(source),
+            grammar=ruled(rules, request.end_ids, service.grammar(source)),
             sampling=request.sampling if seed is None else replace(request.sampling, seed=seed + index),
         )
         for index in range(count)
     )
 
 
-def _called_tools(question: ChatQuestion) -> list[dict[str, Any]]:
+def _called_tools(question: ChatQuestion) -> list[OfferedTool]:
     """Returns the tools of which the answer has to call one."""
     name = question.choice.name
-    called = [tool for tool in question.tools if name is None or tool["function"]["name"] == name]
+    called = [tool for tool in question.tools if name is None or tool.name == name]
     if not called:
         missing = "there are no tools" if name is None else f"there is no tool {name[:200]!r} in tools"
         raise RequestError(f"tool_choice asks for a call, but {missing}", "tool_choice")
-    if question.grammar is not None:
-        raise RequestError("tool_choice asks for a call, so the answer can have no other format; remove one of the two")
     return called
-
-
-def _call_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the schema of the arguments of one tool; with several, of objects with a name and arguments."""
-    schemas = [tool["function"].get("parameters") or {"type": "object"} for tool in tools]
-    if len(tools) == 1:
-        return dict(schemas[0])
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool["function"]["name"]}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool, schema in zip(tools, schemas, strict=True)
-        ]
-    }
-
-
-def new_id(prefix: str) -> str:
-    """Returns an identifier that no other answer has."""
-    return f"{prefix}{uuid.uuid4().hex}"
-
-
-class ForcedCallParser:
-    """Reads an answer that a grammar made a tool call: the arguments of one tool, or a name and arguments.
-
-    A call among several tools is complete at the end alone; an answer that was cut off before it is content.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._call_id = new_id("call_")
-        self._text = ""
-
-    def push(self, text: str) -> list[Delta]:
-        """Returns what a piece of text adds."""
-        is_first, self._text = not self._text, self._text + text
-        if len(self._names) > 1 or not text:
-            return []
-        return [
-            ToolCallDelta(0, self._call_id, self._names[0], text) if is_first else ToolCallDelta(0, None, None, text)
-        ]
-
-    def finish(self) -> list[Delta]:
-        """Returns the rest after the last piece."""
-        if len(self._names) == 1:
-            return []
-        try:
-            call = json.loads(self._text)
-            arguments = json.dumps(call["arguments"], ensure_ascii=False)
-            return [ToolCallDelta(0, self._call_id, call["name"], arguments)]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return [ContentDelta(self._text)] if self._text else []
-
-
-class PlainParser:
-    """Takes an answer as content, as it is."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Returns what a piece of text adds."""
-        return [ContentDelta(text)] if text else []
-
-    def finish(self) -> list[Delta]:
-        """Returns nothing: there is no rest."""
-        return []
 
 
 @dataclass(slots=True, eq=False)

@@ -22,12 +22,12 @@ from moe_pack.runtime.serve.protocols.answers import (
     Block,
     BlockEvent,
     ChatQuestion,
+    OfferedTool,
     Prepared,
     Problem,
     ToolChoice,
     Usage,
     event_of,
-    new_id,
     prepare_chat,
     respond,
     service_of,
@@ -35,10 +35,26 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, RequestBody, SamplingFields, stop_texts
-from moe_pack.runtime.serve.protocols.openai_api import FunctionTool, function_tool, template_call
+from moe_pack.runtime.serve.protocols.constraints import (
+    AnswerFields,
+    grammar_source,
+    limits,
+    strict_warning,
+    warnings_of,
+)
+from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, RequestBody, stop_texts
+from moe_pack.runtime.serve.protocols.formed import new_id
+from moe_pack.runtime.serve.protocols.openai_api import (
+    FunctionTool,
+    effort_kwargs,
+    function_tool,
+    some_tools,
+    template_call,
+    unknown_tool,
+    warned,
+)
 from moe_pack.runtime.serve.requests import RequestError
-from moe_pack.runtime.serve.service import Service
+from moe_pack.runtime.serve.service import GrammarSource, Service
 
 router = APIRouter()
 
@@ -70,6 +86,7 @@ class InputTool(Body):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
 
 
 class InputChoice(Body):
@@ -87,6 +104,20 @@ class Thinking(Body):
     budget_tokens: int | None = Field(None, ge=0)
 
 
+class OutputFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is made: its form, and how much effort the model takes."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class CountRequest(RequestBody):
     """A conversation whose tokens are to be counted."""
 
@@ -98,11 +129,13 @@ class CountRequest(RequestBody):
     thinking: Thinking | None = None
 
 
-class MessagesRequest(SamplingFields, CountRequest):
+class MessagesRequest(AnswerFields, CountRequest):
     """A request for an answer in a conversation."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: Many[str] | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="an older name of output_config.format")
     stream: bool | None = None
 
 
@@ -191,7 +224,8 @@ async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
 
 def _count(service: Service, body: CountRequest) -> int:
     service.check_model(body.model)
-    tools = [] if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
+    is_without = body.tool_choice is not None and body.tool_choice.type == "none"
+    tools = [] if is_without else [tool.definition for tool in _offered_tools(body)[0]]
     return len(service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body)).ids)
 
 
@@ -201,18 +235,47 @@ def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     service.check_model(body.model)
+    warnings = warnings_of(body)
     choice = body.tool_choice or InputChoice(type="auto")
+    found = _tool_choice(choice)
+    tools, unknown = _offered_tools(body)
+    strict = strict_warning([tool.strict for tool in body.tools or ()], found.kind == "required")
+    kwargs = _template_kwargs(body)
+    if body.output_config is not None and body.output_config.effort is not None:
+        kwargs = {**effort_kwargs(body.output_config.effort), **kwargs}
     return ChatQuestion(
         messages=_messages(body),
         sampling=body.over(service.default_sampling, service.vocab_size),
-        max_tokens=body.max_tokens,
-        tools=_tools(body),
-        choice=_tool_choice(choice),
+        limits=limits(service, body, body.max_tokens, stop_texts(body.stop_sequences, "stop_sequences")),
+        tools=tools,
+        choice=found,
         several_calls=choice.disable_parallel_tool_use is not True,
-        template_kwargs=_template_kwargs(body),
+        template_kwargs=kwargs,
         continues=_continues(body),
-        stop=stop_texts(body.stop_sequences, "stop_sequences"),
+        grammar=grammar_source(body, _output_form(body)),
+        warnings=(*warnings, *unknown, *_thinking_warning(body), *strict),
     )
+
+
+def _output_form(body: MessagesRequest) -> GrammarSource | None:
+    """Returns the form that Anthropic's own fields ask for.
+
+    Raises:  RequestError if two of them do.
+    """
+    configured = None if body.output_config is None else body.output_config.format
+    if configured is not None and body.output_format is not None:
+        raise RequestError("output_config.format and output_format exclude each other; remove one", "output_format")
+    if configured is not None:
+        return GrammarSource("json_schema", configured.schema_, "output_config.format.schema")
+    if body.output_format is not None:
+        return GrammarSource("json_schema", body.output_format.schema_, "output_format.schema")
+    return None
+
+
+def _thinking_warning(body: MessagesRequest) -> list[str]:
+    if body.thinking is None or not body.thinking.budget_tokens:
+        return []
+    return ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
 
 
 def _continues(body: CountRequest) -> bool:
@@ -235,17 +298,19 @@ def _tool_choice(choice: InputChoice) -> ToolChoice:
     return ToolChoice("none" if choice.type == "none" else "auto")
 
 
-def _tools(body: CountRequest) -> list[dict[str, Any]]:
-    """Returns the tools as templates read them."""
-    made = []
+def _offered_tools(body: CountRequest) -> tuple[list[OfferedTool], list[str]]:
+    """Returns the tools that the client runs, and what to say about those that Anthropic's servers run."""
+    offered: list[OfferedTool] = []
+    unknown: list[str] = []
     for i, tool in enumerate(body.tools or []):
         if tool.type not in (None, "custom"):
-            raise RequestError(f"tools[{i}]: type {tool.type[:40]!r} is not supported; use type custom")
-        if tool.input_schema is None:
+            unknown.append(unknown_tool(f"tools[{i}]", tool.type))
+        elif tool.input_schema is None:
             raise RequestError(f"tools[{i}]: has no input_schema; add it")
-        function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
-        made.append(function_tool(function))
-    return made
+        else:
+            function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+            offered.append(OfferedTool(function_tool(function), f"tools[{i}].input_schema"))
+    return some_tools(offered, unknown)
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
@@ -333,6 +398,7 @@ async def _written(service: Service, prepared: Prepared) -> Response:
             "content": [_whole_block(block) for block in answer.blocks],
             **_stop(answer),
             "usage": _usage(answer),
+            **warned(prepared),
         }
     )
 
@@ -389,7 +455,8 @@ async def _streamed(service: Service, prepared: Prepared) -> AsyncGenerator[Serv
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
         }
-        message = {**_head(service), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {**_head(service), **begun, **warned(prepared)}
         yield event_of({"type": "message_start", "message": message}, "message_start")
         yield _ping()
         async for step in steps(run, prepared):

@@ -1,12 +1,13 @@
 """The fields that requests of several protocols share, and their limits.
 
-Fields that nobody knows are ignored, as clients expect; a field of a wrong type is refused. Sources: OpenAI's and
-Anthropic's API references; llama.cpp's server for `top_k`, `min_p`, `repeat_penalty` and `ignore_eos`.
+A field of a wrong type is refused. Fields of a whole request that are not declared are kept in `model_extra`, for
+`constraints` to judge; those of the objects inside it are ignored. Sources: OpenAI's and Anthropic's API references;
+llama.cpp's server for `top_k`, `min_p`, `repeat_penalty` and the lists of `logit_bias`; Ollama's for `options`.
 """
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -18,6 +19,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_JSON_DEPTH = 64
 MAX_BIASES = 1024
 MAX_SEED = 2**63
+_OPTIONS = {"num_predict": "n_predict"}  # of Ollama, in llama.cpp's words
 LEAST_TOP_P = 1e-9  # for 0, which OpenAI allows: the likeliest token alone
 
 
@@ -53,21 +55,32 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def few_biases(value: Any) -> Any:
-    """Returns a value, whatever it is, unless it is an object with very many keys.
+def biases(value: Any) -> Any:
+    """Returns a `logit_bias` as an object: llama.cpp takes a list of pairs too.
 
-    Raises:  ValueError.
+    Raises:  ValueError if it has very many tokens.
     """
+    if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        value = {str(token): bias for token, bias in value}
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"found {len(value)} tokens, at most {MAX_BIASES}")
     return value
+
+
+def with_options(value: Any) -> Any:
+    """Returns a request with Ollama's `options` among its own fields, which count more."""
+    if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
+        return value
+    own = {name: each for name, each in value.items() if name != "options"}
+    return {**{_OPTIONS.get(name, name): each for name, each in value["options"].items()}, **own}
 
 
 T = TypeVar("T")
 # A list ends at its first wrong item: a list of 4 million of them took 46 s to refuse, in which nobody was served.
 Many = Annotated[list[T], Field(fail_fast=True)]
 JsonObject = dict[str, Any]
-Biases = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few_biases)]
+Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]
+Biases = Annotated[dict[str, Bias], BeforeValidator(biases)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenCount = Annotated[int, Field(ge=-1, lt=2**31)]
 
@@ -81,11 +94,13 @@ class Body(BaseModel):
 class RequestBody(Body):
     """A whole request."""
 
+    model_config = ConfigDict(extra="allow", strict=True)
+
     @model_validator(mode="before")
     @classmethod
     def check_json(cls, value: Any) -> Any:
         """Refuses JSON that cannot be written again, before a template or a tokenizer meets it."""
-        return plain_json(value)
+        return with_options(plain_json(value))
 
 
 class SamplingFields(RequestBody):
@@ -99,7 +114,8 @@ class SamplingFields(RequestBody):
     repeat_penalty: float | None = Field(None, gt=0, le=100, description="llama.cpp's name of repetition_penalty")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
+    logit_bias: Biases | None = Field(None, description="false: the token never comes, as llama.cpp takes it")
+    do_sample: bool | None = Field(None, description="false: temperature 0")
     seed: int | None = Field(None, ge=-MAX_SEED, lt=MAX_SEED, description="-1: every request differs")
 
     def over(self, default: SamplingOptions, vocab_size: int) -> SamplingOptions:
@@ -107,9 +123,10 @@ class SamplingFields(RequestBody):
 
         Raises:  RequestError if `logit_bias` names a token that the model does not have.
         """
+        temperature = 0.0 if self.do_sample is False else self.temperature
         penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         asked: dict[str, Any] = {
-            "temperature": self.temperature,
+            "temperature": temperature,
             "top_p": None if self.top_p is None else max(self.top_p, LEAST_TOP_P),
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "min_p": self.min_p,
@@ -121,17 +138,28 @@ class SamplingFields(RequestBody):
         }
         return replace(default, **{name: value for name, value in asked.items() if value is not None})
 
+    def banned(self, vocab_size: int) -> frozenset[int]:
+        """Returns the tokens whose bias is false: they may never come.
+
+        Raises:  RequestError as `over`.
+        """
+        self._check_biases(vocab_size)
+        return frozenset(int(key) for key, bias in (self.logit_bias or {}).items() if bias is False)
+
     def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...] | None:
-        if not self.logit_bias:
-            return None
-        wrong = [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) <= 10)]
-        wrong = wrong or [key for key in self.logit_bias if int(key) >= vocab_size]
+        self._check_biases(vocab_size)
+        found = tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items() if bias is not False)
+        return found or None
+
+    def _check_biases(self, vocab_size: int) -> None:
+        keys = list(self.logit_bias or ())
+        wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) <= 10)]
+        wrong = wrong or [key for key in keys if int(key) >= vocab_size]
         if wrong:
             raise RequestError(
                 f"logit_bias: {wrong[0][:40]!r} is no token of this model; use numbers from 0 to {vocab_size - 1}",
                 "logit_bias",
             )
-        return tuple((int(key), value) for key, value in self.logit_bias.items())
 
 
 def stop_texts(stop: str | list[str] | None, param: str = "stop") -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """OpenAI's protocol: chat completions, text completions, models.
 
 A request may name the served model by its id or by its pack's folder, or leave the name out; another name is refused,
-so that a client does not take one model for another. Unknown fields are ignored; fields that ask for what this server
-cannot do are refused by name. Sources: OpenAI's API reference; llama.cpp's server for `timings`, `grammar` and the
+so that a client does not take one model for another. What becomes of fields of other servers' dialects, and of unknown
+ones, `constraints` says. Sources: OpenAI's API reference; llama.cpp's server for `timings`, `grammar` and the
 sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and `continue_final_message`.
 """
 
@@ -28,13 +28,12 @@ from moe_pack.runtime.serve.protocols.answers import (
     Block,
     BlockEvent,
     ChatQuestion,
-    PlainParser,
+    OfferedTool,
     Prepared,
     Problem,
     ToolChoice,
     Usage,
     event_of,
-    new_id,
     prepare_chat,
     respond,
     service_of,
@@ -43,19 +42,17 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.protocols.fields import (
-    Body,
-    JsonObject,
-    Many,
-    SamplingFields,
-    Token,
-    TokenCount,
-    asked_tokens,
-    plain_json,
-    stop_texts,
+from moe_pack.runtime.serve.protocols.constraints import (
+    AnswerFields,
+    grammar_source,
+    limits,
+    strict_warning,
+    warnings_of,
 )
+from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Token, TokenCount, plain_json
+from moe_pack.runtime.serve.protocols.formed import PlainParser, new_id
 from moe_pack.runtime.serve.requests import Request, RequestError
-from moe_pack.runtime.serve.service import GrammarSource, Service
+from moe_pack.runtime.serve.service import Service
 
 MAX_ANSWERS = 8
 MAX_PROMPTS = 32  # and answers to all of them
@@ -99,6 +96,8 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
+    prefix: bool | None = Field(None, description="continue this last message, as DeepSeek takes it")
+    partial: bool | None = Field(None, description="the same, as Kimi and Qwen take it")
 
 
 class FunctionTool(Body):
@@ -130,19 +129,32 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class SchemaFormat(Body):
-    """A JSON schema with a name."""
+class AllowedTools(Body):
+    """Some of the tools, of which the answer may call one, or has to."""
 
-    name: str = "answer"
-    schema_: JsonObject | None = Field(None, alias="schema")
-    strict: bool | None = None
+    mode: Literal["auto", "required"]
+    tools: Many[JsonObject]
 
 
-class ResponseFormat(Body):
-    """The form of the answer."""
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class Thinking(Body):
+    """Whether the model thinks, as DeepSeek and Z.ai write it."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+
+
+class Reasoning(Body):
+    """How much the model thinks, as OpenRouter writes it."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    max_tokens: int | None = None
 
 
 class StreamOptions(Body):
@@ -151,19 +163,16 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(AnswerFields):
     """A request for answers in a conversation."""
 
     model: str | None = None
     messages: Many[ChatMessage] = Field(min_length=1)
     tools: Many[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
-    stop: str | Many[str] | None = None
+    stop_sequences: Many[str] | None = Field(None, description="Anthropic's name of stop")
     max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -171,26 +180,26 @@ class ChatRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     chat_template_kwargs: JsonObject | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = Field(None, description="as Qwen's services take it")
+    think: bool | str | None = Field(None, description="whether, or how much, the model thinks, as Ollama takes it")
     continue_final_message: bool | None = Field(None, description="continue the last message, an assistant's")
-    ignore_eos: bool | None = None
+    add_generation_prompt: bool | None = Field(None, description="false only where the last message is continued")
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(AnswerFields):
     """A request to continue texts."""
 
     model: str | None = None
     prompt: str | Many[str] | Many[Token] | Many[Many[Token]]
     echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
-    grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
-    stop: str | Many[str] | None = None
     max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
 
 
 class ErrorFields(BaseModel):
@@ -332,31 +341,64 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     service.check_model(body.model)
+    warnings = warnings_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.continue_final_message and body.messages[-1].role != "assistant":
-        raise RequestError("continue_final_message needs a last message of the assistant", "continue_final_message")
-    asked, param = body.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
-        asked, param = body.max_tokens, "max_tokens"
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs = {**effort_kwargs(body.reasoning_effort), **kwargs}
+    choice = _tool_choice(body.tool_choice)
+    stricts = [tool.function.strict for tool in body.tools or () if tool.function is not None]
+    tools, unknown = _offered_tools(body)
     return ChatQuestion(
         messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
         sampling=body.over(service.default_sampling, service.vocab_size),
-        max_tokens=asked_tokens(asked, param),
-        tools=[_template_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])],
-        choice=_tool_choice(body.tool_choice),
+        limits=limits(service, body, body.max_tokens, body.stop_sequences or ()),
+        tools=tools,
+        choice=choice,
         several_calls=body.parallel_tool_calls is not False,
-        template_kwargs=kwargs,
-        continues=body.continue_final_message is True,
-        stop=stop_texts(body.stop),
-        grammar=_grammar_source(body),
+        template_kwargs=_template_kwargs(body),
+        continues=_continues(body),
+        grammar=grammar_source(body),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_answers=body.n or 1,
-        ignore_eos=body.ignore_eos is True,
+        warnings=(*warnings, *unknown, *strict_warning(stricts, choice.kind == "required")),
     )
+
+
+def _continues(body: ChatRequest) -> bool:
+    """Whether the answer continues the last message.
+
+    Raises:  RequestError if that is not the assistant's, or if nothing begins an answer.
+    """
+    last, param = body.messages[-1], "continue_final_message"
+    if not body.continue_final_message:
+        name = "prefix" if last.prefix else "partial" if last.partial else None
+        if name is None and body.add_generation_prompt is False:
+            param = "add_generation_prompt"
+            raise RequestError(f"{param}: false needs continue_final_message; add it, or remove {param}", param)
+        if name is None:
+            return False
+        param = f"messages[{len(body.messages) - 1}].{name}"
+    if last.role != "assistant":
+        raise RequestError(f"{param} needs a last message of the assistant", param)
+    return True
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """Returns the variables of the template: those that the request names, over what other fields say of thinking."""
+    kwargs: dict[str, Any] = {}
+    if body.reasoning is not None:
+        effort = "none" if body.reasoning.enabled is False else body.reasoning.effort
+        kwargs |= {} if effort is None else effort_kwargs(effort)
+    if body.reasoning_effort is not None:
+        kwargs |= effort_kwargs(body.reasoning_effort)
+    if isinstance(body.think, str):
+        kwargs |= effort_kwargs(body.think)
+    elif body.think is not None:
+        kwargs["enable_thinking"] = body.think
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        kwargs["enable_thinking"] = body.thinking.type == "enabled"
+    if body.enable_thinking is not None:
+        kwargs["enable_thinking"] = body.enable_thinking
+    return {**kwargs, **(body.chat_template_kwargs or {})}
 
 
 def effort_kwargs(effort: str) -> dict[str, Any]:
@@ -404,10 +446,45 @@ def _part_text(part: ContentPart, place: str) -> str:
     raise RequestError(f"{place}: type {part.type[:40]!r} is not supported; this server reads text alone", place)
 
 
-def _template_tool(tool: Tool, place: str) -> dict[str, Any]:
-    if tool.type != "function" or tool.function is None:
-        raise RequestError(f"{place}: type {tool.type[:40]!r} is not supported; use type function", place)
-    return function_tool(tool.function)
+def _offered_tools(body: ChatRequest) -> tuple[list[OfferedTool], list[str]]:
+    """Returns the functions that the model may call, and what to say about tools of other types.
+
+    Raises:  RequestError if a function is missing, or `tool_choice` names one that is not there.
+    """
+    offered: list[OfferedTool] = []
+    unknown: list[str] = []
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            unknown.append(unknown_tool(f"tools[{i}]", tool.type))
+        elif tool.function is None:
+            raise RequestError(f"tools[{i}]: has type function and no function; add it", f"tools[{i}]")
+        else:
+            offered.append(OfferedTool(function_tool(tool.function), f"tools[{i}].function.parameters"))
+    if isinstance(body.tool_choice, AllowedChoice):
+        wanted = [each.get("function") or each for each in body.tool_choice.allowed_tools.tools]
+        names = [each.get("name") if isinstance(each, dict) else None for each in wanted]
+        missing = next((name for name in names if name not in [tool.name for tool in offered]), None)
+        if missing is not None:
+            param = "tool_choice"
+            raise RequestError(f"tool_choice allows {ascii(missing)[:80]}, which is not in tools; add it", param)
+        offered = [tool for tool in offered if tool.name in names]
+    return some_tools(offered, unknown)
+
+
+def unknown_tool(place: str, kind: str) -> str:
+    """Returns what to say about a tool that a client does not run itself, as a search of the web."""
+    return f"{place}: type {kind[:40]!a} is not supported, so the model does not know of this tool"
+
+
+def some_tools(offered: list[OfferedTool], unknown: list[str]) -> tuple[list[OfferedTool], list[str]]:
+    """Returns the tools that the model knows of, and what to say about the others.
+
+    Raises:  RequestError if none is left.
+    """
+    if unknown and not offered:
+        place, _, what = unknown[0].partition(": ")
+        raise RequestError(f"{place}: {what.partition(',')[0]}; use functions that the client runs", place)
+    return offered, unknown
 
 
 def function_tool(function: FunctionTool) -> dict[str, Any]:
@@ -419,23 +496,12 @@ def function_tool(function: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": made}
 
 
-def _tool_choice(choice: Literal["none", "auto", "required"] | NamedTool | None) -> ToolChoice:
+def _tool_choice(choice: Literal["none", "auto", "required", "any"] | NamedTool | AllowedChoice | None) -> ToolChoice:
     if isinstance(choice, NamedTool):
         return ToolChoice("required", choice.function.name)
-    return ToolChoice(choice or "auto")
-
-
-def _grammar_source(body: ChatRequest) -> GrammarSource | None:
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None if body.grammar is None else GrammarSource("gbnf", body.grammar)
-    if body.grammar is not None:
-        raise RequestError("response_format and grammar exclude each other; remove one", "grammar")
-    if wanted.type == "json_object":
-        return GrammarSource("json_object")
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise RequestError("response_format has type json_schema and no json_schema.schema; add it", "response_format")
-    return GrammarSource("json_schema", wanted.json_schema.schema_)
+    if isinstance(choice, AllowedChoice):
+        return ToolChoice(choice.allowed_tools.mode)
+    return ToolChoice("required") if choice == "any" else ToolChoice(choice or "auto")
 
 
 def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
@@ -444,9 +510,8 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
     Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
     """
     service.check_model(body.model)
+    warnings = warnings_of(body)
     num_answers = body.n or 1
-    if body.suffix:
-        raise RequestError("suffix is not supported; remove it", "suffix")
     if body.best_of is not None and body.best_of != num_answers:
         raise RequestError("best_of is not supported; remove it", "best_of")
     if body.echo and body.logprobs is not None:
@@ -454,21 +519,30 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
     prompts = _prompts(service, body.prompt)
     if len(prompts) * num_answers > MAX_PROMPTS:
         raise RequestError(f"n: {len(prompts)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
+    sampling, source = body.over(service.default_sampling, service.vocab_size), grammar_source(body)
+    asked = _usual_length(body)
+    found = limits(service, body, asked)
     requests: list[Request] = []
     echoes: list[str] = []
     for text, ids in prompts:
         request = Request(
             prompt_ids=ids,
-            sampling=body.over(service.default_sampling, service.vocab_size),
-            max_tokens=service.max_tokens(len(ids), asked_tokens(body.max_tokens, "max_tokens")),
-            end_ids=frozenset() if body.ignore_eos else service.end_ids(chat=False),
-            stop=stop_texts(body.stop),
+            sampling=sampling,
+            max_tokens=service.max_tokens(len(ids), found.max_tokens),
+            end_ids=found.ends(service.end_ids(chat=False)),
+            stop=found.stop,
             top_logprobs=body.logprobs,
         )
-        source = None if body.grammar is None else GrammarSource("gbnf", body.grammar)
-        requests += several(request, num_answers, service, source)
+        requests += several(request, num_answers, service, source, found.rules)
         echoes += [text if body.echo else ""] * num_answers
-    return Prepared(tuple(requests), tuple(PlainParser() for _ in requests)), echoes
+    return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
+
+
+def _usual_length(body: CompletionRequest) -> int | None:
+    """Returns `max_tokens`, whose usual value gives way to another field that says a length."""
+    others = (body.max_completion_tokens, body.max_output_tokens, body.n_predict, body.max_new_tokens)
+    is_usual = "max_tokens" not in body.model_fields_set
+    return None if is_usual and any(count is not None for count in others) else body.max_tokens
 
 
 def _prompts(
@@ -640,13 +714,14 @@ async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_e
     answers = await whole_answers(writer.service, prepared)
     choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
     head = {"object": writer.object_name, **writer.frame, "choices": choices}
-    return JSONResponse({**head, "usage": usage(answers, answers_each), "timings": timings(answers, answers_each)})
+    took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
+    return JSONResponse({**head, **took, **warned(prepared)})
 
 
 async def streamed(
     writer: ChatWriter | TextWriter, prepared: Prepared, with_usage: bool, answers_each: int | None = None
 ) -> AsyncGenerator[ServerSentEvent, None]:
-    """Yields the chunks of a stream; the last one has `timings`, and `usage` where the request asks for it."""
+    """Yields the chunks of a stream; the last one has `timings`, `warnings`, and `usage` where the request asks."""
 
     def chunk(choices: list[dict[str, Any]], **more: object) -> ServerSentEvent:
         nothing = {"usage": None} if with_usage else {}
@@ -668,11 +743,16 @@ async def streamed(
                     waiting[index] = []
             if step.end is not None:
                 is_last = not with_usage and all(one.end is not None for one in answers)
-                more = {"timings": timings(answers, each)} if is_last else {}
+                more = {"timings": timings(answers, each), **warned(prepared)} if is_last else {}
                 yield chunk([writer.last(index, answer, waiting[index])], **more)
     if with_usage:
-        yield chunk([], usage=usage(answers, each), timings=timings(answers, each))
+        yield chunk([], usage=usage(answers, each), timings=timings(answers, each), **warned(prepared))
     yield DONE
+
+
+def warned(prepared: Prepared) -> dict[str, list[str]]:
+    """Returns the field that says what of a request was not taken; none where all was."""
+    return {"warnings": list(prepared.warnings)} if prepared.warnings else {}
 
 
 def usage(answers: Sequence[Answer], answers_each: int) -> dict[str, Any]:

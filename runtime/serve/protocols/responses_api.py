@@ -23,12 +23,12 @@ from moe_pack.runtime.serve.protocols.answers import (
     BlockEvent,
     BlockKind,
     ChatQuestion,
+    OfferedTool,
     Prepared,
     Problem,
     ToolChoice,
     Usage,
     event_of,
-    new_id,
     prepare_chat,
     respond,
     service_of,
@@ -36,14 +36,25 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, SamplingFields, TokenCount, asked_tokens
+from moe_pack.runtime.serve.protocols.constraints import (
+    AnswerFields,
+    grammar_source,
+    limits,
+    strict_warning,
+    warnings_of,
+)
+from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, TokenCount
+from moe_pack.runtime.serve.protocols.formed import new_id
 from moe_pack.runtime.serve.protocols.openai_api import (
     OPENAI_ERRORS,
     FunctionTool,
     effort_kwargs,
     function_tool,
     openai_error,
+    some_tools,
     template_call,
+    unknown_tool,
+    warned,
 )
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import GrammarSource, Service
@@ -111,7 +122,7 @@ class ReasoningOptions(Body):
     effort: str | None = None
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(AnswerFields):
     """A request for a response."""
 
     model: str | None = None
@@ -122,7 +133,7 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    max_output_tokens: TokenCount | None = None
+    max_tokens: TokenCount | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     stream: bool | None = None
@@ -166,6 +177,7 @@ def _question(service: Service, body: ResponsesRequest) -> ChatQuestion:
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     service.check_model(body.model)
+    warnings = warnings_of(body)
     if body.previous_response_id is not None:
         raise RequestError(
             "previous_response_id: this server stores no responses; send the whole conversation as input",
@@ -177,35 +189,46 @@ def _question(service: Service, body: ResponsesRequest) -> ChatQuestion:
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs = {**effort_kwargs(body.reasoning.effort), **kwargs}
     choice = body.tool_choice or "auto"
+    found = ToolChoice("required", choice.name) if isinstance(choice, ResponseChoice) else ToolChoice(choice)
+    tools, unknown = _offered_tools(body)
+    stricts = [tool.strict for tool in body.tools or ()]
     return ChatQuestion(
         messages=_messages(body),
         sampling=body.over(service.default_sampling, service.vocab_size),
-        max_tokens=asked_tokens(body.max_output_tokens, "max_output_tokens"),
-        tools=[_template_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])],
-        choice=ToolChoice("required", choice.name) if isinstance(choice, ResponseChoice) else ToolChoice(choice),
+        limits=limits(service, body, body.max_tokens),
+        tools=tools,
+        choice=found,
         several_calls=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
-        grammar=_grammar_source(body),
+        grammar=grammar_source(body, _text_format(body)),
+        warnings=(*warnings, *unknown, *strict_warning(stricts, found.kind == "required")),
     )
 
 
-def _template_tool(tool: ResponseTool, place: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise RequestError(f"{place}: type {tool.type[:40]!r} is not supported; use type function", "tools")
-    if tool.name is None:
-        raise RequestError(f"{place}: has no name; add it", "tools")
-    return function_tool(FunctionTool(name=tool.name, description=tool.description, parameters=tool.parameters))
+def _offered_tools(body: ResponsesRequest) -> tuple[list[OfferedTool], list[str]]:
+    """Returns the functions that the model may call, and what to say about tools of other types."""
+    offered: list[OfferedTool] = []
+    unknown: list[str] = []
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            unknown.append(unknown_tool(f"tools[{i}]", tool.type))
+        elif tool.name is None:
+            raise RequestError(f"tools[{i}]: has no name; add it", "tools")
+        else:
+            function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.parameters)
+            offered.append(OfferedTool(function_tool(function), f"tools[{i}].parameters"))
+    return some_tools(offered, unknown)
 
 
-def _grammar_source(body: ResponsesRequest) -> GrammarSource | None:
+def _text_format(body: ResponsesRequest) -> GrammarSource | None:
     wanted = None if body.text is None else body.text.format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return GrammarSource("json_object")
+        return GrammarSource("json_object", None, "text.format")
     if wanted.schema_ is None:
         raise RequestError("text.format has type json_schema and no schema; add it", "text.format.schema")
-    return GrammarSource("json_schema", wanted.schema_)
+    return GrammarSource("json_schema", wanted.schema_, "text.format.schema")
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -314,7 +337,7 @@ class _Writer:
         (answer,) = await whole_answers(self._service, prepared)
         for block in answer.blocks:
             block.item_id = new_id(_ITEM_PREFIXES[block.kind])
-        return JSONResponse(self._ended(answer))
+        return JSONResponse({**self._ended(answer), **warned(prepared)})
 
     async def streamed(self, prepared: Prepared) -> AsyncGenerator[ServerSentEvent, None]:
         """Yields the events of a stream."""
@@ -334,7 +357,7 @@ class _Writer:
                 failed = {**self._frame, "status": "failed", "error": error, "output": output}
                 yield self._event("response.failed", response=failed)
                 return
-        ended = self._ended(answer)
+        ended = {**self._ended(answer), **warned(prepared)}
         yield self._event(f"response.{ended['status']}", response=ended)
 
     def broken(self, problem: Problem) -> ServerSentEvent:
