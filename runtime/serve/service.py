@@ -1,26 +1,35 @@
 """What the protocols need of the model: prompts, grammars, parsers of answers, and answers while they are made.
 
 The service knows its parts by protocols alone: a tokenizer, a chat template, a compiler of grammars, a scheduler. Its
-methods that return prompts and grammars compute, and belong in a thread; `generate` belongs in the event loop.
+methods belong in the event loop; prompts and grammars are computed in threads, each kind in its own.
 """
 
 import asyncio
+import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
+from moe_pack.runtime.serve.workers import Workers
 from moe_pack.runtime.templates import ChatPrompt, prompt_of
+
+T = TypeVar("T")
 
 PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
 
+_LONG_CHARACTERS = 64 << 10  # of a prompt; a tokenizer takes up to some 400 bytes of memory for each
+_MOST_GRAMMARS = 16  # that are kept for requests to come; and the bytes of what they were made from
+_MOST_GRAMMAR_BYTES = 1 << 20
 _TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -41,6 +50,7 @@ class Tokenizer(Protocol):
 
     end_ids: frozenset[int]
     answer_end_ids: frozenset[int]
+    most_bytes_per_token: int
 
     @property
     def vocab_size(self) -> int:
@@ -71,21 +81,29 @@ class Template(Protocol):
         ...
 
 
+class CopiedGrammar(Grammar, Protocol):
+    """A grammar that several answers follow, each a copy of its own."""
+
+    def copy(self) -> Grammar:
+        """Returns another grammar at this place."""
+        ...
+
+
 class Grammars(Protocol):
     """Compiles what an answer has to follow; every call returns a grammar at its beginning.
 
     Raises:  RunError if the source has an error.
     """
 
-    def json_object(self) -> Grammar:
+    def json_object(self) -> CopiedGrammar:
         """Returns the grammar of any JSON object."""
         ...
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
+    def json_schema(self, schema: Mapping[str, Any]) -> CopiedGrammar:
         """Returns the grammar of the JSON values that a schema describes."""
         ...
 
-    def gbnf(self, text: str) -> Grammar:
+    def gbnf(self, text: str) -> CopiedGrammar:
         """Returns a grammar written in the notation of llama.cpp."""
         ...
 
@@ -110,6 +128,37 @@ class GrammarSource:
 
     kind: Literal["json_object", "json_schema", "gbnf"]
     value: Any = None
+
+
+class _KnownGrammars:
+    """Grammars that were compiled, or the errors in place of them, those that were used last; for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, CopiedGrammar | RequestError] = OrderedDict()
+
+    def get(self, key: str) -> CopiedGrammar | None:
+        """Returns a grammar by its source; None if it is not there.
+
+        Raises:  RequestError as its compilation did.
+        """
+        with self._lock:
+            found = self._found.get(key)
+            if found is None:
+                return None
+            self._found.move_to_end(key)
+        if isinstance(found, RequestError):
+            raise RequestError(str(found), found.param)  # an exception of its own, with its own traceback
+        return found
+
+    def put(self, key: str, found: CopiedGrammar | RequestError) -> None:
+        """Keeps a grammar, or why there is none; what was not used for longest goes."""
+        if len(key) > _MOST_GRAMMAR_BYTES // 2:
+            return
+        with self._lock:
+            self._found[key] = found
+            while len(self._found) > _MOST_GRAMMARS or sum(map(len, self._found)) > _MOST_GRAMMAR_BYTES:
+                self._found.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +250,9 @@ class Service:
         self.token_bytes, self.failure, self.keeps_special = token_bytes, failure, keeps_special
         self._names = facts.other_names | {facts.model_id}
         self._tokenizer, self._template = tokenizer, template
-        self._parsers, self._grammars = parsers, grammars
+        self._parsers, self._grammars, self._known = parsers, grammars, _KnownGrammars()
+        self._workers = Workers()
+        self._most_prompt_bytes = self.context_tokens * tokenizer.most_bytes_per_token
 
     @property
     def takes_chats(self) -> bool:
@@ -223,7 +274,7 @@ class Service:
                 f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"
             )
 
-    def chat_prompt(
+    async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]],
@@ -234,7 +285,8 @@ class Service:
 
         Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
                  whether the answer continues the last message.
-        Raises:  RequestError if there is no template, or it fails.
+        Raises:  RequestError if there is no template, or it fails, or the prompt is far longer than the context;
+                 QueueFullError.
         """
         template = self._template
         if template is None:
@@ -244,34 +296,84 @@ class Service:
             raise RequestError(f"chat_template_kwargs cannot set {own[0]}; remove it", "chat_template_kwargs")
 
         def render(adds: bool) -> str:
-            return template.render(
+            text = template.render(
                 messages,
                 add_generation_prompt=adds,
                 tools=tools or None,
                 extra=template_kwargs,
                 continue_final_message=continues,
             )
+            self._refuse_length(text)
+            return text
 
-        try:
-            return prompt_of(self._tokenizer, render, continues)
-        except RunError as fault:
-            raise RequestError(str(fault), "messages") from fault
+        def work() -> ChatPrompt:
+            try:
+                return prompt_of(self._tokenizer, render, continues)
+            except RequestError:
+                raise
+            except RunError as fault:
+                raise RequestError(str(fault), "messages") from fault
 
-    def completion_prompt(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text that the model continues."""
-        return tuple(self._tokenizer.encode(text))
+        return await self._computed([messages, tools, template_kwargs], work)
+
+    async def completion_prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of texts that the model continues.
+
+        Raises:  ContextLengthError if a text is far longer than the context; QueueFullError.
+        """
+
+        def work() -> list[tuple[int, ...]]:
+            for text in texts:
+                self._refuse_length(text)
+            return [tuple(self._tokenizer.encode(text)) for text in texts]
+
+        return await self._computed(texts, work)
+
+    async def _computed(self, source: object, work: Callable[[], T]) -> T:
+        """Returns what `work` makes of a source in a thread: of a long one, in the thread for long ones."""
+        pool = self._workers.long_prompts if _is_long(source) else self._workers.prompts
+        return await pool.run(work)
+
+    def _refuse_length(self, text: str) -> None:
+        """Refuses a text that has more tokens than the context has, whatever they are, before it is made tokens."""
+        num_bytes = len(text.encode("utf-8", "replace"))
+        if num_bytes > self._most_prompt_bytes:
+            raise ContextLengthError(
+                f"the prompt has {num_bytes} bytes, and the context of this server has {self.context_tokens} tokens, "
+                f"of {self._tokenizer.most_bytes_per_token} bytes at most; shorten the prompt"
+            )
 
     def parser(self, prompt: str, tools: list[dict[str, Any]]) -> AnswerParser:
         """Returns the parser of an answer to a prompt."""
         return self._parsers(prompt[-PROMPT_END_CHARACTERS:], tools)
 
-    def grammar(self, source: GrammarSource | None) -> Grammar | None:
-        """Returns a grammar at its beginning; None if there is no source.
+    async def grammars(self, source: GrammarSource | None, count: int) -> tuple[Grammar | None, ...]:
+        """Returns grammars at their beginning, one for each of some answers; None if there is no source.
 
-        Raises:  RequestError if the source has an error.
+        Raises:  RequestError if the source has an error; QueueFullError.
         """
         if source is None:
-            return None
+            return (None,) * count
+        key = json.dumps(asdict(source))
+        found = self._known.get(key)  # does not wait for others that are compiled
+        if found is None:
+            found = await self._workers.grammars.run(lambda: self._compiled(source, key))
+        return tuple(found.copy() for _ in range(count))
+
+    def _compiled(self, source: GrammarSource, key: str) -> CopiedGrammar:
+        """Compiles a grammar, unless it was while this call waited. Raises: RequestError."""
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        try:
+            found = self._compile(source)
+        except RequestError as fault:
+            self._known.put(key, fault)
+            raise
+        self._known.put(key, found)
+        return found
+
+    def _compile(self, source: GrammarSource) -> CopiedGrammar:
         try:
             if source.kind == "json_object":
                 return self._grammars.json_object()
@@ -307,3 +409,18 @@ class Service:
         Raises:  RequestError, QueueFullError as `Scheduler.submit`.
         """
         return Generation(self.scheduler, requests)
+
+
+def _is_long(source: object) -> bool:
+    """Whether a JSON value has much text, or very many parts."""
+    left, size = [source], 0
+    while left and size <= _LONG_CHARACTERS:
+        value = left.pop()
+        size += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence):
+            left += value
+    return size > _LONG_CHARACTERS

@@ -142,6 +142,7 @@ class Characters:
     end_ids = frozenset({0})
     answer_end_ids = frozenset({0, 1})
     vocab_size = VOCABULARY
+    most_bytes_per_token = 4  # of any character
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         return [ord(character) % VOCABULARY for character in text]
@@ -221,6 +222,9 @@ class NamedGrammar:
     """A grammar that allows everything, and says what it was made of."""
 
     source: object
+
+    def copy(self) -> "NamedGrammar":
+        return replace(self)
 
     def allow(self, logits: Tensor) -> Tensor:
         return logits

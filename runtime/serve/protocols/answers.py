@@ -20,7 +20,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
-from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.sampling import Grammar, TokenLogprob
+from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import EndEvent, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (
@@ -136,12 +137,12 @@ class Prepared:
         return len(self.requests[0].prompt_ids)
 
 
-def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
-    """Returns the requests that answer a question. It computes, so it belongs in a thread.
+async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
+    """Returns the requests that answer a question.
 
     An answer of JSON, or a call that the request demands, begins with the first token: the model is asked not to think,
     if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
-    Raises:  RequestError if the question cannot be answered.
+    Raises:  RequestError if the question cannot be answered; QueueFullError.
     """
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
@@ -149,7 +150,7 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     source = GrammarSource("json_schema", _call_schema(called)) if is_forced else question.grammar
     is_json = source is not None and source.kind != "gbnf"
     kwargs = {"enable_thinking": False, **question.template_kwargs} if is_json else question.template_kwargs
-    prompt = service.chat_prompt(question.messages, tools, kwargs, question.continues)
+    prompt = await service.chat_prompt(question.messages, tools, kwargs, question.continues)
     request = Request(
         prompt_ids=prompt.ids,
         sampling=question.sampling,
@@ -166,20 +167,20 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
             return ForcedCallParser([tool["function"]["name"] for tool in called])
         return PlainParser() if is_json else service.parser(prompt.text, tools)
 
-    requests = several(request, question.num_answers, service, source)
+    requests = several(request, await service.grammars(source, question.num_answers))
     return Prepared(requests, tuple(parser() for _ in requests), question.several_calls)
 
 
-def several(request: Request, count: int, service: Service, source: GrammarSource | None) -> tuple[Request, ...]:
-    """Returns so many requests of a kind: each with a grammar and, if there is one, a seed of its own."""
+def several(request: Request, grammars: Sequence[Grammar | None]) -> tuple[Request, ...]:
+    """Returns requests of a kind: each with a grammar and, if there is one, a seed of its own."""
     seed = request.sampling.seed
     return tuple(
         replace(
             request,
-            grammar=service.grammar(source),
+            grammar=grammar,
             sampling=request.sampling if seed is None else replace(request.sampling, seed=seed + index),
         )
-        for index in range(count)
+        for index, grammar in enumerate(grammars)
     )
 
 
@@ -375,7 +376,7 @@ class Step:
 async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
     """Yields what each event adds, until all answers have ended.
 
-    Raises:  AnswerError if the engine could not finish one.
+    Raises:  AnswerError if the engine could not finish one; RequestError if its grammar cannot be followed.
     """
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
     async for numbered in run:
@@ -386,6 +387,7 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
         if end is not None:
             run.end(index)
             deltas += parser.finish()
+            _refuse_grammar(end, prepared.requests[index].grammar)
             end = _checked_end(end, index in whole)
         if index in whole:
             deltas = []
@@ -396,6 +398,12 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
                 run.cancel(index)
         logprob = None if isinstance(event, EndEvent) else event.logprob
         yield Step(index, tuple(deltas), logprob, end)
+
+
+def _refuse_grammar(end: EndEvent, grammar: Grammar | None) -> None:
+    """Refuses a request whose grammar turned out to be too large while it was followed. Raises: RequestError."""
+    if end.reason == "error" and isinstance(grammar, TokenGrammar) and grammar.fault is not None:
+        raise RequestError(grammar.fault, "grammar")
 
 
 def _first_call(deltas: list[Delta]) -> list[Delta]:

@@ -14,7 +14,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
@@ -174,25 +173,27 @@ def _ping() -> ServerSentEvent:
 @router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
 async def create_message(http: HttpRequest, body: MessagesRequest) -> Response:
     """Answers a conversation."""
-    service = service_of(http)
-    prepared = await run_in_threadpool(lambda: prepare_chat(service, _question(service, body)))
+    return await respond(http, _answered(service_of(http), body))
+
+
+async def _answered(service: Service, body: MessagesRequest) -> Response:
+    prepared = await prepare_chat(service, _question(service, body))
     if body.stream:
         return await stream(_streamed(service, prepared), _failed_event, _ping)
-    return await respond(http, _written(service, prepared))
+    return await _written(service, prepared)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCountAnswer, responses=ANTHROPIC_ERRORS)
 async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
     """Counts the tokens of a conversation as the model reads it."""
-    service = service_of(http)
-    counted = await run_in_threadpool(lambda: _count(service, body))
-    return JSONResponse({"input_tokens": counted})
+    return await respond(http, _counted(service_of(http), body))
 
 
-def _count(service: Service, body: CountRequest) -> int:
+async def _counted(service: Service, body: CountRequest) -> Response:
     service.check_model(body.model)
     tools = [] if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
-    return len(service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body)).ids)
+    prompt = await service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
+    return JSONResponse({"input_tokens": len(prompt.ids)})
 
 
 def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
