@@ -130,7 +130,8 @@ def test_items_reach_the_template_as_templates_read_them(plain: Served, client: 
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     assert prompt_of(plain).split("\n") == [
         "system: Be brief.",
-        "system: No jokes.",
+        "",
+        "No jokes.",
         "user: a",
         f"assistant: I ask. { ({'reasoning_content': 'hm', 'tool_calls': [call]}) }",
         f"tool: sunny { ({'tool_call_id': 'c1', 'name': 'weather'}) }",

@@ -18,7 +18,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
@@ -314,25 +313,31 @@ def model_object(service: Service) -> dict[str, Any]:
 @router.post("/v1/chat/completions", response_model=Completion, responses=STREAMED)
 async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Response:
     """Answers a conversation."""
-    service = service_of(http)
-    prepared = await run_in_threadpool(lambda: prepare_chat(service, chat_question(service, body)))
+    return await respond(http, _answered(service_of(http), body))
+
+
+async def _answered(service: Service, body: ChatRequest) -> Response:
+    prepared = await prepare_chat(service, chat_question(service, body))
     writer = ChatWriter(service, body.logprobs is True)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
-    return await respond(http, written(writer, prepared, len(prepared.requests)))
+    return await written(writer, prepared, len(prepared.requests))
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def create_completion(http: HttpRequest, body: CompletionRequest) -> Response:
     """Continues texts."""
-    service = service_of(http)
-    prepared, echoes = await run_in_threadpool(lambda: prepare_completion(service, body))
+    return await respond(http, _completed(service_of(http), body))
+
+
+async def _completed(service: Service, body: CompletionRequest) -> Response:
+    prepared, echoes = await prepare_completion(service, body)
     writer = TextWriter(service, body.logprobs is not None, echoes)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
-    return await respond(http, written(writer, prepared, body.n or 1))
+    return await written(writer, prepared, body.n or 1)
 
 
 def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
@@ -504,7 +509,7 @@ def _tool_choice(choice: Literal["none", "auto", "required", "any"] | NamedTool 
     return ToolChoice("required") if choice == "any" else ToolChoice(choice or "auto")
 
 
-def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
+async def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
     """Returns the requests that continue texts, and for each the text to put before the answer.
 
     Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
@@ -516,12 +521,10 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
         raise RequestError("best_of is not supported; remove it", "best_of")
     if body.echo and body.logprobs is not None:
         raise RequestError("logprobs of the prompt are not supported; remove echo or logprobs", "logprobs")
-    prompts = _prompts(service, body.prompt)
-    if len(prompts) * num_answers > MAX_PROMPTS:
-        raise RequestError(f"n: {len(prompts)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
-    sampling, source = body.over(service.default_sampling, service.vocab_size), grammar_source(body)
-    asked = _usual_length(body)
-    found = limits(service, body, asked)
+    sampling = body.over(service.default_sampling, service.vocab_size)
+    found = limits(service, body, _usual_length(body))
+    prompts = await _prompts(service, body.prompt, num_answers)
+    grammars = await service.grammars(grammar_source(body), len(prompts) * num_answers)
     requests: list[Request] = []
     echoes: list[str] = []
     for text, ids in prompts:
@@ -533,7 +536,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
             stop=found.stop,
             top_logprobs=body.logprobs,
         )
-        requests += several(request, num_answers, service, source, found.rules)
+        requests += several(request, grammars[len(requests) :][:num_answers], found.rules)
         echoes += [text if body.echo else ""] * num_answers
     return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
 
@@ -545,20 +548,23 @@ def _usual_length(body: CompletionRequest) -> int | None:
     return None if is_usual and any(count is not None for count in others) else body.max_tokens
 
 
-def _prompts(
-    service: Service, prompt: str | list[str] | list[int] | list[list[int]]
+async def _prompts(
+    service: Service, prompt: str | list[str] | list[int] | list[list[int]], num_answers: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Returns each prompt as text and as tokens."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]  # type: ignore[assignment]  # one prompt: its items are of one type
     if not 0 < len(prompt) <= MAX_PROMPTS:
         raise RequestError(f"prompt: found {len(prompt)} prompts, expected 1 to {MAX_PROMPTS}", "prompt")
+    if len(prompt) * num_answers > MAX_PROMPTS:
+        raise RequestError(f"n: {len(prompt)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
+    texts = [one for one in prompt if isinstance(one, str)]
+    if texts:
+        return list(zip(texts, await service.completion_prompts(texts), strict=True))
     made = []
     for one in prompt:
-        if isinstance(one, str):
-            made.append((one, service.completion_prompt(one)))
-            continue
-        ids = tuple(one)  # type: ignore[arg-type]  # not a token: those were made one prompt
+        ids: tuple[int, ...] = tuple(one)  # type: ignore[arg-type]  # not a token: those were made one prompt
+        service.max_tokens(len(ids), None)  # before the texts of very many tokens are read
         if any(token >= service.vocab_size for token in ids):
             raise RequestError(f"prompt: has token {max(ids)}, and the model has {service.vocab_size} tokens", "prompt")
         made.append((b"".join(map(service.token_bytes, ids)).decode("utf-8", "replace"), ids))
