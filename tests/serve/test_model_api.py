@@ -72,6 +72,7 @@ def test_properties_and_versions(plain: Served) -> None:
     settings = props["default_generation_settings"]
     assert (settings["n_ctx"], settings["params"]["temperature"], props["total_slots"]) == (2048, 1.0, 64)
     assert (props["model_path"], props["modalities"]) == ("packed", {"vision": False, "audio": False})
+    assert plain.http.get("/tokenizer_info").json() == {"tokenizer_class": "moe-pack", "eos_token": "$"}
     versions = [plain.http.get(path).json() for path in ("/version", "/api/version")]
     assert versions[0] == versions[1] and versions[0].keys() == {"version"}
 

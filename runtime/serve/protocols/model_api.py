@@ -1,8 +1,8 @@
 """What clients ask about the model besides answers: its tokens, its properties, its version, its name in lists.
 
 The endpoints are those of llama.cpp's server (`/tokenize`, `/detokenize`, `/props`), of vLLM (the first two with other
-fields, `/version`), and those by which clients of Ollama find models (`/api/...`). Other endpoints of these servers
-answer that they are not supported, and what to use. Sources: tools/server/README.md of llama.cpp;
+fields, `/tokenizer_info`, `/version`), and those by which clients of Ollama find models (`/api/...`). Other endpoints
+of these servers answer that they are not supported, and what to use. Sources: tools/server/README.md of llama.cpp;
 entrypoints/serve/tokenize of vLLM; docs/api.md of Ollama.
 """
 
@@ -216,6 +216,14 @@ async def props(http: HttpRequest) -> Response:
         "build_info": FINGERPRINT,
     }
     return JSONResponse(answer)
+
+
+@router.get("/tokenizer_info", response_model=dict[str, str], responses=OPENAI_ERRORS)
+async def tokenizer_info(http: HttpRequest) -> Response:
+    """Returns what vLLM's clients ask of a tokenizer; what the pack's files do not have is left out."""
+    facts = service_of(http).facts
+    found = {"chat_template": facts.chat_template, "bos_token": facts.bos_token, "eos_token": facts.eos_token}
+    return JSONResponse({"tokenizer_class": "moe-pack", **{name: text for name, text in found.items() if text}})
 
 
 @router.get("/version", response_model=dict[str, str])
