@@ -50,8 +50,9 @@ class Text:
 
     `answer_end_ids`: the tokens that end an answer in a chat: also the tokenizer's own end of sequence, because
     models trained further to chat often name their end of turn there alone.   `most_bytes_per_token`: a text with so
-    many bytes for each of some tokens has more tokens than these.   `rowless`: tokens that the files name,
-    and for which the model has no row: they are no tokens here. The caller may close `files` afterwards.
+    many bytes for each of some tokens has more tokens than these.   `rowless`: tokens that the files name, and for
+    which the model has no row: they are no tokens here.   `named_tokens`: texts of tokens by their parts, as
+    `bos_token`. The caller may close `files` afterwards.
 
     Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
@@ -71,6 +72,7 @@ class Text:
         generation = ("generation_config.json", read("generation_config.json"))
         configs = (generation, ("config.json", config), ("config.json", text_config(config)))
         self.end_ids = frozenset(end_tokens(configs, self._tokenizer, error))
+        self.named_tokens = special.named
         end = self._token(special.named.get("eos_token"))
         self.answer_end_ids = self.end_ids | (frozenset() if end is None else frozenset([end]))
         self.chat_template = ChatTemplate.of(files)

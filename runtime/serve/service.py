@@ -103,14 +103,20 @@ class Grammars(Protocol):
 class ModelFacts:
     """What a server says about its model.
 
-    `model_id`: its name in answers.   `other_names`: names that requests may use too, as the pack's folder.
-    `created`: when the pack was made, in seconds since 1970.   `sampling`: for requests that say nothing.
+    `model_id`: its name in answers.   `folder_name`: of the pack; requests may use it too.   `created`: when the pack
+    was made, in seconds since 1970.   `sampling`: for requests that say nothing.   `aliases`: other names that requests
+    may use; without them every name is taken.   `chat_template`, `bos_token`, `eos_token`: as the pack's files have
+    them; nothing where they have none.
     """
 
     model_id: str
-    other_names: frozenset[str]
+    folder_name: str
     created: int
     sampling: SamplingOptions
+    aliases: tuple[str, ...] = ()
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +270,8 @@ class Service:
         self.model_id, self.created, self.default_sampling = facts.model_id, facts.created, facts.sampling
         self.scheduler, self.context_tokens = scheduler, scheduler.context_tokens
         self.token_bytes, self.failure, self.keeps_special = token_bytes, failure, keeps_special
-        self._names = facts.other_names | {facts.model_id}
+        self.facts = facts
+        self._names = {facts.model_id, facts.folder_name, *facts.aliases}
         self._tokenizer, self._template = tokenizer, template
         self._conversations = None if template is None else Conversations(template)
         self._parsers, self._grammars, self._known = parsers, grammars, _KnownGrammars()
@@ -281,12 +288,18 @@ class Service:
         """Number of tokens that the model knows."""
         return self._tokenizer.vocab_size
 
-    def check_model(self, name: str | None) -> None:
-        """Accepts the names of the served model, and no name.
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names under which lists of models have the served one: its own first, then the aliases."""
+        return tuple(dict.fromkeys((self.model_id, *self.facts.aliases)))
 
+    def check_model(self, name: str | None) -> None:
+        """Accepts the names of the served model, and no name; every name if there are no aliases.
+
+        Many clients have names of models built in, and there is one model here: answers say its own name.
         Raises:  ModelNotFoundError.
         """
-        if name is not None and name not in self._names:
+        if self.facts.aliases and name is not None and name not in self._names:
             raise ModelNotFoundError(
                 f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"
             )
@@ -340,8 +353,8 @@ class Service:
         """Returns the tokens of a text within another one."""
         return self._tokenizer.encode(text, special_tokens=False)
 
-    async def completion_prompts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the tokens of texts that the model continues.
+    async def completion_prompts(self, texts: Sequence[str], special_tokens: bool = True) -> list[tuple[int, ...]]:
+        """Returns the tokens of texts that the model continues; without `special_tokens`, nothing around the texts.
 
         Raises:  ContextLengthError if a text is far longer than the context; QueueFullError.
         """
@@ -349,7 +362,7 @@ class Service:
         def work() -> list[tuple[int, ...]]:
             for text in texts:
                 self._refuse_length(text)
-            return [tuple(self._tokenizer.encode(text)) for text in texts]
+            return [tuple(self._tokenizer.encode(text, special_tokens)) for text in texts]
 
         return await self._computed(texts, work)
 

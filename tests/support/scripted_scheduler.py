@@ -258,7 +258,7 @@ class NamedGrammars:
         return NamedGrammar(text)
 
 
-FACTS = ModelFacts("demo-moe", frozenset({"packed"}), 1_700_000_000, SamplingOptions(temperature=1.0, top_p=1.0))
+FACTS = ModelFacts("demo-moe", "packed", 1_700_000_000, SamplingOptions(temperature=1.0, top_p=1.0), eos_token="$")
 
 
 def scripted_service(

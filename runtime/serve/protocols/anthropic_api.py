@@ -127,6 +127,7 @@ class CountRequest(RequestBody):
     tools: Many[InputTool] | None = None
     tool_choice: InputChoice | None = None
     thinking: Thinking | None = None
+    thread: JsonObject | None = Field(None, description="refused: nothing is stored")
 
 
 class MessagesRequest(AnswerFields, CountRequest):
@@ -140,10 +141,11 @@ class MessagesRequest(AnswerFields, CountRequest):
 
 
 class AnthropicErrorFields(BaseModel):
-    """What was wrong."""
+    """What was wrong. `details` has a code that clients know."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicError(BaseModel):
@@ -190,10 +192,10 @@ _ERROR_TYPES = {
 def anthropic_error(problem: Problem) -> dict[str, Any]:
     """Returns a problem in Anthropic's shape."""
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
-    return {
-        "type": "error",
-        "error": {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message},
-    }
+    error: dict[str, Any] = {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message}
+    if problem.param == "thread":
+        error["details"] = {"error_code": "thread_unsupported_request"}  # clients then send whole conversations
+    return {"type": "error", "error": error}
 
 
 def _failed_event(problem: Problem) -> ServerSentEvent:
@@ -224,7 +226,7 @@ async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
 
 
 async def _counted(service: Service, body: CountRequest) -> Response:
-    service.check_model(body.model)
+    _check_request(service, body)
     is_without = body.tool_choice is not None and body.tool_choice.type == "none"
     tools = [] if is_without else [tool.definition for tool in _offered_tools(body)[0]]
     prompt = await service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
@@ -236,7 +238,7 @@ def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
 
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
-    service.check_model(body.model)
+    _check_request(service, body)
     warnings = warnings_of(body)
     choice = body.tool_choice or InputChoice(type="auto")
     found = _tool_choice(choice)
@@ -278,6 +280,15 @@ def _thinking_warning(body: MessagesRequest) -> list[str]:
     if body.thinking is None or not body.thinking.budget_tokens:
         return []
     return ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
+
+
+def _check_request(service: Service, body: CountRequest) -> None:
+    """Refuses another model, and a conversation that the server would have to keep."""
+    service.check_model(body.model)
+    if body.thread is not None:
+        raise RequestError(
+            "thread: this server stores no conversations; send the whole conversation without thread", "thread"
+        )
 
 
 def _continues(body: CountRequest) -> bool:
@@ -417,7 +428,7 @@ def _head(service: Service) -> dict[str, Any]:
 
 def _whole_block(block: Block) -> dict[str, Any]:
     if block.kind == "content":
-        return {"type": "text", "text": block.text, "citations": None}
+        return {"type": "text", "text": block.text}  # without citations: null, which @ai-sdk/anthropic refuses
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}

@@ -1,9 +1,9 @@
 """OpenAI's protocol: chat completions, text completions, models.
 
-A request may name the served model by its id or by its pack's folder, or leave the name out; another name is refused,
-so that a client does not take one model for another. What becomes of fields of other servers' dialects, and of unknown
-ones, `constraints` says. Sources: OpenAI's API reference; llama.cpp's server for `timings`, `grammar` and the
-sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and `continue_final_message`.
+A request may name the model as it likes, unless the server has aliases (see `Service.check_model`). What becomes of
+fields of other servers' dialects, and of unknown ones, `constraints` says. Sources: OpenAI's API reference; llama.cpp's
+server for `timings`, `grammar` and the sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and
+`continue_final_message`.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
@@ -235,7 +235,7 @@ class ModelObject(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The served models, of which there is one."""
+    """The served model, under each of its names."""
 
     object: Literal["list"]
     data: list[ModelObject]
@@ -280,31 +280,35 @@ def failed_event(problem: Problem) -> ServerSentEvent:
 
 @router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS)
 async def list_models(http: HttpRequest) -> Response:
-    """Lists the served model."""
-    model = model_object(service_of(http))
-    name = model["id"]
-    return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+    """Lists the served model, and again under each of its aliases."""
+    service = service_of(http)
+    names = service.listed_names
+    models = [model_object(service, name) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1]}
+    return JSONResponse({"object": "list", "data": models, "has_more": False, **ends})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=ModelObject, responses=OPENAI_ERRORS)
 async def retrieve_model(http: HttpRequest, model_id: str) -> Response:
     """Describes the served model."""
     service = service_of(http)
+    if not model_id:
+        raise HTTPException(404)
     service.check_model(model_id)
-    return JSONResponse(model_object(service))
+    return JSONResponse(model_object(service, model_id if model_id in service.listed_names else service.model_id))
 
 
-def model_object(service: Service) -> dict[str, Any]:
-    """Returns what `/v1/models` says about the served model."""
+def model_object(service: Service, name: str) -> dict[str, Any]:
+    """Returns what `/v1/models` says about the served model under one of its names."""
     return {
-        "id": service.model_id,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "moe-pack",
         "max_model_len": service.context_tokens,
         "chat": service.takes_chats,
         "type": "model",
-        "display_name": service.model_id,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "lifecycle": "active",
     }
