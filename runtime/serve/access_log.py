@@ -1,4 +1,4 @@
-"""What a server writes about its work: a line for each request, on stderr, as text or as JSON.
+"""What a server writes about its work: a line for each request, as text or as JSON.
 
 A line never has a key, or a text of a prompt or an answer. What a client can choose (paths, names, the messages that
 quote them) is not written; a client's own number of its request is, if it is short and plain. Characters that would
@@ -8,13 +8,12 @@ begin another line, or move a terminal's cursor, are written as escapes.
 import json
 import logging
 import re
-import sys
 import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from moe_pack.runtime.serve.requests import EndEvent, Event
 
@@ -141,9 +140,9 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def write_log(log_format: LogFormat, quiet: bool) -> None:
-    """Lets everything be written to stderr: with `quiet`, warnings and errors alone."""
-    handler = logging.StreamHandler(sys.stderr)
+def write_log(stream: TextIO, log_format: LogFormat, quiet: bool) -> None:
+    """Lets everything be written to a stream: with `quiet`, warnings and errors alone."""
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(_Lines(log_format))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     LOG.setLevel(logging.WARNING if quiet else logging.INFO)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import Any
 
-import pytest
 from cases import case
 from scripted_scheduler import Script, scripted_service
 from served import Served, served
@@ -22,14 +21,12 @@ HELLO: list[Any] = [{"role": "user", "content": f"Hi {SECRET}"}]
 
 
 @contextmanager
-def logged(monkeypatch: pytest.MonkeyPatch, log_format: LogFormat = "json", quiet: bool = False) -> Iterator[StringIO]:
-    """Gives what is written to stderr in the block."""
+def logged(log_format: LogFormat = "json", quiet: bool = False) -> Iterator[StringIO]:
+    """Gives what is written in the block."""
     root, written = logging.getLogger(), StringIO()
     handlers, level, own = root.handlers[:], root.level, LOG.level
     root.handlers[:] = []
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stderr", written)
-        write_log(log_format, quiet)
+    write_log(written, log_format, quiet)
     try:
         yield written
     finally:
@@ -49,8 +46,8 @@ def lines(written: StringIO, number: int) -> list[dict[str, Any]]:
     return found()
 
 
-def test_each_request_has_a_line_with_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    with logged(monkeypatch) as written, served(Script("Hello there!", cached=3)) as server:
+def test_each_request_has_a_line_with_what_it_took() -> None:
+    with logged() as written, served(Script("Hello there!", cached=3)) as server:
         for streamed in (False, True):
             body = {"messages": HELLO, "stream": streamed, "n": 2}
             assert server.http.post("/v1/chat/completions", json=body).status_code == 200
@@ -66,10 +63,10 @@ def test_each_request_has_a_line_with_what_it_took(monkeypatch: pytest.MonkeyPat
     assert found[3]["route"] == "/v1/models" and "prompt" not in found[3]
 
 
-def test_refusals_say_why_without_the_clients_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_say_why_without_the_clients_words() -> None:
     options = ServeOptions(api_keys=("key-of-the-server",), drain_s=1, max_body_bytes=10_000)
     forged = f"{SECRET}%0amoe-serve: forged%1b[31m"
-    with logged(monkeypatch) as written, served(options=options) as server:
+    with logged() as written, served(options=options) as server:
         server.http.headers["x-api-key"] = "key-of-the-server"
         post = server.http.post
         statuses = [
@@ -91,8 +88,8 @@ def test_refusals_say_why_without_the_clients_words(monkeypatch: pytest.MonkeyPa
     assert found[1]["param"] == "logit_bias" and "9000 bytes" in found[6]["message"]
 
 
-def test_a_request_has_one_number_in_answer_and_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    with logged(monkeypatch) as written, served() as server:
+def test_a_request_has_one_number_in_answer_and_log() -> None:
+    with logged() as written, served() as server:
         for given, is_kept in (("abc-1.2_3", True), ("a b", False), ("x" * 65, False), ("a;b", False), ("", False)):
             with case(given):
                 answer = server.http.get("/health", headers={"X-Request-Id": given})
@@ -101,8 +98,8 @@ def test_a_request_has_one_number_in_answer_and_log(monkeypatch: pytest.MonkeyPa
                 wait_until(lambda answer=answer: answer.headers["x-request-id"] in written.getvalue())  # type: ignore[misc]
 
 
-def test_a_client_that_leaves_and_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    with logged(monkeypatch) as written, served(Script("word " * 50, error="the disk is gone")) as server:
+def test_a_client_that_leaves_and_an_engine_that_fails() -> None:
+    with logged() as written, served(Script("word " * 50, error="the disk is gone")) as server:
         body = {"messages": HELLO, "stream": True}
         assert "disk is gone" in server.http.post("/v1/chat/completions", json=body).text
         server.scheduler.speaks.clear()
@@ -113,8 +110,8 @@ def test_a_client_that_leaves_and_an_engine_that_fails(monkeypatch: pytest.Monke
     assert found[1]["finish"] if "finish" in found[1] else found[1]["status"] in (200, 499)
 
 
-def test_text_is_one_line_a_record_and_quiet_is_warnings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with logged(monkeypatch, "text") as written, served() as server:
+def test_text_is_one_line_a_record_and_quiet_is_warnings_alone() -> None:
+    with logged("text") as written, served() as server:
         server.http.get("/health")
         wait_until(lambda: "\n" in written.getvalue())
         assert re.fullmatch(
@@ -123,7 +120,7 @@ def test_text_is_one_line_a_record_and_quiet_is_warnings_alone(monkeypatch: pyte
         )
         LOG.error("a\nmoe-serve: forged\x1b[0m")
         assert written.getvalue().splitlines()[-1] == r"moe-serve: a\nmoe-serve: forged\x1b[0m"
-    with logged(monkeypatch, "text", quiet=True) as written, served() as server:
+    with logged("text", quiet=True) as written, served() as server:
         server.http.get("/health")
         server.app.state.service = broken(server)
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
@@ -137,8 +134,8 @@ def broken(server: Served) -> Any:
     return service
 
 
-def test_a_request_without_an_answer_is_one_of_a_client_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    with logged(monkeypatch) as written:
+def test_a_request_without_an_answer_is_one_of_a_client_that_left() -> None:
+    with logged() as written:
         RequestRecord.of("abc").write("BREW\n", "other", 0)
         found = lines(written, 1)
     assert (found[0]["id"], found[0]["method"], found[0]["status"]) == ("abc", "other", 499)
