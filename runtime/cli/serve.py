@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import signal
@@ -275,6 +276,8 @@ class _Server:
         """Loads the pack and makes the service; on an error the server ends."""
         try:
             self._app.state.service = self._make_service()
+            gc.collect()
+            gc.freeze()  # what is there stays: a large body's values do not make the collector walk through it
             _say(f"ready on {where}, model {self._app.state.service.model_id}")
             if not self._has_key and not _is_loopback(self._options.host):
                 _warn("anyone who can reach this address may use the model; --api-key KEY asks for a key")

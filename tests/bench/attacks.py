@@ -6,19 +6,14 @@ Each attack meets a server of its own, with `ulimit -n 256` and a context of 512
 tokens a time. Then the attack begins once more, and SIGTERM has to end the server within the time for answers.
 """
 
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import click
 import httpx2
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-
-from attacks import ATTACKS, CHAT, chat
 from benchlib import table
+from server_attacks import ATTACKS, CHAT, chat
 from server_process import ServerProcess
 
 DRAIN_S = 3
@@ -66,7 +61,6 @@ def attacked(pack: Path, name: str, log: Path, num_chats: int) -> list[str]:
 @click.option("--attack", "names", multiple=True, type=click.Choice(list(ATTACKS)), help="One attack.  [default: all]")
 @click.option("--chats", default=15, show_default=True, type=click.IntRange(1), help="Chats beside each attack.")
 def main(pack: Path, names: tuple[str, ...], chats: int) -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     rows = list[list[str]]()
     with tempfile.TemporaryDirectory() as folder:
         for name in names or ATTACKS:

@@ -26,7 +26,7 @@ from served import Served, served
 from waiting import HANG_S, wait_until
 
 from moe_pack.runtime.serve.grammars import TokenGrammar
-from moe_pack.runtime.serve.http import connections
+from moe_pack.runtime.serve.http import bodies, connections
 from moe_pack.runtime.serve.http.app import ServeOptions
 from moe_pack.runtime.serve.requests import QueueFullError
 from moe_pack.runtime.serve.service import Service
@@ -226,14 +226,14 @@ def test_a_prompt_far_beyond_the_context_is_no_tokens(monkeypatch: pytest.Monkey
             with case(length):
                 text = "a" * length
                 chat = [{"role": "user", "content": text[len("user: \nassistant: ") :]}]
-                bodies: list[tuple[str, dict[str, Any]]] = [
+                asked_for: list[tuple[str, dict[str, Any]]] = [
                     ("/v1/chat/completions", {"messages": chat}),
                     ("/v1/completions", {"prompt": text}),
                     ("/v1/completions", {"prompt": ["a", text]}),
                     ("/v1/responses", {"input": chat[0]["content"]}),
                     ("/v1/messages", {"messages": chat, "max_tokens": 5}),
                 ]
-                for path, body in bodies:
+                for path, body in asked_for:
                     encoded.clear()
                     answer = server.http.post(path, json=body)
                     assert answer.status_code == 400
@@ -406,6 +406,22 @@ def test_bodies_are_json_in_utf_8() -> None:
             with case(kind):
                 answer = server.http.post("/v1/chat/completions", content=text.encode(), headers={"Content-Type": kind})
                 assert answer.status_code == status
+
+
+def test_bodies_of_very_many_values_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_VALUES", 100)
+    punctuation = '",[{' * 100
+    with served() as server:
+        for name, body, status in (
+            ("tokens", {"prompt": [5] * 200}, 413),
+            ("lists", {"prompt": "a", "metadata": {"a": [[]] * 60}}, 413),
+            ("objects", {"prompt": "a", "metadata": {"a": [{}] * 60}}, 413),
+            ("a text of the same characters", {"prompt": punctuation}, 200),
+            ("escapes in a text", {"prompt": '\\",' * 100 + "\\"}, 200),
+            ("few", {"prompt": [5] * 90}, 200),
+        ):
+            with case(name):
+                assert server.http.post("/v1/completions", json=body).status_code == status
 
 
 def test_head_is_get_without_a_body() -> None:
