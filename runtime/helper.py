@@ -30,6 +30,7 @@ MEMORY_BYTES = 2 << 30  # of the process, where the system can limit it
 _MOST_TEXT_BYTES = 64 << 20  # of an answer
 _MEMORY, _QUESTION, _ANSWER = struct.Struct("<Q"), struct.Struct("<dQ"), struct.Struct("<?Q")
 _TEMPLATES_KEPT = 16
+_GRAMMAR_NICENESS = 10
 _GRAMMAR_STACK_BYTES = 256 << 20  # address space
 
 
@@ -226,6 +227,8 @@ def _try_grammar(kind: str, source: str, limits: dict[str, Any]) -> str:
         except BaseException as fault:
             faults.append(str(fault) or type(fault).__name__)
 
+    with suppress(AttributeError, OSError):  # it computes for seconds, and answers come first
+        os.setpriority(os.PRIO_PROCESS, 0, _GRAMMAR_NICENESS)
     threading.stack_size(_GRAMMAR_STACK_BYTES)  # llguidance follows references by recursion
     thread = threading.Thread(target=work)
     thread.start()
