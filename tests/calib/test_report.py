@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import Browser
 from cases import case
 from report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
 
@@ -315,3 +317,22 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
             said = re.fullmatch(r"all three at 2 bits: (\S+) nats", costs[title][0])
             assert said is not None, costs[title]
             assert float(said.group(1)) == pytest.approx(cost, rel=1e-4)  # five digits are shown
+
+
+@needs_browser
+@pytest.mark.slow
+def test_no_table_is_cut_on_a_wide_screen_and_nothing_leaves_a_narrow_one(profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(report_html(profile), "utf-8")
+    unfold = "for (const node of document.querySelectorAll('details')) { node.open = true; }"
+    cut = "[...document.querySelectorAll('.scroll')].filter(node => node.scrollWidth > node.clientWidth + 1)"
+    with Browser(tmp_path / "browser") as browser:
+        for width, is_dark in itertools.product((390, 1280), (False, True)):
+            page = browser.open((tmp_path / "report.html").as_uri(), width=width, is_dark=is_dark)
+            page.run(unfold)
+            page.wait("[...document.querySelectorAll('details')].every(node => node.children.length > 1)")
+            with case(width, is_dark):
+                assert page.run("document.documentElement.scrollWidth") == width
+                if width == 1280:
+                    assert page.run(f"{cut}.map(node => node.textContent.slice(0, 60))") == []
+            page.close()
+        assert browser.said == []

@@ -316,6 +316,20 @@ def test_what_is_kept_is_bounded_and_foreign_entries_do_no_harm(browser: Browser
         assert page.run("localStorage.getItem('other')") == "stays" and not page.text("#unkept")
 
 
+def test_what_another_tab_changes_is_seen(browser: Browser) -> None:
+    with opened(browser, Script()) as page:
+        ask(page, "One")
+        ended(page)
+        page.run(
+            """(() => { const key = 'moe-serve.chat.other', turns = [{ role: 'user', text: 'Elsewhere' }];
+            const tell = newValue => dispatchEvent(new StorageEvent('storage', { key, newValue }));
+            tell(JSON.stringify({ at: 1, turns })); window.tell = tell; })()"""
+        )
+        assert titles(page) == ["One", "Elsewhere"]
+        page.run("tell(null)")
+        assert titles(page) == ["One"] and turns(page) == ["One", "Hello"]
+
+
 def test_a_message_whose_answer_was_lost_can_be_asked_again(browser: Browser) -> None:
     script = Script([("content", f"word{n} ") for n in range(500)], piece_s=0.02)
     with opened(browser, script) as page:
