@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -42,6 +41,7 @@ from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
 
 _LOG = logging.getLogger("moe_pack.serve")
+_UNWRITTEN = "the answer could not be written; the server's log says why"
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
 
 
@@ -104,13 +104,19 @@ class Job:
         first = self._first_token or now
         timings = Timings(started - self._submitted, first - started, now - first if self.completion_tokens else 0.0)
         rest = ""
-        if self._text is not None and reason != "error":
-            rest = self._text.finish()
+        try:
+            if self._text is not None and reason != "error":
+                rest = self._text.finish()
+        except BaseException as fault:  # a tokenizer's panic too
+            _LOG.error("a request failed", exc_info=fault)
+            reason, message = "error", _UNWRITTEN
         stop = None if self._text is None else self._text.stop
         number = len(self.request.prompt_ids)
-        self._on_event(
-            EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
-        )
+        end = EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
+        try:
+            self._on_event(end)
+        except Exception as fault:  # the others go on
+            _LOG.error("the end of a request could not be reported", exc_info=fault)
 
 
 class AnswerText:
@@ -346,24 +352,34 @@ class BatchScheduler:
                 if not idle or not self._waiting:
                     return
                 job = self._waiting.popleft()
-            prompt = list(job.request.prompt_ids)
-            shared = max(slot.sequence.num_common(prompt) for slot in self._slots)
-            slot, kept = self._place(prompt, idle)
+            # The job is in no queue and in no slot now: whatever happens, it gets a slot or its end.
             try:
-                job.start(self._text, kept)
+                slot, kept = self._begin(job, idle)
             except RunError as fault:
                 job.end("error", str(fault))
                 continue
-            if not slot.sequence.cache.is_cut_anywhere:
-                stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
-                job.checkpoints = sorted({place for place in (shared, stable) if kept < place < len(prompt)})
-            self._clock += 1
-            slot.used = self._clock
+            except BaseException as fault:  # a tokenizer's panic too ends one request
+                _LOG.error("a request could not begin", exc_info=fault)
+                job.end("error", "the request could not begin; the server's log says why")
+                continue
             with self._changed:
                 slot.job = job
                 self._num_requests += 1
-                self._prompt_tokens += len(prompt)
+                self._prompt_tokens += len(job.request.prompt_ids)
                 self._cached_tokens += kept
+
+    def _begin(self, job: Job, idle: list[Slot]) -> tuple[Slot, int]:
+        """Begins a request in one of the idle slots; returns the slot, and how many tokens of the prompt it has."""
+        prompt = list(job.request.prompt_ids)
+        shared = max(slot.sequence.num_common(prompt) for slot in self._slots)
+        slot, kept = self._place(prompt, idle)
+        job.start(self._text, kept)
+        if not slot.sequence.cache.is_cut_anywhere:
+            stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
+            job.checkpoints = sorted({place for place in (shared, stable) if kept < place < len(prompt)})
+        self._clock += 1
+        slot.used = self._clock
+        return slot, kept
 
     def _place(self, prompt: list[int], idle: list[Slot]) -> tuple[Slot, int]:
         """Chooses a slot for a prompt and keeps what it can of it; returns both.
@@ -467,7 +483,7 @@ class BatchScheduler:
             return
         except BaseException as fault:  # a tokenizer's or a grammar's panic too ends one request
             _LOG.error("a request failed", exc_info=fault)
-            self._end(slot, "error", "the answer could not be written; the server's log says why")
+            self._end(slot, "error", _UNWRITTEN)
             return
         with self._changed:
             self._generated += 1
@@ -478,18 +494,25 @@ class BatchScheduler:
 
     def _save(self, slot: Slot, kept: int) -> None:
         """Saves a slot's sequence before all but `kept` of its tokens are lost."""
-        if self._sessions is not None and slot.sequence.num_tokens > kept:
+        if self._sessions is None or slot.sequence.num_tokens <= kept:
+            return
+        try:
             self._sessions.save(slot.sequence)
+        except Exception as fault:  # sessions only save time: the requests go on
+            _LOG.error("a session was not saved", exc_info=fault)
 
     def _load(self, slot: Slot, prompt: list[int], kept: int) -> int:
         """Loads a session that has more in common with a prompt than `kept`; returns what it keeps, or 0."""
         if self._sessions is None:
             return 0
-        with suppress(MoePackError):  # a damaged session is computed again
+        try:
             if self._sessions.load(prompt, slot.sequence, kept):
                 number = slot.sequence.num_kept(prompt)
                 slot.sequence.keep_beginning(prompt)
                 return number
+        except Exception as fault:  # the prompt is computed
+            _LOG.error("a session was not loaded", exc_info=fault)
+            slot.sequence.reset()
         return 0
 
     def _save_all(self) -> None:
