@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -24,12 +25,14 @@ from moe_pack.formats.errors import MoePackError
 from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence
+from moe_pack.runtime.model.caches import CachedSequence, Follower
 from moe_pack.runtime.options import check_sampling
+from moe_pack.runtime.sampling import TokenLogprob, logprobs_of_rows
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
     Event,
+    PromptEvent,
     QueueFullError,
     Request,
     RequestError,
@@ -42,7 +45,41 @@ from moe_pack.runtime.text import TextStream
 
 _LOG = logging.getLogger("moe_pack.serve")
 _UNWRITTEN = "the answer could not be written; the server's log says why"
+SCORED_BYTES = 64 << 20  # for logits of a prompt's tokens and two copies in float64, whatever the vocabulary
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
+
+
+class PromptScores:
+    """Follows a prompt while it runs, and takes the log-probabilities of its tokens from the hidden states.
+
+    `found`: of the tokens so far; None for the first, which has none before it.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
+        self.found: list[TokenLogprob | None] = [None]
+        self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
+        self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        self._other: Follower | None = None
+
+    @contextmanager
+    def following(self, sequence: CachedSequence) -> Iterator[None]:
+        """Follows a sequence in a block, and whoever follows it goes on."""
+        self._other, sequence.follower = sequence.follower, self
+        try:
+            yield
+        finally:
+            sequence.follower = self._other
+
+    def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
+        """See `Follower`. The state of a token says what comes after it; the prompt's last has nothing after it."""
+        if self._other is not None:
+            self._other.follow(ids, first, hidden)
+        tokens = self._prompt_ids[first + 1 : first + 1 + len(hidden)]
+        del self.found[first + 1 :]  # of positions that are computed again
+        for start in range(0, len(tokens), self._num_rows):
+            own = tokens[start : start + self._num_rows]
+            logits = self._decoder.logits_of(hidden[start : start + len(own)])
+            self.found += logprobs_of_rows(logits, own, self._top)
 
 
 class Job:
@@ -58,6 +95,7 @@ class Job:
         # Where the prefill pauses for a checkpoint, rising: where the next turn, or another prompt, may go on from.
         self.checkpoints: list[int] = []
         self.next_token: int | None = None  # chosen, and not appended yet
+        self.scores: PromptScores | None = None  # until they are reported
         self._sampler: Sampler | None = None
         self._text: AnswerText | None = None
 
@@ -82,15 +120,23 @@ class Job:
         Args:    is_full: whether the context has no place for the token.
         """
         assert self._sampler is not None and self._text is not None, "it was started"
-        request, token = self.request, self._sampler.choose(logits)
+        request = self.request
+        if self.scores is not None:
+            self._on_event(PromptEvent(tuple(self.scores.found)))
+            self.scores = None
+        if not request.max_tokens:
+            return "length"
+        token = self._sampler.choose(logits)
         if self.completion_tokens == 0:
             self._first_token = time.perf_counter()
         self.completion_tokens += 1
-        if token in request.end_ids:
-            return "stop"
         logprob = None
         if request.top_logprobs is not None:
             logprob = self._sampler.logprobs(logits, token, request.top_logprobs)
+        if token in request.end_ids:
+            if logprob is not None and request.prompt_logprobs is not None:
+                self._on_event(TokenEvent(token, "", logprob))
+            return "stop"
         self._on_event(TokenEvent(token, self._text.push(token), logprob))
         self.next_token = token
         if self._text.stop is not None:
@@ -370,13 +416,21 @@ class BatchScheduler:
 
     def _begin(self, job: Job, idle: list[Slot]) -> tuple[Slot, int]:
         """Begins a request in one of the idle slots; returns the slot, and how many tokens of the prompt it has."""
-        prompt = list(job.request.prompt_ids)
-        shared = max(slot.sequence.num_common(prompt) for slot in self._slots)
-        slot, kept = self._place(prompt, idle)
+        prompt, top = list(job.request.prompt_ids), job.request.prompt_logprobs
+        stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
+        pauses = [stable]
+        if top is None:
+            pauses.append(max(slot.sequence.num_common(prompt) for slot in self._slots))
+            slot, kept = self._place(prompt, idle)
+        else:
+            # What was computed before has no logits any more; and nothing that others left changes the passes.
+            slot, kept = min(idle, key=lambda slot: (slot.sequence.num_tokens > 0, slot.used)), 0
+            self._save(slot, 0)
+            slot.sequence.reset()
+            job.scores = PromptScores(self._decoder, prompt, top)
         job.start(self._text, kept)
         if not slot.sequence.cache.is_cut_anywhere:
-            stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
-            job.checkpoints = sorted({place for place in (shared, stable) if kept < place < len(prompt)})
+            job.checkpoints = sorted({place for place in pauses if kept < place < len(prompt)})
         self._clock += 1
         slot.used = self._clock
         return slot, kept
@@ -416,7 +470,8 @@ class BatchScheduler:
         if job.checkpoints:
             number = min(number, job.checkpoints[0] - place)
         try:
-            logits = self._decoder.extend(sequence, job.left[:number])
+            with nullcontext() if job.scores is None else job.scores.following(sequence):
+                logits = self._decoder.extend(sequence, job.left[:number])
         except MoePackError as fault:
             self._end(slot, "error", str(fault))
             return
@@ -476,6 +531,7 @@ class BatchScheduler:
         """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over."""
         job = slot.job
         assert job is not None, "a slot at work"
+        before = job.completion_tokens
         try:
             reason = job.take(logits, num_tokens >= self.context_tokens)
         except RunError as fault:
@@ -486,7 +542,7 @@ class BatchScheduler:
             self._end(slot, "error", _UNWRITTEN)
             return
         with self._changed:
-            self._generated += 1
+            self._generated += job.completion_tokens - before
         if reason is not None:
             self._end(slot, reason)
 

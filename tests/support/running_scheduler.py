@@ -16,7 +16,8 @@ from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.options import ReadOption
-from moe_pack.runtime.serve.requests import EndEvent, Event, Request, TokenEvent
+from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.serve.requests import EndEvent, Event, PromptEvent, PromptLogprobs, Request, TokenEvent
 from moe_pack.runtime.serve.scheduler import BatchScheduler, Job
 from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 
@@ -34,6 +35,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     end: EndEvent | None = None
+    prompt: PromptLogprobs | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take_in_steps(self, event: Event) -> None:
         """Takes an event, and stops the scheduler until one of `steps` is released."""
@@ -43,9 +46,14 @@ class Answer:
     def wait(self) -> "Answer":
         while self.end is None:
             event = self.events.get(timeout=HANG_S)
+            if isinstance(event, PromptEvent):
+                assert self.prompt is None and not self.tokens, "once, before the first token"
+                self.prompt = event.logprobs
+                continue
             self.text += event.text
             if isinstance(event, TokenEvent):
                 self.tokens.append(event.token)
+                self.logprobs += [] if event.logprob is None else [event.logprob]
             else:
                 self.end = event
         return self

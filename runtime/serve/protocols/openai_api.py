@@ -51,13 +51,19 @@ from moe_pack.runtime.serve.protocols.constraints import (
 )
 from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Token, TokenCount, plain_json
 from moe_pack.runtime.serve.protocols.formed import PlainParser, new_id
-from moe_pack.runtime.serve.requests import Request, RequestError
+from moe_pack.runtime.serve.protocols.logprobs import (
+    chat_logprobs,
+    prompt_offsets,
+    text_logprobs,
+    token_text,
+    vllm_prompt_logprobs,
+)
+from moe_pack.runtime.serve.requests import PromptLogprobs, Request, RequestError
 from moe_pack.runtime.serve.service import Service
 
 MAX_ANSWERS = 8
 MAX_PROMPTS = 32  # and answers to all of them
 MAX_TOP_LOGPROBS = 20
-LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 FINGERPRINT = f"moe-pack-{VERSION}"
 DONE = ServerSentEvent("[DONE]", sep="\n")
 
@@ -176,6 +182,7 @@ class ChatRequest(AnswerFields):
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -198,6 +205,7 @@ class CompletionRequest(AnswerFields):
     max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -246,7 +254,7 @@ class ModelList(BaseModel):
 
 
 class Completion(BaseModel):
-    """Answers with what they took."""
+    """Answers with what they took. `prompt_logprobs`: of the prompt that a chat's choices share."""
 
     id: str
     object: Literal["chat.completion", "text_completion"]
@@ -256,6 +264,7 @@ class Completion(BaseModel):
     choices: list[dict[str, Any]]
     usage: dict[str, Any]
     timings: dict[str, float]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "An error"}}
@@ -316,7 +325,7 @@ async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Respon
     """Answers a conversation."""
     service = service_of(http)
     prepared = await run_in_threadpool(lambda: prepare_chat(service, chat_question(service, body)))
-    writer = ChatWriter(service, body.logprobs is True)
+    writer = ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
@@ -328,7 +337,7 @@ async def create_completion(http: HttpRequest, body: CompletionRequest) -> Respo
     """Continues texts."""
     service = service_of(http)
     prepared, echoes = await run_in_threadpool(lambda: prepare_completion(service, body))
-    writer = TextWriter(service, body.logprobs is not None, echoes)
+    writer = TextWriter(service, body, prepared, echoes)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
@@ -344,6 +353,7 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
     warnings = warnings_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    check_prompt_logprobs(body)
     choice = _tool_choice(body.tool_choice)
     stricts = [tool.function.strict for tool in body.tools or () if tool.function is not None]
     tools, unknown = _offered_tools(body)
@@ -360,7 +370,17 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_answers=body.n or 1,
         warnings=(*warnings, *unknown, *strict_warning(stricts, choice.kind == "required")),
+        prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    """Refuses log-probabilities of a prompt in a stream, in which vLLM's form has no place.
+
+    Raises:  RequestError.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs needs stream: false; remove one of the two", "prompt_logprobs")
 
 
 def _continues(body: ChatRequest) -> bool:
@@ -514,24 +534,26 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
     num_answers = body.n or 1
     if body.best_of is not None and body.best_of != num_answers:
         raise RequestError("best_of is not supported; remove it", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("logprobs of the prompt are not supported; remove echo or logprobs", "logprobs")
+    check_prompt_logprobs(body)
+    is_prompt_alone = body.echo is True and body.max_tokens == 0
+    echoed = body.logprobs if body.echo else None
+    scored = [number for number in (body.prompt_logprobs, echoed) if number is not None]
     prompts = _prompts(service, body.prompt)
     if len(prompts) * num_answers > MAX_PROMPTS:
         raise RequestError(f"n: {len(prompts)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
     sampling, source = body.over(service.default_sampling, service.vocab_size), grammar_source(body)
-    asked = _usual_length(body)
-    found = limits(service, body, asked)
+    found = limits(service, body, None if is_prompt_alone else _usual_length(body))
     requests: list[Request] = []
     echoes: list[str] = []
     for text, ids in prompts:
         request = Request(
             prompt_ids=ids,
             sampling=sampling,
-            max_tokens=service.max_tokens(len(ids), found.max_tokens),
+            max_tokens=service.max_tokens(len(ids), 0 if is_prompt_alone else found.max_tokens),
             end_ids=found.ends(service.end_ids(chat=False)),
             stop=found.stop,
             top_logprobs=body.logprobs,
+            prompt_logprobs=max(scored, default=None),
         )
         requests += several(request, num_answers, service, source, found.rules)
         echoes += [text if body.echo else ""] * num_answers
@@ -569,9 +591,10 @@ class ChatWriter:
     """Writes answers as chat completions."""
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+    begins_with_prompt = False  # whether an answer's first chunk has what is known when its prompt has run
 
-    def __init__(self, service: Service, logprobs: bool) -> None:
-        self.service, self._logprobs = service, logprobs
+    def __init__(self, service: Service, logprobs: bool, prompt_logprobs: int | None = None) -> None:
+        self.service, self._logprobs, self._prompt_logprobs = service, logprobs, prompt_logprobs
         self.frame = {
             "id": new_id("chatcmpl-"),
             "created": int(time.time()),
@@ -598,7 +621,14 @@ class ChatWriter:
             "finish_reason": finish_reason(answer),
         }
 
-    def first(self, index: int) -> dict[str, Any]:
+    def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Returns what a request asks about the prompt, which all answers share."""
+        top, found = self._prompt_logprobs, answers[0].prompt_logprobs
+        if top is None or found is None:
+            return {}
+        return {"prompt_logprobs": vllm_prompt_logprobs(self.service.token_bytes, found, top)}
+
+    def first(self, index: int, answer: Answer) -> dict[str, Any]:
         """Returns the choice of a stream's chunk that begins an answer."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -620,24 +650,7 @@ class ChatWriter:
         return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
 
     def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        entries = [
-            {
-                **self._written_logprob(entry.token, entry.logprob),
-                "top_logprobs": [self._written_logprob(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in logprobs
-        ]
-        return {"content": entries, "refusal": None}
-
-    def _written_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self.service.token_bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(raw),
-        }
+        return chat_logprobs(self.service.token_bytes, logprobs) if self._logprobs else None
 
 
 def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
@@ -648,12 +661,17 @@ def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
 
 
 class TextWriter:
-    """Writes answers as text completions, after what is echoed of the prompt."""
+    """Writes answers as text completions, after what is echoed of the prompt.
+
+    Args:    echoes: the texts before the answers.
+    """
 
     object_name, chunk_name = "text_completion", "text_completion"
 
-    def __init__(self, service: Service, logprobs: bool, echoes: list[str]) -> None:
-        self.service, self._logprobs, self._echoes = service, logprobs, echoes
+    def __init__(self, service: Service, body: CompletionRequest, prepared: Prepared, echoes: list[str]) -> None:
+        self.service, self._requests, self._echoes = service, prepared.requests, echoes
+        self._top, self._prompt_top = body.logprobs, body.prompt_logprobs
+        self.begins_with_prompt = body.echo is True and body.logprobs is not None
         self._offsets = [len(echo) for echo in echoes]
         self.frame = {
             "id": new_id("cmpl-"),
@@ -665,11 +683,19 @@ class TextWriter:
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """Returns a whole answer."""
         text = self._echoes[index] + answer.text("content")
-        return self._choice(index, text, answer.logprobs, finish_reason(answer))
+        choice = self._choice(index, text, answer.logprobs, finish_reason(answer), answer.prompt_logprobs)
+        if self._prompt_top is not None and answer.prompt_logprobs is not None:
+            written = vllm_prompt_logprobs(self.service.token_bytes, answer.prompt_logprobs, self._prompt_top)
+            choice["prompt_logprobs"] = written
+        return choice
 
-    def first(self, index: int) -> dict[str, Any]:
+    def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Returns nothing: prompts differ, and each choice says what is asked about its own."""
+        return {}
+
+    def first(self, index: int, answer: Answer) -> dict[str, Any]:
         """Returns the choice of a stream's chunk that begins an answer."""
-        return self._choice(index, self._echoes[index], [], None)
+        return self._choice(index, self._echoes[index], [], None, answer.prompt_logprobs)
 
     def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         """Returns the choice of a chunk that adds to an answer."""
@@ -679,27 +705,32 @@ class TextWriter:
         """Returns the choice of a chunk that ends an answer."""
         return self._choice(index, "", logprobs, finish_reason(answer))
 
-    def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        written = self._written_logprobs(index, logprobs) if self._logprobs else None
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        reason: str | None,
+        prompt: PromptLogprobs | None = None,
+    ) -> dict[str, Any]:
+        written = None
+        if self._top is not None:
+            echoed = prompt if prompt is not None and self.begins_with_prompt else ()
+            written = self._written_logprobs(index, logprobs, echoed, self._top)
         return {"index": index, "text": text, "logprobs": written, "finish_reason": reason}
 
-    def _written_logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._text(entry.token) for entry in logprobs]
-        offsets = []
-        for token in tokens:
+    def _written_logprobs(
+        self, index: int, logprobs: Sequence[TokenLogprob], echoed: PromptLogprobs, top: int
+    ) -> dict[str, Any]:
+        token_bytes, offsets = self.service.token_bytes, list[int]()
+        tokens = self._requests[index].prompt_ids if echoed else ()
+        if echoed:
+            offsets += prompt_offsets(token_bytes, tokens, self._echoes[index])
+        for entry in logprobs:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
-            "top_logprobs": [
-                {self._text(token): max(logprob, LEAST_LOGPROB) for token, logprob in entry.top} for entry in logprobs
-            ],
-            "text_offset": offsets,
-        }
-
-    def _text(self, token: int) -> str:
-        return self.service.token_bytes(token).decode("utf-8", "replace")
+            self._offsets[index] += len(token_text(token_bytes, entry.token))
+        tokens = (*tokens, *(entry.token for entry in logprobs))
+        return text_logprobs(token_bytes, tokens, (*echoed, *logprobs), offsets, top)
 
 
 def finish_reason(answer: Answer) -> str:
@@ -713,7 +744,7 @@ async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_e
     """Returns the response with whole answers, `answers_each` of which share a prompt."""
     answers = await whole_answers(writer.service, prepared)
     choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
-    head = {"object": writer.object_name, **writer.frame, "choices": choices}
+    head = {"object": writer.object_name, **writer.frame, "choices": choices, **writer.about_prompt(answers)}
     took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
     return JSONResponse({**head, **took, **warned(prepared)})
 
@@ -731,8 +762,9 @@ async def streamed(
     waiting: list[list[TokenLogprob]] = [[] for _ in answers]  # of tokens whose text has not come yet
     each = answers_each or len(answers)
     with writer.service.generate(prepared.requests) as run:
-        for index in range(len(answers)):
-            yield chunk([writer.first(index)])
+        for index, answer in enumerate(answers):
+            if not writer.begins_with_prompt:
+                yield chunk([writer.first(index, answer)])
         async for step in steps(run, prepared):
             index, answer = step.index, answers[step.index]
             if step.logprob is not None:
@@ -741,6 +773,8 @@ async def streamed(
                 if change.text or (change.change == "open" and change.block.kind == "call"):
                     yield chunk([writer.added(index, change, answer, waiting[index])])
                     waiting[index] = []
+            if step.prompt_logprobs is not None and writer.begins_with_prompt:
+                yield chunk([writer.first(index, answer)])
             if step.end is not None:
                 is_last = not with_usage and all(one.end is not None for one in answers)
                 more = {"timings": timings(answers, each), **warned(prepared)} if is_last else {}
