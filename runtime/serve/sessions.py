@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import RangeReader, RunError, load, parse
-from moe_pack.formats.errors import PackError
+from moe_pack.formats import PackError, RangeReader, RunError, load, parse
 from moe_pack.formats.json_files import Positive, check_seal, sealed
 from moe_pack.formats.safetensors import TensorEntry, header_entries, header_length, lay_out
 from moe_pack.runtime.model.caches import CachedSequence, Checkpoint, KvDtype
