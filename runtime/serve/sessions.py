@@ -220,7 +220,8 @@ class SessionStore:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:  # a signal's exception too
-            _delete(temporary)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
         for session in [each for each in self._sessions if np.array_equal(each.ids, ids[: len(each.ids)])]:
             if _delete(session.path):  # this one goes on from it

@@ -1,7 +1,7 @@
 """Log-probabilities of prompts: those of a plain forward pass and of transformers, in the forms of OpenAI and vLLM."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from cases import case
 from families import NUM_POSITIONS, Tiny, oracle, token_ids, write
 from models import PackMaker, pack
-from running_scheduler import WORDS, Answer, NoText, Served, request, served
+from running_scheduler import VOCAB, WORDS, Answer, NoText, Served, request, served
 from scripted_scheduler import Script
 from served import Served as ServedHttp
 from served import served as served_http
@@ -75,17 +75,25 @@ def test_prompts_have_the_log_probabilities_of_a_plain_pass(demo_pack: PackMaker
 
 
 def test_a_few_rows_at_a_time_give_the_same(demo_pack: PackMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for num_bytes in (1, 1 << 20, 64 << 20):
-        monkeypatch.setattr("moe_pack.runtime.serve.scheduler.SCORED_BYTES", num_bytes)
+    for num_rows in (1, 3, 1000):
+        monkeypatch.setattr("moe_pack.runtime.serve.scheduler.SCORED_BYTES", num_rows * 20 * VOCAB)
         with served(demo_pack("none", 4), number=1) as server:
             ids = server.text.encode(WORDS * 3)
             decoder = server.engine.decoder
             assert isinstance(decoder, Decoder)
             logits = decoder.logits(ids)
             decoder.reset()
-            found.append(server.run(replace(request(ids, 1), prompt_logprobs=2)).prompt)
-            check(found[-1], ids, logits, 2)
+            passed: list[int] = []
+
+            def logits_of(
+                hidden: Tensor, passed: list[int] = passed, of: Callable[[Tensor], Tensor] = decoder.logits_of
+            ) -> Tensor:
+                passed.append(len(hidden))
+                return of(hidden)
+
+            monkeypatch.setattr(decoder, "logits_of", logits_of)
+            check(server.run(replace(request(ids, 1), prompt_logprobs=2)).prompt, ids, logits, 2)
+            assert sum(passed) == len(ids) - 1 and max(passed) == min(num_rows, 16), "a pass has 16 tokens"
 
 
 def test_hybrid_models_and_long_contexts_have_those_of_transformers(tmp_path: Path) -> None:
@@ -254,6 +262,7 @@ def test_what_does_not_go_together_is_refused(server: ServedHttp) -> None:
         ("/v1/chat/completions", {**chat, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs"),
         ("/v1/completions", {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": ["a" * 2000] * 13, "prompt_logprobs": 20}, "prompt_logprobs"),  # 546,000 of them
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ("/v1/chat/completions", {**chat, "max_tokens": 0}, "max_tokens"),
     ):

@@ -11,11 +11,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_pack.runtime.sampling import TokenLogprob
-from moe_pack.runtime.serve.requests import PromptLogprobs
+from moe_pack.runtime.serve.requests import PromptLogprobs, Request, RequestError
 
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
+MAX_SCORED = 1 << 19  # log-probabilities of prompts in an answer: 43 MB of JSON, with 260 MiB while it is written
+
 TokenBytes = Callable[[int], bytes]  # the bytes of a token in a text
+
+
+def check_scored(requests: Sequence[Request]) -> None:
+    """Refuses requests that ask for more log-probabilities of prompts than a server should write.
+
+    Raises:  RequestError.
+    """
+    asked = [(len(each.prompt_ids), each.prompt_logprobs) for each in requests]
+    number = sum(tokens * (top + 1) for tokens, top in asked if top is not None)
+    if number > MAX_SCORED:
+        raise RequestError(
+            f"the prompts' tokens and the likeliest ones at their places are {number:,} log-probabilities, at most "
+            f"{MAX_SCORED:,}; ask for fewer likeliest tokens, or for fewer prompts at once",
+            "prompt_logprobs",
+        )
 
 
 def token_text(token_bytes: TokenBytes, token: int) -> str:

@@ -53,6 +53,7 @@ from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Toke
 from moe_pack.runtime.serve.protocols.formed import PlainParser, new_id
 from moe_pack.runtime.serve.protocols.logprobs import (
     chat_logprobs,
+    check_scored,
     prompt_offsets,
     text_logprobs,
     token_text,
@@ -325,6 +326,7 @@ async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Respon
     """Answers a conversation."""
     service = service_of(http)
     prepared = await run_in_threadpool(lambda: prepare_chat(service, chat_question(service, body)))
+    check_scored(prepared.requests)
     writer = ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
@@ -557,6 +559,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
         )
         requests += several(request, num_answers, service, source, found.rules)
         echoes += [text if body.echo else ""] * num_answers
+    check_scored(requests)
     return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
 
 
@@ -743,10 +746,15 @@ def finish_reason(answer: Answer) -> str:
 async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_each: int) -> Response:
     """Returns the response with whole answers, `answers_each` of which share a prompt."""
     answers = await whole_answers(writer.service, prepared)
-    choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
-    head = {"object": writer.object_name, **writer.frame, "choices": choices, **writer.about_prompt(answers)}
-    took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
-    return JSONResponse({**head, **took, **warned(prepared)})
+
+    def response() -> Response:
+        choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
+        head = {"object": writer.object_name, **writer.frame, "choices": choices, **writer.about_prompt(answers)}
+        took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
+        return JSONResponse({**head, **took, **warned(prepared)})
+
+    # The log-probabilities of long prompts take seconds to write, in which others are served.
+    return response() if answers[0].prompt_logprobs is None else await run_in_threadpool(response)
 
 
 async def streamed(
@@ -758,13 +766,16 @@ async def streamed(
         nothing = {"usage": None} if with_usage else {}
         return event_of({"object": writer.chunk_name, **writer.frame, "choices": choices, **nothing, **more})
 
+    def first(index: int, answer: Answer) -> ServerSentEvent:
+        return chunk([writer.first(index, answer)])
+
     answers = [Answer() for _ in prepared.requests]
     waiting: list[list[TokenLogprob]] = [[] for _ in answers]  # of tokens whose text has not come yet
     each = answers_each or len(answers)
     with writer.service.generate(prepared.requests) as run:
         for index, answer in enumerate(answers):
             if not writer.begins_with_prompt:
-                yield chunk([writer.first(index, answer)])
+                yield first(index, answer)
         async for step in steps(run, prepared):
             index, answer = step.index, answers[step.index]
             if step.logprob is not None:
@@ -774,7 +785,7 @@ async def streamed(
                     yield chunk([writer.added(index, change, answer, waiting[index])])
                     waiting[index] = []
             if step.prompt_logprobs is not None and writer.begins_with_prompt:
-                yield chunk([writer.first(index, answer)])
+                yield await run_in_threadpool(first, index, answer)  # it may take long to write, as in `written`
             if step.end is not None:
                 is_last = not with_usage and all(one.end is not None for one in answers)
                 more = {"timings": timings(answers, each), **warned(prepared)} if is_last else {}
