@@ -25,7 +25,7 @@ from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import Sampler, logprobs_of_rows
-from moe_pack.runtime.serve.protocols.logprobs import prompt_offsets
+from moe_pack.runtime.serve.protocols.completions import prompt_offsets
 from moe_pack.runtime.serve.requests import PromptEvent, PromptLogprobs
 from moe_pack.runtime.serve.scheduler import BatchScheduler
 

@@ -7,7 +7,6 @@ sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and 
 """
 
 import json
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,13 +19,10 @@ from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
-from moe_pack.formats.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
-    Block,
-    BlockEvent,
     ChatQuestion,
     OfferedTool,
     Prepared,
@@ -42,6 +38,7 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
+from moe_pack.runtime.serve.protocols.completions import ChatWriter, TextWriter, check_scored
 from moe_pack.runtime.serve.protocols.constraints import (
     AnswerFields,
     grammar_source,
@@ -50,22 +47,13 @@ from moe_pack.runtime.serve.protocols.constraints import (
     warnings_of,
 )
 from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Token, TokenCount, plain_json
-from moe_pack.runtime.serve.protocols.formed import PlainParser, new_id
-from moe_pack.runtime.serve.protocols.logprobs import (
-    chat_logprobs,
-    check_scored,
-    prompt_offsets,
-    text_logprobs,
-    token_text,
-    vllm_prompt_logprobs,
-)
-from moe_pack.runtime.serve.requests import PromptLogprobs, Request, RequestError
+from moe_pack.runtime.serve.protocols.formed import PlainParser
+from moe_pack.runtime.serve.requests import Request, RequestError
 from moe_pack.runtime.serve.service import Service
 
 MAX_ANSWERS = 8
 MAX_PROMPTS = 32  # and answers to all of them
 MAX_TOP_LOGPROBS = 20
-FINGERPRINT = f"moe-pack-{VERSION}"
 DONE = ServerSentEvent("[DONE]", sep="\n")
 
 router = APIRouter()
@@ -339,7 +327,7 @@ async def create_completion(http: HttpRequest, body: CompletionRequest) -> Respo
     """Continues texts."""
     service = service_of(http)
     prepared, echoes = await run_in_threadpool(lambda: prepare_completion(service, body))
-    writer = TextWriter(service, body, prepared, echoes)
+    writer = TextWriter(service, prepared.requests, echoes, body.logprobs, body.echo is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
@@ -588,159 +576,6 @@ def _prompts(
             raise RequestError(f"prompt: has token {max(ids)}, and the model has {service.vocab_size} tokens", "prompt")
         made.append((b"".join(map(service.token_bytes, ids)).decode("utf-8", "replace"), ids))
     return made
-
-
-class ChatWriter:
-    """Writes answers as chat completions."""
-
-    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
-    begins_with_prompt = False  # whether an answer's first chunk has what is known when its prompt has run
-
-    def __init__(self, service: Service, logprobs: bool, prompt_logprobs: int | None = None) -> None:
-        self.service, self._logprobs, self._prompt_logprobs = service, logprobs, prompt_logprobs
-        self.frame = {
-            "id": new_id("chatcmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns a whole answer."""
-        content, reasoning = answer.text("content"), answer.text("reasoning")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if answer.calls:
-            message["content"] = content or None
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-                for call in answer.calls
-            ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._written_logprobs(answer.logprobs),
-            "finish_reason": finish_reason(answer),
-        }
-
-    def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns what a request asks about the prompt, which all answers share."""
-        top, found = self._prompt_logprobs, answers[0].prompt_logprobs
-        if top is None or found is None:
-            return {}
-        return {"prompt_logprobs": vllm_prompt_logprobs(self.service.token_bytes, found, top)}
-
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        block = change.block
-        delta: dict[str, Any] = {"content": change.text}
-        if block.kind == "reasoning":
-            delta = {"reasoning_content": change.text}
-        elif block.kind == "call":
-            delta = {"tool_calls": [_call_delta(answer.calls.index(block), change, block)]}
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": None}
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
-
-    def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        return chat_logprobs(self.service.token_bytes, logprobs) if self._logprobs else None
-
-
-def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
-    if change.change == "open":
-        function = {"name": block.name, "arguments": ""}
-        return {"index": index, "id": block.call_id, "type": "function", "function": function}
-    return {"index": index, "function": {"arguments": change.text}}
-
-
-class TextWriter:
-    """Writes answers as text completions, after what is echoed of the prompt.
-
-    Args:    echoes: the texts before the answers.
-    """
-
-    object_name, chunk_name = "text_completion", "text_completion"
-
-    def __init__(self, service: Service, body: CompletionRequest, prepared: Prepared, echoes: list[str]) -> None:
-        self.service, self._requests, self._echoes = service, prepared.requests, echoes
-        self._top, self._prompt_top = body.logprobs, body.prompt_logprobs
-        self.begins_with_prompt = body.echo is True and body.logprobs is not None
-        self._offsets = [len(echo) for echo in echoes]
-        self.frame = {
-            "id": new_id("cmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns a whole answer."""
-        text = self._echoes[index] + answer.text("content")
-        choice = self._choice(index, text, answer.logprobs, finish_reason(answer), answer.prompt_logprobs)
-        if self._prompt_top is not None and answer.prompt_logprobs is not None:
-            written = vllm_prompt_logprobs(self.service.token_bytes, answer.prompt_logprobs, self._prompt_top)
-            choice["prompt_logprobs"] = written
-        return choice
-
-    def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns nothing: prompts differ, and each choice says what is asked about its own."""
-        return {}
-
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        return self._choice(index, self._echoes[index], [], None, answer.prompt_logprobs)
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        return self._choice(index, change.text, logprobs, None)
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        return self._choice(index, "", logprobs, finish_reason(answer))
-
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        reason: str | None,
-        prompt: PromptLogprobs | None = None,
-    ) -> dict[str, Any]:
-        written = None
-        if self._top is not None:
-            echoed = prompt if prompt is not None and self.begins_with_prompt else ()
-            written = self._written_logprobs(index, logprobs, echoed, self._top)
-        return {"index": index, "text": text, "logprobs": written, "finish_reason": reason}
-
-    def _written_logprobs(
-        self, index: int, logprobs: Sequence[TokenLogprob], echoed: PromptLogprobs, top: int
-    ) -> dict[str, Any]:
-        token_bytes, offsets = self.service.token_bytes, list[int]()
-        tokens = self._requests[index].prompt_ids if echoed else ()
-        if echoed:
-            offsets += prompt_offsets(token_bytes, tokens, self._echoes[index])
-        for entry in logprobs:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token_text(token_bytes, entry.token))
-        tokens = (*tokens, *(entry.token for entry in logprobs))
-        return text_logprobs(token_bytes, tokens, (*echoed, *logprobs), offsets, top)
-
-
-def finish_reason(answer: Answer) -> str:
-    """Returns why an answer ended, in OpenAI's words."""
-    if answer.ended.reason == "length":
-        return "length"
-    return "tool_calls" if answer.calls else "stop"
 
 
 async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_each: int) -> Response:
