@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         synthetic_layout,
     )
     from moe_pack.convert.verify import (
-        bits_per_weight,
         compare_logits,
         compare_weights,
         describe,
@@ -43,7 +42,6 @@ __all__ = [
     "AutoPacker",
     "ConversionResult",
     "SyntheticTraits",
-    "bits_per_weight",
     "check_calibration",
     "compare_logits",
     "compare_weights",

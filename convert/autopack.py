@@ -18,8 +18,6 @@ from math import isnan, log1p
 from pathlib import Path
 
 from moe_pack.calib.evaluate import (
-    QUALITY_FILE,
-    Quality,
     Reference,
     ThresholdRule,
     evaluate,
@@ -52,6 +50,7 @@ from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations
 from moe_pack.runtime.numerics import NUMERICS_FILE
+from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality
 
 MAX_ATTEMPTS = 10
 _AIM = 0.95  # share of the allowed loss that the next plan aims at
@@ -397,7 +396,7 @@ class AutoPacker:
                 self._on_step("thresholds")
                 measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
         with Pack(folder) as pack:
-            quality = read_sidecar(folder, QUALITY_FILE, Quality, pack.manifest.root)
+            quality = read_quality(pack)
             if quality is not None and quality.text_sha256 == self._tokens.sha256:
                 return quality
             self._on_step("evaluate")

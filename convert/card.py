@@ -8,11 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality
-from moe_pack.convert.verify import bits_per_weight
 from moe_pack.formats import Pack, size_text
 from moe_pack.formats.hub import HubName
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.runtime.quality import Estimate, Quality, bits_per_weight, read_quality
 
 CARD_FILE = "README.md"
 _TAGS = ("moe-pack", "mixture-of-experts")
@@ -74,7 +72,7 @@ def _section(pack: Pack, name: HubName, facts: CardFacts) -> str:
         ("bits of an expert weight", f"{bits_per_weight(pack):.2f}"),
         ("selector, quantizer", f"{manifest.selector}, {manifest.quantizer}"),
         *([] if facts.budget is None else [("budget", facts.budget)]),
-        *_quality_rows(read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root)),
+        *_quality_rows(read_quality(pack)),
         ("root digest", f"`{manifest.root}`"),
     ]
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)])

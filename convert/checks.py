@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.calib.evaluate import Estimate, Quality, check_source
+from moe_pack.calib.evaluate import check_source
 from moe_pack.convert.account import totals
 from moe_pack.convert.options import CheckLimits
 from moe_pack.convert.verify import same_tensors
@@ -31,6 +31,7 @@ from moe_pack.formats.pack import audit
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime.offload import divide_budget, expert_pages, routing_bytes
 from moe_pack.runtime.offload.budget import ONLY_BUDGET
+from moe_pack.runtime.quality import Estimate, Quality
 
 _DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions
 _NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 does not allow

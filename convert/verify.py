@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.rounding import heavy_losses, read_rounding
 from moe_pack.formats import (
@@ -33,7 +32,6 @@ from moe_pack.formats.layout import UNUSED_FILE, DenseLayout, ngrams_file
 from moe_pack.formats.manifest import SOURCE_FILE, RotationVectors, read_account
 from moe_pack.formats.plan import format_text
 from moe_pack.formats.safetensors import DTYPE_BYTES
-from moe_pack.formats.sidecar import read_sidecar
 from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, state_values
 from moe_pack.runtime.model import (
     TORCH,
@@ -48,6 +46,7 @@ from moe_pack.runtime.model import (
     read_vector,
 )
 from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
+from moe_pack.runtime.quality import read_quality
 
 # Least cosine between stored weights and the source's. With 2 bits and more it is at least 0.8. One-bit hqq over long
 # rows keeps little (0.07 at 4,096 weights a row); but an unrelated matrix of n weights stays within 6 / sqrt(n).
@@ -335,7 +334,7 @@ def left_out(pack: Pack) -> list[LeftOutPart]:
 def describe(pack: Pack) -> dict[str, Any]:
     """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
-    quality, rounding = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root), read_rounding(pack)
+    quality, rounding = read_quality(pack), read_rounding(pack)
     return {
         "format": manifest.format,
         "version": manifest.version,
@@ -385,14 +384,6 @@ def format_runs(pack: Pack) -> list[FormatRun]:
         else:
             runs += row
     return runs
-
-
-def bits_per_weight(pack: Pack) -> float:
-    """Returns the bits of selectors, records and extra values for each of the experts' weights."""
-    spec, totals = pack.spec, pack.manifest.totals
-    num_experts = len(spec.moe_layers) * spec.router.num_experts
-    num_weights = num_experts * spec.expert.source_size * spec.hidden_size * len(spec.expert.matrices)
-    return 8 * (totals.selectors + totals.records + totals.extra) / num_weights
 
 
 def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> list[FormatRun]:

@@ -100,8 +100,9 @@ class _GpuRun:
 class Engine:
     """A pack that is ready to run. It owns everything except the pack: `close` it, or use it in a `with`.
 
-    `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how a budget of host memory is divided,
-    `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk within one.
+    `pack`: what it runs.   `decoder` runs it, with a context of `context_tokens`.   `plan`: how a budget of host memory
+    is divided, `choices`: policy, cache and reads, `offloaded`: the weights; None unless experts are read from the disk
+    within one.
     `numerics`: the mode in which inputs are rounded; `numerics_loss`: what was measured of all modes, None if nothing.
     `misses`: who has what is not in GPU memory.   `gpu_memory`, `gpu_use`, `gpu_preset`: a GPU's memory, its use and
     its policies; None on the CPU.
@@ -145,7 +146,7 @@ class Engine:
         self._layer: PredictionLayer | None = None
         self.weights: PackWeights
         self.decoder: Decoder | EncoderDecoder
-        self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
+        self.pack, self._progress, self._context_tokens = pack, progress, context_tokens
         kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
         self._sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
         self._option_names = option_names
@@ -221,7 +222,7 @@ class Engine:
 
     def _choose_numerics(self, kernels: Kernels) -> None:
         """Chooses the numeric mode of `--numerics`, and tells the kernels."""
-        self.numerics_loss = read_numerics(self._pack)
+        self.numerics_loss = read_numerics(self.pack)
         mode = chosen_mode(self.options.numerics, self.numerics_loss)
         if kernels.take_digits(DIGITS[mode]) == DIGITS[mode]:
             self.numerics = mode
@@ -238,7 +239,7 @@ class Engine:
     # ---- the engines on the CPU -------------------------------------------------------------------------------------
 
     def _build_for_cpu(self) -> None:
-        self.options.check_cpu(self._pack.spec)
+        self.options.check_cpu(self.pack.spec)
         budget_bytes = self._cpu_budget()
         if budget_bytes is None:
             self._build_mapped()
@@ -254,7 +255,7 @@ class Engine:
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
-        needs = (self._pack.layout, self._context_tokens, routing_bytes(self._pack.folder), self._sequences)
+        needs = (self.pack.layout, self._context_tokens, routing_bytes(self.pack.folder), self._sequences)
         needed = whole_bytes(*needs)
         free = available_bytes()
         most = None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
@@ -264,7 +265,7 @@ class Engine:
         return needed if asks_for_offload else None
 
     def _build_mapped(self) -> None:
-        self.weights = self._stack.enter_context(closing(open_weights(self._pack, self.device, self.operations)))
+        self.weights = self._stack.enter_context(closing(open_weights(self.pack, self.device, self.operations)))
         self.decoder = self._cpu_decoder(PREFILL_TOKENS)
 
     def _build_offloaded(self, budget_bytes: int) -> None:
@@ -276,7 +277,7 @@ class Engine:
         self, budget_bytes: int, operations: Operations, approximations: Approximations
     ) -> OffloadedWeights:
         """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
-        pack, options = self._pack, self.options
+        pack, options = self.pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
         sequences, names = self._sequences, self._option_names
@@ -324,7 +325,7 @@ class Engine:
     def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
         """Returns the decoder of the model, whose passes have at most `most_tokens`."""
         chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
-        if self._pack.spec.encoder is not None:
+        if self.pack.spec.encoder is not None:
             return EncoderDecoder(self.weights, self._context_tokens, self.device, chunk_tokens)
         number, checkpoints = self._sequences.number, self._sequences.checkpoints
         return Decoder(
@@ -343,7 +344,7 @@ class Engine:
         """Finds the prediction layer that drafts, if it does, and counts its memory; or says why nothing drafts."""
         self.why_no_drafts = None if self.options.draft == "off" else self._why_no_drafts()
         if self.options.draft == "mtp" and self.why_no_drafts is None:
-            self._layer = PredictionLayer.find(self._pack)
+            self._layer = PredictionLayer.find(self.pack)
             if self._layer is None:
                 self.why_no_drafts = "the pack has no prediction layer that runs; --draft ngram needs none"
             else:
@@ -351,6 +352,11 @@ class Engine:
                 self._sequences = replace(self._sequences, draft_bytes=num_bytes)
         if self.why_no_drafts is not None and self.options.draft != "auto":
             self._fall_back(f"nothing is drafted: {self.why_no_drafts}")
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        """How keys and values are stored."""
+        return self._sequences.kv_dtype if self.options.device == "cpu" else _gpu_cache_dtype(self.options)
 
     @property
     def prediction_bytes(self) -> int:
@@ -362,7 +368,7 @@ class Engine:
         options, approximations = self.options, self.options.approximations
         if options.device == "cuda":
             return "with a GPU each token runs alone"
-        if self._pack.spec.encoder is not None:
+        if self.pack.spec.encoder is not None:
             return "the model has an encoder"
         if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:
             return "an option that CHANGES THE ANSWER makes it depend on which tokens run together"
@@ -391,11 +397,11 @@ class Engine:
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
-        self.options.check_gpu(self._pack.spec)
+        self.options.check_gpu(self.pack.spec)
         run = self._open_gpu()
-        needed = host_bytes(self._pack)
+        needed = host_bytes(self.pack)
         if self.host is None and needed <= run.ram_bytes:
-            arena = HostArena(self._pack, self.device, self._progress, verify=self.options.verify == "lazy")
+            arena = HostArena(self.pack, self.device, self._progress, verify=self.options.verify == "lazy")
             self.host = self._stack.enter_context(arena)
         if self.host is not None and not self.host.is_locked:
             locked = size_text(self.host.locked_bytes)
@@ -429,7 +435,7 @@ class Engine:
         from moe_pack.runtime.gpu.gpu_engine import GpuEngine
         from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
-        pack, device, request = self._pack, self.device, run.request
+        pack, device, request = self.pack, self.device, run.request
         inputs = self._gpu_inputs(run.ram_bytes, request.budget_bytes or run.memory.free_bytes())
         if inputs.misses == "split":
             self.misses = "auto" if inputs.pulled_share else "cpu"
@@ -451,7 +457,7 @@ class Engine:
         from moe_pack.runtime.gpu.cpu_share import Rates, Split, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
 
-        pack, options, host = self._pack, self.options, self.host
+        pack, options, host = self.pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
         # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
         preset = PRESETS["lru" if options.policy == "auto" else options.policy]
@@ -498,7 +504,7 @@ class Engine:
         """Returns what is predicted on the GPU; None if nothing is."""
         from moe_pack.runtime.gpu.prefetch import PredictionPlan
 
-        spec, trusts = self._pack.spec, self.options.approximations.runs_predicted
+        spec, trusts = self.pack.spec, self.options.approximations.runs_predicted
         number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
         if trusts and number < spec.router.num_experts_per_tok:
             self._fall_back(TOO_FEW_TO_TRUST)

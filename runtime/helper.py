@@ -1,6 +1,6 @@
-"""A helper process that runs what a stranger wrote: chat templates, and the first try of a tokenizer.
+"""A helper process that runs what a stranger wrote: chat templates, the first try of a tokenizer or of a grammar.
 
-Both can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The process has a limit for each. Its end ends
+They can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The process has a limit for each. Its end ends
 nothing else, and the next question starts another one. `Helper` is the side of the program. Started as a script, this
 file is the process itself. It imports nothing of ours and so starts in a fraction of a second.
 
@@ -30,6 +30,7 @@ MEMORY_BYTES = 2 << 30  # of the process, where the system can limit it
 _MOST_TEXT_BYTES = 64 << 20  # of an answer
 _MEMORY, _QUESTION, _ANSWER = struct.Struct("<Q"), struct.Struct("<dQ"), struct.Struct("<?Q")
 _TEMPLATES_KEPT = 16
+_GRAMMAR_STACK_BYTES = 256 << 20  # address space
 
 
 class HelperError(Exception):
@@ -72,6 +73,15 @@ class Helper:
         Raises:  HelperError if the tokenizers library fails or takes too much.
         """
         self._ask("try_tokenizer", TOKENIZER_SECONDS, tokenizer=tokenizer, texts=texts)
+
+    def try_grammar(self, kind: str, source: str, limits: Mapping[str, object]) -> str:
+        """Compiles a grammar for tokens that are single bytes, up to its first token; returns it for llguidance.
+
+        Args:    kind: `regex`, `lark` or `gbnf`, or `grammar` for one that llguidance's converters wrote.   limits: of
+                 llguidance's parser.
+        Raises:  HelperError if the grammar has an error or takes too much.
+        """
+        return self._ask("try_grammar", self._seconds, kind=kind, source=source, limits=limits)
 
     def close(self) -> None:
         """Ends the process; the next question starts another one."""
@@ -195,7 +205,42 @@ def _try_tokenizer(tokenizer: str, texts: list[str]) -> str:
     return ""
 
 
-_ACTIONS: dict[str, Callable[..., str]] = {"render": _render, "compile": _compile, "try_tokenizer": _try_tokenizer}
+def _try_grammar(kind: str, source: str, limits: dict[str, Any]) -> str:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    found: list[str] = []
+    faults: list[str] = []
+
+    def work() -> None:
+        try:
+            grammar = source
+            if kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(source)
+            elif kind != "grammar":
+                grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(source) if kind == "gbnf" else source)
+            matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some grammars fail, or take long, at their first token
+            (faults if matcher.is_error() else found).append(matcher.get_error() or grammar)
+        except BaseException as fault:
+            faults.append(str(fault) or type(fault).__name__)
+
+    threading.stack_size(_GRAMMAR_STACK_BYTES)  # llguidance follows references by recursion
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if faults:
+        raise ValueError(faults[0])
+    return found[0]
+
+
+_ACTIONS: dict[str, Callable[..., str]] = {
+    "render": _render,
+    "compile": _compile,
+    "try_tokenizer": _try_tokenizer,
+    "try_grammar": _try_grammar,
+}
 
 
 @lru_cache(_TEMPLATES_KEPT)

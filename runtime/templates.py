@@ -258,7 +258,13 @@ def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool =
         return ChatPrompt(text, ids)
     with suppress(RunError):  # the next turn will not have what begins this answer
         before = render(False)
-        kept = encoded(before) if text.startswith(before) else ()
+        if not text.startswith(before):
+            return ChatPrompt(text, ids)
+        # The beginning of an answer is short, and mostly begins with a special token, before which a text can be cut.
+        begun = encoded(text[len(before) :])
+        if begun and ids[-len(begun) :] == begun:
+            return ChatPrompt(text, ids, len(ids) - len(begun))
+        kept = encoded(before)
         if kept and ids[: len(kept)] == kept:
             return ChatPrompt(text, ids, len(kept))
     return ChatPrompt(text, ids)

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # How long the library may take for a text: far more than any tokenizer that is published.
 _LEAST_S, _S_PER_CHARACTER = 60.0, 1e-4
+_SHRINKS = 4  # NFKC makes one byte of up to 4, and composes up to 9 to 3
 _BYTE = re.compile(r"<0x..>")
 _KEPT_TOKENS = 8  # before an answer's next piece; what a decoder does to a token depends on its neighbors
 # Files of which transformers makes a tokenizer.json.
@@ -48,8 +49,10 @@ class Text:
     """A tokenizer, with the tokens that end a text (`end_ids`), and the chat template, None if there is none.
 
     `answer_end_ids`: the tokens that end an answer in a chat: also the tokenizer's own end of sequence, because
-    models trained further to chat often name their end of turn there alone.   `rowless`: tokens that the files name,
-    and for which the model has no row: they are no tokens here. The caller may close `files` afterwards.
+    models trained further to chat often name their end of turn there alone.   `most_bytes_per_token`: a text with so
+    many bytes for each of some tokens has more tokens than these.   `rowless`: tokens that the files name, and for
+    which the model has no row: they are no tokens here.   `named_tokens`: texts of tokens by their parts, as
+    `bos_token`. The caller may close `files` afterwards.
 
     Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
@@ -69,6 +72,7 @@ class Text:
         generation = ("generation_config.json", read("generation_config.json"))
         configs = (generation, ("config.json", config), ("config.json", text_config(config)))
         self.end_ids = frozenset(end_tokens(configs, self._tokenizer, error))
+        self.named_tokens = special.named
         end = self._token(special.named.get("eos_token"))
         self.answer_end_ids = self.end_ids | (frozenset() if end is None else frozenset([end]))
         self.chat_template = ChatTemplate.of(files)
@@ -76,6 +80,9 @@ class Text:
         # LlamaTokenizerFast; llama.cpp's converter reads the same key. transformers 5 does not.
         begins = read(CONFIG_FILE).get("add_bos_token") is True
         self._beginning = self._token(special.named.get("bos_token")) if begins else None
+        # The name of a token has at least the bytes of its text, also where its characters stand for bytes.
+        longest = max((len(name.encode()) for name in self._tokenizer.get_vocab()), default=1)
+        self.most_bytes_per_token = longest * (1 if self._tokenizer.normalizer is None else _SHRINKS)
         self._special_ids = frozenset(
             number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.system.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.calib.evaluate.evaluation import QUALITY_FILE, Quality, SourceQuality, check_source, evaluate
+    from moe_pack.calib.evaluate.evaluation import check_source, evaluate
     from moe_pack.calib.evaluate.model_pass import RealizedSparsity
-    from moe_pack.calib.evaluate.prices import NUM_CALIBRATION_TOKENS, Prices, measure_numerics, measure_prices
-    from moe_pack.calib.evaluate.reference import REFERENCE_FILE, Estimate, Reference, make_reference, read_reference
+    from moe_pack.calib.evaluate.prices import NUM_CALIBRATION_TOKENS, measure_numerics, measure_prices
+    from moe_pack.calib.evaluate.reference import REFERENCE_FILE, Reference, make_reference, read_reference
     from moe_pack.calib.evaluate.tasks import TaskScore, TaskTokens, check_continues, read_tasks, task_score
     from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, ThresholdRule, measure_thresholds
 else:
@@ -16,15 +16,10 @@ else:
 
 __all__ = [
     "NUM_CALIBRATION_TOKENS",
-    "QUALITY_FILE",
     "REFERENCE_FILE",
-    "Estimate",
     "MeasuredThresholds",
-    "Prices",
-    "Quality",
     "RealizedSparsity",
     "Reference",
-    "SourceQuality",
     "TaskScore",
     "TaskTokens",
     "ThresholdRule",

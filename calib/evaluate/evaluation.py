@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.prices import Prices
 from moe_pack.calib.evaluate.reference import (
-    Estimate,
     Reference,
     block_sums,
     check_reference,
@@ -44,57 +42,12 @@ from moe_pack.calib.forward import (
 )
 from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.json_files import Amount, Count, Positive, Share
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
+from moe_pack.runtime.quality import Quality, SourceQuality
 
-QUALITY_FILE = "quality.json"
 _WORK_FOLDER = "quality.work"
 
 Sums = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceQuality:
-    """A pack compared with its source; KL divergences in nats a token.
-
-    `source`: the checkpoint's digest.   `is_exact`: whether `kl` is over the whole vocabulary; otherwise its tail is
-    estimated from tokens drawn from the tail.   `kl_bound`: a lower bound, over the `num_outcomes` likeliest tokens and
-    the tail as one more outcome.   `noise_floor`: KL between two runs of the source that differ only by rounding;
-    smaller figures mean nothing.   `perplexity_increase`: relative, 0.01 for 1%.   `agreement`: the share of tokens
-    with the same likeliest next token.   `source_tail`, `pack_tail`: mean probability outside those outcomes.
-    """
-
-    source: str
-    is_exact: bool
-    num_outcomes: Count
-    kl: Estimate
-    kl_bound: Estimate
-    noise_floor: Amount
-    source_perplexity: Estimate
-    perplexity_increase: Estimate
-    agreement: Estimate
-    source_tail: Amount
-    pack_tail: Amount
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """The sidecar `quality.json`: the quality of a pack on a text; half-widths are of 95% intervals.
-
-    `num_tokens`: predicted tokens.   `sparsity`: the share of neurons that did not run; None if no token reached an
-    expert.   `prices`: of more sparsity and of substitution; `evaluate` does not measure them.
-    """
-
-    text: str
-    text_sha256: str
-    num_sequences: Positive
-    sequence_length: Positive
-    num_tokens: Positive
-    content_bytes: Positive
-    sparsity: Share | None
-    perplexity: Estimate
-    against: SourceQuality | None
-    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

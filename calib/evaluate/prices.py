@@ -16,7 +16,7 @@ Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, e
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import Estimate, block_sums, exponential, mean, next_log_probs, whole_divergence
+from moe_pack.calib.evaluate.reference import block_sums, exponential, mean, next_log_probs, whole_divergence
 from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
 from moe_pack.calib.forward import Array, LayerwiseWeights, ProfileStore, Sequences, Tokens, stack_tokens
 from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
-from moe_pack.formats.json_files import Amount, Positive, Share
 from moe_pack.runtime import Engine, EngineOptions, available_bytes
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import (
@@ -52,19 +51,7 @@ from moe_pack.runtime.offload import (
     routing_bytes,
 )
 from moe_pack.runtime.offload.budget import page_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class SparsityPrice:
-    """The loss of a pack at a sparsity, compared with the same pack with all neurons: KL in nats, perplexity relative.
-
-    `realized`: the share of neurons that did not run on the judged text; None if no token reached an expert.
-    """
-
-    sparsity: Share
-    realized: Share | None
-    kl: Estimate
-    perplexity_increase: Estimate
+from moe_pack.runtime.quality import Estimate, Prices, SparsityPrice, Substitution, SubstitutionPrice
 
 
 def sparsity_prices(
@@ -148,30 +135,6 @@ ROOM = 0.5  # of the experts
 POLICY: PolicyName = "importance"  # of the paper that introduced substitution
 _SHARE_OF_MEMORY = 0.75  # the largest share of the available memory
 _COMPARED_TOKENS = 128  # at once: limits the memory for predictions
-
-
-@dataclass(frozen=True, slots=True)
-class SubstitutionPrice:
-    """The loss of a pack with `--substitute alpha`, compared with the same pack without it: KL in nats.
-
-    `replaced`: the share of chosen experts that were replaced.   `fetched`: the share of run experts that were missing.
-    """
-
-    alpha: Amount
-    replaced: Share
-    fetched: Share
-    kl: Estimate
-    perplexity_increase: Estimate
-
-
-@dataclass(frozen=True, slots=True)
-class Substitution:
-    """The prices with one policy. `room`: the share of experts that fit in memory. `fetched`: without substitution."""
-
-    policy: str
-    room: Share
-    fetched: Share
-    prices: tuple[SubstitutionPrice, ...]
 
 
 def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -> Substitution:
@@ -374,16 +337,6 @@ def _divergences(
 NUM_CALIBRATION_TOKENS = 2048  # to find thresholds on
 NUM_TOKENS = 1024  # to judge sparsity on, and to decode
 _WORK_FOLDER = "prices.work"
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """The prices on the first `num_tokens` predicted tokens of a text. `calibration`: the text for the thresholds."""
-
-    num_tokens: Positive
-    calibration: str
-    sparsity: tuple[SparsityPrice, ...]
-    substitution: Substitution
 
 
 def measure_prices(

@@ -59,25 +59,13 @@ from moe_pack.formats.json_files import Amount, Count, Positive
 from moe_pack.formats.parts.added import added
 from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights
+from moe_pack.runtime.quality import Estimate
 
 BLOCK_TOKENS = 128
 _NORMAL = 1.959963984540054  # the 97.5% quantile of the normal distribution
 _MOST_LOG = (
     700.0  # the largest argument of exp(): beyond it, a perplexity is practically infinite, which JSON cannot say
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A figure and half the width of its 95% confidence interval; None if there are fewer than two blocks."""
-
-    value: float
-    half_width: Amount | None
-
-    @property
-    def upper(self) -> float | None:
-        """Returns the upper end of the interval."""
-        return None if self.half_width is None else self.value + self.half_width
 
 
 def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:

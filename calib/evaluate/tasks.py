@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import Estimate, next_log_probs, share
+from moe_pack.calib.evaluate.reference import next_log_probs, share
 from moe_pack.calib.forward import LayerwiseWeights, ProfileStore, Tokens, source_digest
 from moe_pack.calib.sensitivity import Cost
 from moe_pack.formats import NO_PROGRESS, ModelSpec, Pack, Progress, RunError, canonical, load, parse
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
+from moe_pack.runtime.quality import Estimate
 
 _MAX_LINE_BYTES = 16 << 20
 

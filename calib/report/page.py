@@ -14,7 +14,6 @@ from importlib.resources import files
 
 import numpy as np
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Losses, Profile, losses_of
 from moe_pack.calib.report import figures, readings
@@ -31,7 +30,7 @@ from moe_pack.formats import (
     dense_roles,
 )
 from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality
 
 _SELECTOR: Selector = "up"  # the layout whose bytes are counts; those of other selectors differ only by padding
 
@@ -85,7 +84,7 @@ def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> Measu
     Raises:  PlanError if it was made from another one, or nothing was measured; PackError if its files are damaged.
     """
     profile.check_source_of(pack)
-    quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    quality = read_quality(pack)
     if quality is None:
         raise PlanError(
             f"--pack {pack.folder}: has no {QUALITY_FILE} for its present content; "

@@ -19,9 +19,9 @@ from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
 if TYPE_CHECKING:
-    from moe_pack.calib.evaluate import Quality
     from moe_pack.convert.checks import CheckResult
     from moe_pack.formats import Pack
+    from moe_pack.runtime.quality import Quality
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,8 @@ def _checked(
 
 def _quality(pack: Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
     """Returns the pack's loss and its origin in words; without a loss, why there is none."""
-    from moe_pack.calib.evaluate import QUALITY_FILE, Quality
     from moe_pack.convert.cli.measure import measure_loss
-    from moe_pack.formats.sidecar import read_sidecar
+    from moe_pack.runtime.quality import QUALITY_FILE, read_quality
 
     if options.limits.of_loss and options.against is not None:
         if not is_intact:
@@ -181,7 +180,7 @@ def _quality(pack: Pack, options: CheckOptions, is_intact: bool) -> tuple[Qualit
         except MoePackError as fault:
             return None, str(fault)
         return quality, f"{quality.num_tokens:,} tokens"
-    stored = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    stored = read_quality(pack)
     if stored is not None:
         return stored, f"{stored.num_tokens:,} tokens, {QUALITY_FILE}"
     if not options.limits.of_loss:

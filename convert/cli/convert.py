@@ -484,8 +484,8 @@ def _widened(checkpoint: Checkpoint, plan: Plan) -> list[DenseRole]:
 
 
 def _say_converted(result: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:
-    from moe_pack.convert import bits_per_weight
     from moe_pack.formats import Pack
+    from moe_pack.runtime.quality import bits_per_weight
 
     if not result.written:
         click.echo(f"{output}: already contains the pack of this checkpoint with these options; nothing to do")

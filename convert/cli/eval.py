@@ -16,8 +16,9 @@ from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.numerics import read_numerics
 
 if TYPE_CHECKING:
-    from moe_pack.calib.evaluate import Estimate, Prices, Quality, SourceQuality, TaskScore, TaskTokens
+    from moe_pack.calib.evaluate import TaskScore, TaskTokens
     from moe_pack.formats import Pack
+    from moe_pack.runtime.quality import Estimate, Prices, Quality, SourceQuality
 
 _MUCH_TAIL = 0.02  # of a prediction's mass outside the reference's outcomes
 

@@ -89,13 +89,12 @@ def inspect_command(pack: Path, as_json: bool) -> None:
     This reads and checks the manifest, the index, the source's account and the sidecars only; moe-pack verify checks
     every byte.
     """
-    from moe_pack.calib.evaluate import QUALITY_FILE, Quality
     from moe_pack.convert import describe
     from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
     from moe_pack.convert.rounding import read_rounding, rounding_lines
     from moe_pack.formats import Pack
-    from moe_pack.formats.sidecar import read_sidecar
     from moe_pack.runtime.offload import Routing
+    from moe_pack.runtime.quality import read_quality
 
     pack = pack_folder(pack)
     with Pack(pack) as opened:
@@ -109,7 +108,7 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         click.echo(f"attached: {'no routing' if routing is None else routing_text(pack, routing)}")
         for line in rounding_lines(opened, read_rounding(opened)):
             click.echo(line)
-        quality = read_sidecar(pack, QUALITY_FILE, Quality, opened.manifest.root)
+        quality = read_quality(opened)
         if quality is not None:
             click.echo(f"measured: {quality_summary(quality)}")
         if (numerics := read_numerics(opened)) is not None:
@@ -119,7 +118,7 @@ def inspect_command(pack: Path, as_json: bool) -> None:
 
 
 def _print_model(pack: Pack) -> None:
-    from moe_pack.convert import bits_per_weight
+    from moe_pack.runtime.quality import bits_per_weight
 
     spec, manifest = pack.spec, pack.manifest
     experts = f"{spec.router.num_experts} experts, {spec.router.num_experts_per_tok} a token"

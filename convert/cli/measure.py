@@ -13,11 +13,7 @@ import torch
 
 from moe_pack.calib.evaluate import (
     NUM_CALIBRATION_TOKENS,
-    QUALITY_FILE,
-    Estimate,
     MeasuredThresholds,
-    Prices,
-    Quality,
     RealizedSparsity,
     Reference,
     ThresholdRule,
@@ -40,6 +36,7 @@ from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode
 from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
+from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Prices, Quality
 
 _WORK_FOLDER = "eval.work"
 _MOST_NAMES = 8  # of experts in a line

@@ -310,8 +310,8 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     """
     from moe_pack.calib.profile import Profile
     from moe_pack.calib.report import measured_pack, report_html
-    from moe_pack.convert import bits_per_weight
     from moe_pack.formats import Pack
+    from moe_pack.runtime.quality import bits_per_weight
 
     opened, measured = Profile(profile), None
     if options.pack is not None:

@@ -171,8 +171,8 @@ def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> N
 
 
 def _say_done(result: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
-    from moe_pack.convert import bits_per_weight
     from moe_pack.formats import Pack
+    from moe_pack.runtime.quality import bits_per_weight
 
     if not result.written:
         click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {NOISE}")

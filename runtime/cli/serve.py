@@ -126,6 +126,15 @@ class ServeCommand:
         default=None,
         metadata=option("--model-name", metavar="NAME", help="The model's name in answers.  [default: the folder's]"),
     )
+    alias: str | None = field(
+        default=None,
+        metadata=option(
+            "--alias",
+            metavar="NAMES",
+            help="Other names of the model, separated by commas. Requests may then use these, the name in answers and "
+            "the folder's name, and get status 404 for others. Without --alias they may use any name.",
+        ),
+    )
     max_body_bytes: int = field(
         default=8 << 20,
         metadata=option(
@@ -273,7 +282,7 @@ class _Server:
         scheduler = opened.enter_context(
             closing(BatchScheduler(engine.decoder, text, options.queue, sessions, engine.drafts))
         )
-        service = _service_of(pack, text, scheduler, options.model_name)
+        service = _service_of(pack, text, scheduler, options)
         live = live_counts(engine)
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
         return service
@@ -340,7 +349,7 @@ def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Se
         )
 
 
-def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, name: str | None) -> Service:
+def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
     from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
     from moe_pack.runtime.serve.service import ModelFacts, Service
@@ -354,7 +363,17 @@ def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, name: str | N
 
     grammars = GrammarCompiler(text, text.answer_end_ids)
     created = int((pack.folder / "manifest.json").stat().st_mtime)
-    facts = ModelFacts(name or folder, frozenset([folder]), created, usual_sampling(pack))
+    aliases = tuple(dict.fromkeys(_listed(options.alias or "")))
+    facts = ModelFacts(
+        options.model_name or folder,
+        folder,
+        created,
+        usual_sampling(pack),
+        aliases,
+        "" if template is None else template.source(),
+        text.named_tokens.get("bos_token", ""),
+        text.named_tokens.get("eos_token", ""),
+    )
     return Service(
         facts,
         scheduler,

@@ -8,6 +8,8 @@ A grammar comes from a client, and it may be hostile. What bounds its cost:
 - the length of its text, and the number of its lines for Lark and GBNF: the time to compile some grammars grows with
   the third power of their rules (1000 rules: 2 seconds)
 - llguidance's own limits, for each token and for all; a grammar that passes one ends with an error
+- a helper process compiles it first, for tokens that are single bytes, with limits of time and memory: a schema of 3 kB
+  (60 patterns in `allOf`) takes llguidance six minutes in spite of its limits, and nothing can end a thread
 - one grammar is compiled at a time, in a thread with a large stack: llguidance follows references by recursion, and
   a chain of 400 references ends the process on a stack of 8 MiB
 - whitespace between the parts of JSON: a space, or one or two line breaks and an indentation of at most 20, because
@@ -24,7 +26,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Text
+from moe_pack.runtime.helper import Helper, HelperError
 from moe_pack.runtime.serve import schemas
 from moe_pack.runtime.serve.requests import RequestError
 
@@ -43,7 +46,13 @@ T = TypeVar("T")
 _MAX_SCHEMA_BYTES = 256 << 10
 _MAX_TEXT_BYTES = 64 << 10  # of a regular expression, Lark or GBNF
 _MAX_LINES = 1000
-_MAX_LEXER_STATES = 50_000  # some 2 kB each
+_LIMITS: dict[str, Any] = {
+    "max_lexer_states": 50_000,  # some 2 kB each
+    "initial_lexer_fuel": 500_000,  # of 1,000,000, a regular expression took 170 MB
+    "verbose_errors": False,
+}
+_TRY_SECONDS = 10.0
+_TRY_MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 256 << 20  # address space; a schema of 256 KiB that is one chain of references uses some 50 MB of it
 _MAX_FAULT_CHARS = 200
 _WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -51,10 +60,18 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 class TokenGrammar:
-    """A `Grammar` of one answer, at the place that the answer has reached."""
+    """A `Grammar` of one answer, at the place that the answer has reached.
+
+    `fault`: why it cannot be followed further, which is the grammar's own fault; None while it can.
+    """
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
+        self.fault: str | None = None
+
+    def copy(self) -> "TokenGrammar":
+        """Returns another grammar at this place."""
+        return TokenGrammar(self._matcher.deep_copy())
 
     @property
     def is_complete(self) -> bool:
@@ -84,7 +101,11 @@ class TokenGrammar:
 
     def _refuse_faults(self) -> None:
         if self._matcher.is_error():
-            raise RunError(f"the grammar cannot be followed further ({_fault_text(self._matcher.get_error())})")
+            self.fault = (
+                "the grammar is too large or too ambiguous to be followed further "
+                f"({_fault_text(self._matcher.get_error())}); make it simpler"
+            )
+            raise RunError(self.fault)
 
 
 class GrammarCompiler:
@@ -99,7 +120,8 @@ class GrammarCompiler:
     def __init__(self, text: Text, end_ids: Collection[int]) -> None:
         library = _llguidance()
         self._matcher: type[LLMatcher] = library.LLMatcher
-        self._limits: LLParserLimits = library.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._limits: LLParserLimits = library.LLParserLimits(**_LIMITS)
+        self._helper = Helper(_TRY_SECONDS, _TRY_MEMORY_BYTES)  # its own: no template waits for a grammar
         self._one_at_a_time = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._refusal = ""
@@ -131,11 +153,11 @@ class GrammarCompiler:
                 f"{param}: the JSON schema is no JSON, or its parts are nested too deeply; change it", param
             ) from fault
         _refuse_size(text, "JSON schema", _MAX_SCHEMA_BYTES, param)
-        return self._compiled(
-            lambda: self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}),
-            "JSON schema",
-            param,
-        )
+        try:
+            grammar = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+        except ValueError as fault:
+            raise _wrong("JSON schema", str(fault), param) from fault
+        return self._compiled("grammar", grammar, "JSON schema", param)
 
     def regex(self, pattern: str, param: str = "regex") -> TokenGrammar:
         """Returns a grammar of the texts that a regular expression matches whole; its syntax is that of Rust's regex.
@@ -143,7 +165,7 @@ class GrammarCompiler:
         Raises:  RequestError if the expression is wrong or too large.
         """
         _refuse_size(pattern, "regular expression", _MAX_TEXT_BYTES, param)
-        return self._compiled(lambda: self._matcher.grammar_from_regex(pattern), "regular expression", param)
+        return self._compiled("regex", pattern, "regular expression", param)
 
     def choice(self, texts: Sequence[str], param: str = "guided_choice") -> TokenGrammar:
         """Returns a grammar of some texts, of which the answer is one.
@@ -160,7 +182,7 @@ class GrammarCompiler:
         Raises:  RequestError if it is wrong or too large.
         """
         _refuse_size(text, "grammar", _MAX_TEXT_BYTES, param, _MAX_LINES)
-        return self._compiled(lambda: self._matcher.grammar_from_lark(text), "grammar", param)
+        return self._compiled("lark", text, "grammar", param)
 
     def gbnf(self, text: str, param: str = "grammar") -> TokenGrammar:
         """Returns a grammar in GBNF, the format of llama.cpp, or in Lark's if it begins with `%llguidance`.
@@ -171,28 +193,33 @@ class GrammarCompiler:
         if text.lstrip().startswith("%llguidance"):
             return self.lark(text, param)
         _refuse_size(text, "grammar", _MAX_TEXT_BYTES, param, _MAX_LINES)
-        return self._compiled(lambda: self._matcher.grammar_from_lark(_lark(text)), "grammar", param)
+        return self._compiled("gbnf", _without_unicode_escapes(text), "grammar", param)
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token in a text; none where llguidance cannot read the tokenizer."""
         return b"" if self._tokenizer is None else bytes(self._tokenizer.decode_bytes([token]))
 
-    def _compiled(self, grammar: Callable[[], str], kind: str, param: str) -> TokenGrammar:
-        """Compiles what `grammar` returns; a ValueError that it raises is the client's."""
+    def _compiled(self, form: str, source: str, kind: str, param: str) -> TokenGrammar:
+        """Returns a grammar at its beginning.
+
+        Args:    form: as `Helper.try_grammar` names it.   kind: the grammar in messages.
+        Raises:  RequestError if llguidance refuses it, or it takes too much.
+        """
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError(f"{param}: no answer can follow a {kind} here, because {self._refusal}", param)
 
         def work() -> "LLMatcher":
-            matcher = self._matcher(tokenizer, grammar(), log_level=0, limits=self._limits)
+            matcher = self._matcher(tokenizer, grammar, log_level=0, limits=self._limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some grammars fail, or take long, at their first token
             return matcher
 
         try:
             with self._one_at_a_time:
+                grammar = self._helper.try_grammar(form, source, _LIMITS)
                 matcher = _with_large_stack(work)
-        except ValueError as fault:
+        except (ValueError, HelperError) as fault:
             raise _wrong(kind, str(fault), param) from fault
         if matcher.is_error():
             raise _wrong(kind, matcher.get_error(), param)
@@ -220,19 +247,6 @@ def _read_tokenizer(library: ModuleType, text: Text, end_ids: list[int]) -> "LLT
         return kind(raw, eos_token=end_ids)
 
 
-def _lark(gbnf: str) -> str:
-    """Returns a grammar in GBNF in Lark's format.
-
-    Raises:  ValueError if it is no GBNF.
-    """
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(_without_unicode_escapes(gbnf))
-    except Exception as fault:  # the converter raises nothing narrower
-        raise ValueError(str(fault)) from fault
-
-
 def _with_large_stack(work: Callable[[], T]) -> T:
     """Runs a function in a thread with a large stack, and returns or raises what it does."""
     future: Future[T] = Future()
@@ -245,7 +259,7 @@ def _with_large_stack(work: Callable[[], T]) -> T:
 
     before = threading.stack_size(_STACK_BYTES)  # of threads that start from now on
     try:
-        threading.Thread(target=run, name="grammar compiler").start()
+        threading.Thread(target=run, name="grammar compiler", daemon=True).start()
     finally:
         threading.stack_size(before)
     return future.result()

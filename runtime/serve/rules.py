@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_pack.formats import RunError
 from moe_pack.runtime.sampling import Grammar
 
 
@@ -36,6 +37,8 @@ class TokenRules:
 class RuledGrammar:
     """A `Grammar` of one answer that follows rules about tokens, and another grammar if there is one.
 
+    `fault`: why no token is left; None until then.
+
     Args:    end_ids: the tokens that end the answer.
     """
 
@@ -45,10 +48,19 @@ class RuledGrammar:
         self._banned = _places(rules.banned)
         self._allowed = None if rules.allowed is None else _places(rules.allowed)
         self._count = 0
+        self._fault: str | None = None
         self._before = deque[int](maxlen=max((len(each) for each in rules.bad), default=1) - 1 or 1)
 
+    @property
+    def fault(self) -> str | None:
+        """Why the answer cannot go on; None while it can."""
+        return self._fault or getattr(self._grammar, "fault", None)
+
     def allow(self, logits: Tensor) -> Tensor:
-        """Returns new logits float32 [vocabulary] with minus infinity for every token that may not come."""
+        """Returns new logits float32 [vocabulary] with minus infinity for every token that may not come.
+
+        Raises:  RunError if none may.
+        """
         changed = logits.clone() if self._grammar is None else self._grammar.allow(logits).clone()
         if self._allowed is not None:
             kept = torch.full_like(changed, -torch.inf)
@@ -61,6 +73,9 @@ class RuledGrammar:
         for *beginning, last in self._rules.bad:
             if not beginning or before[-len(beginning) :] == tuple(beginning):
                 changed[last] = -torch.inf
+        if changed.max() == -torch.inf:
+            self._fault = "the fields that rule tokens, as min_tokens and bad_words, leave none to choose; relax one"
+            raise RunError(self._fault)
         return changed
 
     def accept(self, token: int) -> None:

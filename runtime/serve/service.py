@@ -1,27 +1,37 @@
 """What the protocols need of the model: prompts, grammars, parsers of answers, and answers while they are made.
 
 The service knows its parts by protocols alone: a tokenizer, a chat template, a compiler of grammars, a scheduler. Its
-methods that return prompts and grammars compute, and belong in a thread; `generate` belongs in the event loop.
+methods belong in the event loop; prompts and grammars are computed in threads, each kind in its own.
 """
 
 import asyncio
+import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve import schemas
+from moe_pack.runtime.serve.conversations import Conversations, Message, Template
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
+from moe_pack.runtime.serve.workers import Workers
 from moe_pack.runtime.templates import ChatPrompt, prompt_of
+
+T = TypeVar("T")
 
 PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
 
+_LONG_CHARACTERS = 64 << 10  # of a prompt; a tokenizer takes up to some 400 bytes of memory for each
+_MOST_GRAMMARS = 16  # that are kept for requests to come; and the bytes of what they were made from
+_MOST_GRAMMAR_BYTES = 1 << 20
 _TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -42,6 +52,7 @@ class Tokenizer(Protocol):
 
     end_ids: frozenset[int]
     answer_end_ids: frozenset[int]
+    most_bytes_per_token: int
 
     @property
     def vocab_size(self) -> int:
@@ -53,22 +64,11 @@ class Tokenizer(Protocol):
         ...
 
 
-class Template(Protocol):
-    """Writes a conversation as text."""
+class CopiedGrammar(Grammar, Protocol):
+    """A grammar that several answers follow, each a copy of its own."""
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        extra: Mapping[str, object] | None = None,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Returns a conversation as text; `extra` are the template's own variables, as `enable_thinking`.
-
-        Raises:  RunError if the template has an error or refuses the conversation.
-        """
+    def copy(self) -> Grammar:
+        """Returns another grammar at this place."""
         ...
 
 
@@ -78,23 +78,23 @@ class Grammars(Protocol):
     Raises:  RunError if the source has an error.
     """
 
-    def json_object(self, param: str = ...) -> Grammar:
+    def json_object(self, param: str = ...) -> CopiedGrammar:
         """Returns the grammar of any JSON object."""
         ...
 
-    def json_schema(self, schema: Mapping[str, Any], param: str = ...) -> Grammar:
+    def json_schema(self, schema: Mapping[str, Any], param: str = ...) -> CopiedGrammar:
         """Returns the grammar of the JSON values that a schema describes; `param` is the request's field, here too."""
         ...
 
-    def regex(self, pattern: str, param: str = ...) -> Grammar:
+    def regex(self, pattern: str, param: str = ...) -> CopiedGrammar:
         """Returns the grammar of the texts that a regular expression matches whole."""
         ...
 
-    def choice(self, texts: Sequence[str], param: str = ...) -> Grammar:
+    def choice(self, texts: Sequence[str], param: str = ...) -> CopiedGrammar:
         """Returns the grammar of some texts, of which the answer is one."""
         ...
 
-    def gbnf(self, text: str, param: str = ...) -> Grammar:
+    def gbnf(self, text: str, param: str = ...) -> CopiedGrammar:
         """Returns a grammar written in the notation of llama.cpp."""
         ...
 
@@ -103,14 +103,20 @@ class Grammars(Protocol):
 class ModelFacts:
     """What a server says about its model.
 
-    `model_id`: its name in answers.   `other_names`: names that requests may use too, as the pack's folder.
-    `created`: when the pack was made, in seconds since 1970.   `sampling`: for requests that say nothing.
+    `model_id`: its name in answers.   `folder_name`: of the pack; requests may use it too.   `created`: when the pack
+    was made, in seconds since 1970.   `sampling`: for requests that say nothing.   `aliases`: other names that requests
+    may use; without them every name is taken.   `chat_template`, `bos_token`, `eos_token`: as the pack's files have
+    them; nothing where they have none.
     """
 
     model_id: str
-    other_names: frozenset[str]
+    folder_name: str
     created: int
     sampling: SamplingOptions
+    aliases: tuple[str, ...] = ()
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,37 @@ class GrammarSource:
     kind: Literal["json_object", "json_schema", "regex", "choice", "gbnf", "call"]
     value: Any
     param: str
+
+
+class _KnownGrammars:
+    """Grammars that were compiled, or the errors in place of them, those that were used last; for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[str, CopiedGrammar | RequestError] = OrderedDict()
+
+    def get(self, key: str) -> CopiedGrammar | None:
+        """Returns a grammar by its source; None if it is not there.
+
+        Raises:  RequestError as its compilation did.
+        """
+        with self._lock:
+            found = self._found.get(key)
+            if found is None:
+                return None
+            self._found.move_to_end(key)
+        if isinstance(found, RequestError):
+            raise RequestError(str(found), found.param)  # an exception of its own, with its own traceback
+        return found
+
+    def put(self, key: str, found: CopiedGrammar | RequestError) -> None:
+        """Keeps a grammar, or why there is none; what was not used for longest goes."""
+        if len(key) > _MOST_GRAMMAR_BYTES // 2:
+            return
+        with self._lock:
+            self._found[key] = found
+            while len(self._found) > _MOST_GRAMMARS or sum(map(len, self._found)) > _MOST_GRAMMAR_BYTES:
+                self._found.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +270,13 @@ class Service:
         self.model_id, self.created, self.default_sampling = facts.model_id, facts.created, facts.sampling
         self.scheduler, self.context_tokens = scheduler, scheduler.context_tokens
         self.token_bytes, self.failure, self.keeps_special = token_bytes, failure, keeps_special
-        self._names = facts.other_names | {facts.model_id}
+        self.facts = facts
+        self._names = {facts.model_id, facts.folder_name, *facts.aliases}
         self._tokenizer, self._template = tokenizer, template
-        self._parsers, self._grammars = parsers, grammars
+        self._conversations = None if template is None else Conversations(template)
+        self._parsers, self._grammars, self._known = parsers, grammars, _KnownGrammars()
+        self._workers = Workers()
+        self._most_prompt_bytes = self.context_tokens * tokenizer.most_bytes_per_token
 
     @property
     def takes_chats(self) -> bool:
@@ -247,17 +288,23 @@ class Service:
         """Number of tokens that the model knows."""
         return self._tokenizer.vocab_size
 
-    def check_model(self, name: str | None) -> None:
-        """Accepts the names of the served model, and no name.
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names under which lists of models have the served one: its own first, then the aliases."""
+        return tuple(dict.fromkeys((self.model_id, *self.facts.aliases)))
 
+    def check_model(self, name: str | None) -> None:
+        """Accepts the names of the served model, and no name; every name if there are no aliases.
+
+        Many clients have names of models built in, and there is one model here: answers say its own name.
         Raises:  ModelNotFoundError.
         """
-        if name is not None and name not in self._names:
+        if self.facts.aliases and name is not None and name not in self._names:
             raise ModelNotFoundError(
                 f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"
             )
 
-    def chat_prompt(
+    async def chat_prompt(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[Mapping[str, object]],
@@ -268,56 +315,110 @@ class Service:
 
         Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
                  whether the answer continues the last message.
-        Raises:  RequestError if there is no template, or it fails.
+        Raises:  RequestError if there is no template, or it fails, or the prompt is far longer than the context;
+                 QueueFullError.
         """
-        template = self._template
-        if template is None:
+        template, conversations = self._template, self._conversations
+        if template is None or conversations is None:
             raise RequestError(f"{self.model_id} has no chat template; use /v1/completions")
+        brought: list[Message] = []
         own = sorted(_TEMPLATE_OWN & template_kwargs.keys())
         if own:
             raise RequestError(f"chat_template_kwargs cannot set {own[0]}; remove it", "chat_template_kwargs")
 
         def render(adds: bool) -> str:
-            return template.render(
-                messages,
+            text = template.render(
+                brought,
                 add_generation_prompt=adds,
                 tools=tools or None,
                 extra=template_kwargs,
                 continue_final_message=continues,
             )
+            self._refuse_length(text)
+            return text
 
-        try:
-            return prompt_of(self._tokenizer, render, continues)
-        except RunError as fault:
-            raise RequestError(str(fault), "messages") from fault
+        def work() -> ChatPrompt:
+            nonlocal brought
+            try:
+                brought = conversations.brought(messages, bool(tools))
+                return prompt_of(self._tokenizer, render, continues)
+            except RequestError:
+                raise
+            except RunError as fault:
+                raise RequestError(str(fault), "messages") from fault
+
+        return await self._computed([messages, tools, template_kwargs], work)
 
     def text_ids(self, text: str) -> list[int]:
         """Returns the tokens of a text within another one."""
         return self._tokenizer.encode(text, special_tokens=False)
 
-    def completion_prompt(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens of a text that the model continues."""
-        return tuple(self._tokenizer.encode(text))
+    async def completion_prompts(self, texts: Sequence[str], special_tokens: bool = True) -> list[tuple[int, ...]]:
+        """Returns the tokens of texts that the model continues; without `special_tokens`, nothing around the texts.
+
+        Raises:  ContextLengthError if a text is far longer than the context; QueueFullError.
+        """
+
+        def work() -> list[tuple[int, ...]]:
+            for text in texts:
+                self._refuse_length(text)
+            return [tuple(self._tokenizer.encode(text, special_tokens)) for text in texts]
+
+        return await self._computed(texts, work)
+
+    async def _computed(self, source: object, work: Callable[[], T]) -> T:
+        """Returns what `work` makes of a source in a thread: of a long one, in the thread for long ones."""
+        pool = self._workers.long_prompts if _is_long(source) else self._workers.prompts
+        return await pool.run(work)
+
+    def _refuse_length(self, text: str) -> None:
+        """Refuses a text that has more tokens than the context has, whatever they are, before it is made tokens."""
+        num_bytes = len(text.encode("utf-8", "replace"))
+        if num_bytes > self._most_prompt_bytes:
+            raise ContextLengthError(
+                f"the prompt has {num_bytes} bytes, and the context of this server has {self.context_tokens} tokens, "
+                f"of {self._tokenizer.most_bytes_per_token} bytes at most; shorten the prompt"
+            )
 
     def parser(self, prompt: str, tools: list[dict[str, Any]]) -> AnswerParser:
         """Returns the parser of an answer to a prompt."""
         return self._parsers(prompt[-PROMPT_END_CHARACTERS:], tools)
 
-    def grammar(self, source: GrammarSource | None) -> Grammar | None:
-        """Returns a grammar at its beginning; None if there is no source.
+    async def grammars(self, source: GrammarSource | None, count: int) -> tuple[Grammar | None, ...]:
+        """Returns grammars at their beginning, one for each of some answers; None if there is no source.
 
-        Raises:  RequestError if the source has an error.
+        Raises:  RequestError if the source has an error; QueueFullError.
         """
         if source is None:
-            return None
+            return (None,) * count
+        key = json.dumps(asdict(source))
+        found = self._known.get(key)  # does not wait for others that are compiled
+        if found is None:
+            found = await self._workers.grammars.run(lambda: self._compiled(source, key))
+        return tuple(found.copy() for _ in range(count))
+
+    def _compiled(self, source: GrammarSource, key: str) -> CopiedGrammar:
+        """Compiles a grammar, unless it was while this call waited. Raises: RequestError."""
+        found = self._known.get(key)
+        if found is not None:
+            return found
         try:
-            return self._compiled(source)
+            found = self._compile(source)
+        except RequestError as fault:
+            self._known.put(key, fault)
+            raise
+        self._known.put(key, found)
+        return found
+
+    def _compile(self, source: GrammarSource) -> CopiedGrammar:
+        try:
+            return self._made(source)
         except RequestError:
             raise
         except (RunError, RecursionError) as fault:
             raise RequestError(f"{source.param}: the grammar has an error: {fault}", source.param) from fault
 
-    def _compiled(self, source: GrammarSource) -> Grammar:
+    def _made(self, source: GrammarSource) -> CopiedGrammar:
         make, param = self._grammars, source.param
         match source.kind:
             case "json_object":
@@ -333,7 +434,7 @@ class Service:
             case "call":
                 return self._call_grammar(source.value, param)
 
-    def _call_grammar(self, calls: Calls, param: str) -> Grammar:
+    def _call_grammar(self, calls: Calls, param: str) -> CopiedGrammar:
         """Returns the grammar of the arguments of one tool; with several, of objects with a name and arguments."""
         tools, other = calls.tools, calls.other
         if len(tools) == 1 and other is None:
@@ -347,7 +448,7 @@ class Service:
             for tool in tools:  # the fault is that of the first schema that is wrong alone
                 self._grammars.json_schema(tool.schema, tool.param)
             if other is not None:
-                self._compiled(other)
+                self._made(other)
             raise
 
     def end_ids(self, chat: bool) -> frozenset[int]:
@@ -373,3 +474,18 @@ class Service:
         Raises:  RequestError, QueueFullError as `Scheduler.submit`.
         """
         return Generation(self.scheduler, requests)
+
+
+def _is_long(source: object) -> bool:
+    """Whether a JSON value has much text, or very many parts."""
+    left, size = [source], 0
+    while left and size <= _LONG_CHARACTERS:
+        value = left.pop()
+        size += 1
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence):
+            left += value
+    return size > _LONG_CHARACTERS

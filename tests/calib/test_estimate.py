@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.calib.evaluate import Estimate
 from moe_pack.calib.evaluate.reference import BLOCK_TOKENS, block_sums, exponential, mean, student_t
+from moe_pack.runtime.quality import Estimate
 
 
 def test_students_t_is_that_of_the_tables() -> None:

@@ -11,7 +11,7 @@ from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens, tokens_of
 
-from moe_pack.calib.evaluate import Quality, Reference, ThresholdRule, evaluate, make_reference, measure_thresholds
+from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference, measure_thresholds
 from moe_pack.calib.evaluate.evaluation import block_losses, quality_of
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.calib.forward import Tokens, read_tokens
@@ -21,6 +21,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, Weights
+from moe_pack.runtime.quality import Quality
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)
 TOKENS = random_tokens(4, 100, SHAPE.vocab_size)

@@ -9,7 +9,7 @@ import torch
 from models import TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib.evaluate import Prices, ThresholdRule, measure_prices, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule, measure_prices, measure_thresholds
 from moe_pack.calib.evaluate.prices import ALPHAS, POLICY, budget_with_room, first_tokens
 from moe_pack.calib.evaluate.thresholds import find_thresholds
 from moe_pack.formats import Pack
@@ -17,6 +17,7 @@ from moe_pack.formats.commands import Stage
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.offload import Approximations, divide_budget, expert_pages
+from moe_pack.runtime.quality import Prices
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=6, vocab_size=300)
 TOKENS = random_tokens(3, 64, SHAPE.vocab_size)

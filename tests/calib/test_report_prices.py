@@ -9,8 +9,6 @@ from losses import calibrated_losses
 from report_pages import EXERCISE, HandMade, browse, held, needs_browser
 from specs import GROUPED
 
-from moe_pack.calib.evaluate import Estimate, Prices, Quality, SourceQuality
-from moe_pack.calib.evaluate.prices import SparsityPrice, Substitution, SubstitutionPrice
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.profile.profile import layer_file
@@ -18,6 +16,15 @@ from moe_pack.calib.report import report_html
 from moe_pack.calib.report.page import MeasuredPack, price_curves, prices_reading
 from moe_pack.calib.report.readings import nats
 from moe_pack.formats import trellis_format
+from moe_pack.runtime.quality import (
+    Estimate,
+    Prices,
+    Quality,
+    SourceQuality,
+    SparsityPrice,
+    Substitution,
+    SubstitutionPrice,
+)
 
 
 @pytest.fixture(scope="module")

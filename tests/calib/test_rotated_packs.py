@@ -8,11 +8,12 @@ from models import TinyMixtral, pack
 from native import operations_limited_to
 from profiles import Recorder, random_tokens
 
-from moe_pack.calib.evaluate import Quality, ThresholdRule, evaluate, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule, evaluate, measure_thresholds
 from moe_pack.calib.quantize import Rotate
 from moe_pack.formats import Pack
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import TORCH, Operations
+from moe_pack.runtime.quality import Quality
 
 SHAPE = TinyMixtral(hidden_size=192, num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)

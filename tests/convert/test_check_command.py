@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
 
-from moe_pack.calib.evaluate import Estimate, Quality, SourceQuality
 from moe_pack.convert.checks import CheckResult, check_losses, exit_code_of, junit_xml, markdown_table
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.options import CheckLimits
+from moe_pack.runtime.quality import Estimate, Quality, SourceQuality
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 NAMES = ["schema", "digests", "tensors", "kl", "perplexity", "bytes", "budget"]

@@ -10,13 +10,13 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
-from moe_pack.calib.evaluate import REFERENCE_FILE, Estimate, Prices, Quality, read_reference
-from moe_pack.calib.evaluate.prices import SparsityPrice, Substitution, SubstitutionPrice
+from moe_pack.calib.evaluate import REFERENCE_FILE, read_reference
 from moe_pack.calib.forward import read_tokens, unseen_tokens
 from moe_pack.convert.cli.eval import quality_lines
 from moe_pack.convert.cli.main import main
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
+from moe_pack.runtime.quality import Estimate, Prices, Quality, SparsityPrice, Substitution, SubstitutionPrice
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 SHORT = ["--tokens", "256"]

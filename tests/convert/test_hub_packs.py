@@ -15,7 +15,6 @@ from hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
 from huggingface_hub import ModelCard
 from models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
 
-from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality, SourceQuality
 from moe_pack.convert import convert
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack, PackError, part_format, uniform_plan
@@ -24,6 +23,7 @@ from moe_pack.formats.hub.packs import find_pack
 from moe_pack.formats.hub.repository import Patience
 from moe_pack.formats.sidecar import write_sidecar
 from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Quality, SourceQuality
 
 HASTY = Patience(tries=3, first_pause=0.01)
 

@@ -201,10 +201,6 @@ def test_what_is_refused_is_said_in_anthropics_shape(plain: Served) -> None:
 def test_errors_become_the_clients_exceptions() -> None:
     with served(Script("Hel", error="the disk is gone")) as server, client_of(server) as client:
         ask: dict[str, Any] = {"model": "demo-moe", "max_tokens": 100, "messages": HELLO}
-        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
-            client.messages.create(**{**ask, "model": "claude"})
-        with pytest.raises(anthropic.NotFoundError):
-            client.messages.count_tokens(model="claude", messages=HELLO)
         with pytest.raises(anthropic.InternalServerError, match="the disk is gone"):
             client.messages.create(**ask)
         with (
@@ -214,5 +210,41 @@ def test_errors_become_the_clients_exceptions() -> None:
             stream.get_final_message()
         assert [model.id for model in client.models.list()] == ["demo-moe"]
         assert client.models.retrieve("demo-moe").display_name == "demo-moe"
+    with served(aliases=("claude-1",)) as server, client_of(server) as client:
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+            client.messages.create(model="claude", max_tokens=100, messages=HELLO)
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.count_tokens(model="claude", messages=HELLO)
     with served(most=0) as server, client_of(server) as client, pytest.raises(anthropic.RateLimitError):
         client.messages.create(model="demo-moe", max_tokens=100, messages=HELLO)
+
+
+def test_a_conversation_that_the_server_would_keep_is_sent_whole_by_the_client() -> None:
+    """The client's tool runner asks for a thread; told in the published way, it goes on without one."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Says the weather."""
+        return f"sunny in {city}"
+
+    with (
+        served(Script('[call weather]{"city": "Rome"}[/call]'), Script("Sunny.")) as server,
+        client_of(server) as client,
+    ):
+        runner = client.beta.messages.tool_runner(
+            model="demo-moe", max_tokens=100, messages=[{"role": "user", "content": "Rome?"}], tools=[weather]
+        )
+        answers = [answer.content[0].type for answer in runner]
+        assert answers == ["tool_use", "text"]
+        assert "user: Rome?" in prompt_of(server) and "sunny in Rome" in prompt_of(server)
+        body = {"max_tokens": 9, "messages": HELLO, "thread": {"type": "continue", "previous_message_id": "msg_1"}}
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            answer = server.http.post(path, json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+def test_no_block_has_a_key_without_a_value(client: anthropic.Anthropic) -> None:
+    """@ai-sdk/anthropic refuses a text block whose citations are null."""
+    raw = client.messages.with_raw_response.create(model="demo-moe", max_tokens=9, messages=HELLO)
+    assert raw.http_response.json()["content"] == [{"type": "text", "text": "Hello the"}]

@@ -175,7 +175,13 @@ def warnings_in(answer: Any) -> list[str]:
 def test_taste_and_unknown_fields_are_named_in_warnings(plain: Served) -> None:
     for path in BODIES:
         for streams in (False, True):
-            fields: dict[str, Any] = {"dry_multiplier": 0.8, "mirostat": 2, "brand_new\n": 1, "user": "me", "typical_p": 1.0}
+            fields: dict[str, Any] = {
+                "dry_multiplier": 0.8,
+                "mirostat": 2,
+                "brand_new\n": 1,
+                "user": "me",
+                "typical_p": 1.0,
+            }
             with case(path, streams):
                 answer = plain.http.post(path, json={**BODIES[path], **fields, "stream": streams})
                 assert warnings_in(answer) == [

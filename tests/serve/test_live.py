@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import json
+import re
+import shutil
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cases import case
+from click.testing import CliRunner
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models import TinyMixtral, pack
@@ -23,9 +26,12 @@ from scripted_server import COUNTS, FixedScheduler, served
 from streaming import budget_for
 from waiting import HANG_S
 
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
+from moe_pack.formats.sidecar import write_sidecar
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.offload import read_recording
+from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Quality, SourceQuality
 from moe_pack.runtime.serve.http.live import (
     LiveCounts,
     bitmap,
@@ -194,11 +200,45 @@ def test_the_facts_of_an_engine(folder: Path) -> None:
             assert (facts["num_experts"], facts["experts_per_token"]) == (E, 2)
             assert (facts["num_slots"], facts["context_tokens"]) == (2, CONTEXT)
             assert (facts["budget_bytes"] is None) == (facts["pages_total"] is None) == (mode == "mapped")
+            assert (facts["pack"]["kv_dtype"], facts["pack"]["numerics"]) == ("f32", "exact")
+
+
+def test_the_facts_of_a_pack_are_those_that_inspect_prints(folder: Path, tmp_path: Path) -> None:
+    measured = shutil.copytree(folder, tmp_path / "packed")
+
+    def facts() -> dict[str, Any]:
+        with running(measured, read="map", kv_dtype="f16") as engine:
+            found: dict[str, Any] = engine_facts(engine, FixedScheduler(), "tiny")["pack"]
+        return found
+
+    inspected = CliRunner().invoke(main, ["inspect", str(measured)]).output
+    found = facts()
+    assert f"{found['bits_per_weight']:.2f} bits an expert weight" in inspected
+    assert re.search(rf"total +{found['bytes']:,} ", inspected)
+    assert (found["loss"], found["kv_dtype"]) == (None, "f16")
+    some = Estimate(0.5, 0.25)
+    against = SourceQuality("", True, 256, Estimate(0.03125, 0.5), some, 0.0, some, Estimate(0.0625, 0.5), some, 0, 0)
+    with Pack(measured) as pack:
+        quality = Quality("prose", "", 1, 512, 511, 1000, None, Estimate(24.5, 1.0), against)
+        write_sidecar(measured, QUALITY_FILE, quality, pack.manifest.root)
+    assert facts()["loss"] == {
+        "perplexity": 24.5,
+        "perplexity_increase": 0.0625,
+        "kl": 0.03125,
+        "kl_half_width": 0.5,
+        "num_tokens": 511,
+        "text": "prose",
+    }
+    (measured / QUALITY_FILE).write_text("{}")
+    assert facts()["loss"] is None, "the server answers without figures"
 
 
 def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> list[float]:
-        events, found = engine_events(live_counts(engine), engine, scheduler, "tiny"), []
+        events, found = (
+            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
+            [],
+        )
         await anext(events), await anext(events)
         for counts in (
             replace(COUNTS, generated_tokens=1, decode_s=4.0),
@@ -217,7 +257,10 @@ def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(fo
 
 def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> tuple[list[dict[str, str]], bool]:
-        events, found = engine_events(live_counts(engine), engine, scheduler, "tiny"), []
+        events, found = (
+            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
+            [],
+        )
         found += [await anext(events), await anext(events)]
         run_all(engine)
         scheduler.now = replace(COUNTS, prompt_tokens=20, generated_tokens=10, prefill_s=0.5, decode_s=2.0)

@@ -313,13 +313,24 @@ def test_text_completions(plain: Served, client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI) -> None:
     assert [(model.id, model.created) for model in client.models.list()] == [("demo-moe", 1_700_000_000)]
     assert client.models.retrieve("demo-moe").id == "demo-moe"
-    for name in ("demo-moe", "packed"):
-        client.chat.completions.create(model=name, messages=HELLO)
-    with pytest.raises(openai.NotFoundError, match="use 'demo-moe'"):
-        client.models.retrieve("gpt-9/x")
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="gpt-9", messages=HELLO)
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    for name in ("demo-moe", "packed", "gpt-9/x"):
+        assert client.chat.completions.create(model=name, messages=HELLO).model == "demo-moe"
+        assert client.models.retrieve(name).id == "demo-moe"
+
+
+def test_with_aliases_other_names_are_refused() -> None:
+    with served(aliases=("gpt-4o", "a/b")) as server, client_of(server) as client:
+        assert [model.id for model in client.models.list()] == ["demo-moe", "gpt-4o", "a/b"]
+        assert [client.models.retrieve(name).id for name in ("a/b", "packed")] == ["a/b", "demo-moe"]
+        for name in ("demo-moe", "packed", "gpt-4o"):
+            assert client.chat.completions.create(model=name, messages=HELLO).model == "demo-moe"
+        with pytest.raises(openai.NotFoundError, match="use 'demo-moe'"):
+            client.models.retrieve("gpt-9/x")
+        body = {"model": "gpt-9", "messages": HELLO, "prompt": "a", "input": "a"}
+        for path in ("chat/completions", "completions", "responses"):
+            answer = server.http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
 def refused(http: httpx2.Client, path: str, body: object) -> dict[str, Any]:

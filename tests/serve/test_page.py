@@ -1,7 +1,10 @@
 """The page at `/` in a browser: the chat against scripted answers, and the picture of an engine."""
 
+import itertools
+import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from browser import Browser, Page, needs_browser
 from cases import case
 from models import TinyMixtral, pack
-from scripted_server import FixedScheduler, Script, app_of, engine_of, random_states, served, state_of
+from scripted_server import PACK, FixedScheduler, Script, app_of, engine_of, random_states, served, state_of
 from streaming import budget_for
 
 from moe_pack.formats import Pack
@@ -122,41 +125,260 @@ def test_what_a_model_repeats_without_end_is_drawn_quickly(browser: Browser) -> 
     assert seconds[1] < 8 + 20 * seconds[0], "no longer than plain words, but for a factor"
 
 
-def test_settings_and_the_conversation_are_kept_and_sent(browser: Browser) -> None:
-    script = Script()
+SETTINGS = {"temperature": 0.33, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 64, "seed": 7}
+
+
+def test_settings_are_kept_and_sent_and_what_is_empty_is_not(browser: Browser) -> None:
+    script = Script(defaults={"temperature": 0.699999988079071, "top_p": 1, "top_k": 0, "min_p": 0.1, "max_tokens": -1})
     with opened(browser, script) as page:
+        page.wait("document.querySelector('#temperature').placeholder")
+        placeholders = {name: page.run(f"document.querySelector('#{name}').placeholder") for name in SETTINGS}
+        assert list(placeholders.values()) == ["0.7", "1", "0", "0.1", "Default", "Random"]
+        ask(page, "Nothing is set")
+        ended(page)
         page.click("#open-settings")
         page.write("#system", "Be short.")
-        for name, value in (("temperature", "0.5"), ("top_p", "0.9"), ("max_tokens", "64"), ("seed", "7")):
-            page.write(f"#{name}", value)
-        ask(page, "One")
-        ended(page)
+        for name, value in SETTINGS.items():
+            page.write(f"#{name}", str(value))
+        page.run(
+            "(thinking => { thinking.value = 'off'; thinking.dispatchEvent(new Event('input', { bubbles: true })); })"
+            "(document.querySelector('#thinking'))"
+        )
+        page.click("#close-settings")
         page.call("Page.reload")
-        page.wait("document.querySelectorAll('.turn').length === 2 && document.querySelector('#model')?.innerText")
-        ask(page, "Two")
+        page.wait("document.querySelector('#model')?.innerText && document.querySelector('#seed').value === '7'")
+        ask(page, "All")
         page.wait("document.querySelectorAll('.facts').length === 2")
-        page.click(".again")
-        page.wait("!document.querySelector('.again')")
-        page.wait("document.querySelectorAll('.facts').length === 2 && document.querySelector('.again')")
-        assert page.run("document.querySelectorAll('.turn').length") == 4
+        page.click("#open-settings")
+        page.click("#reset")
+        page.write("#top_p", "3")
+        page.click("#close-settings")
+        assert page.run("document.querySelector('#settings').open && document.activeElement.id") == "top_p"
+        page.press("Escape")
+        page.wait("!document.querySelector('#settings').open")
+        ask(page, "Refused")
+        assert page.run("document.querySelector('#settings').open"), "a field that is wrong is not left out unseen"
+        page.click("#reset")
+        page.click("#close-settings")
+        page.press("Escape")
+        page.run("document.querySelector('#words').focus()")
+        page.press("Enter")
+        page.wait("document.querySelectorAll('.facts').length === 3")
+    nothing, everything, again = script.asked
+    for body in (nothing, again):
+        assert not {*SETTINGS, "chat_template_kwargs"} & set(body)
+        assert body["messages"][0]["role"] == "user"
+    assert {name: everything[name] for name in SETTINGS} == SETTINGS
+    assert everything["chat_template_kwargs"] == {"enable_thinking": False}
+    assert everything["messages"][0] == {"role": "system", "content": "Be short."}
+
+
+def test_without_props_placeholders_say_default(browser: Browser) -> None:
+    with opened(browser, Script()) as page:
+        page.wait("document.querySelector('#temperature').placeholder === 'Default'")
+
+
+def titles(page: Page) -> list[str]:
+    found: list[str] = page.run("[...document.querySelectorAll('#list .open')].map(node => node.textContent)")
+    return found
+
+
+def turns(page: Page) -> list[str]:
+    """The texts of all messages and answers of the conversation on the screen."""
+    found: list[str] = page.run("[...document.querySelectorAll('.words, .answer')].map(node => node.textContent)")
+    return found
+
+
+def test_conversations_are_kept_renamed_and_deleted(browser: Browser) -> None:
+    script = Script()
+    for width in (1280, 390):
+        with case(width), opened(browser, script, width=width) as page:
+            ask(page, "One")
+            ended(page)
+            page.click("#new")
+            assert turns(page) == [] and "this browser alone" in page.text("#welcome")
+            page.call("Page.reload")
+            page.wait("document.querySelector('#model')?.innerText")
+            assert turns(page) == [], "a new conversation stays one"
+            ask(page, "Two\nlines")
+            ended(page)
+            page.call("Page.reload")
+            page.wait("document.querySelectorAll('.turn').length === 2 && document.querySelector('#model').innerText")
+            assert turns(page) == ["Two\nlines", "Hello"]
+            page.click("#open-chats")
+            assert titles(page) == ["Two lines", "One"] and "this browser alone" in page.text("#kept")
+            assert page.run("document.querySelector('#chats').matches(':modal')") == (width == 390)
+            page.click("#list li:nth-child(2) .open")
+            assert turns(page) == ["One", "Hello"]
+            assert page.run("document.querySelector('#chats').open") == (width == 1280), "a drawer closes"
+            if width == 390:
+                page.click("#open-chats")
+            page.click("#list li:nth-child(2) [title=Rename]")
+            page.run("document.querySelector('#list input').select()")
+            page.call("Input.insertText", text="Renamed <b>")
+            page.press("Enter")
+            assert titles(page) == ["Two lines", "Renamed <b>"]
+            page.click("#list li:nth-child(2) [title=Rename]")
+            page.call("Input.insertText", text="Not this")
+            page.press("Escape")
+            assert titles(page) == ["Two lines", "Renamed <b>"] and page.run("document.querySelector('#chats').open")
+            page.click("#list li:nth-child(2) [title=Delete]")
+            assert len(titles(page)) == 2 and page.text("#list li:nth-child(2) .sure") == "Delete?"
+            page.click("#list li:nth-child(2) .sure")
+            assert titles(page) == ["Two lines"] and turns(page) == ["Two\nlines", "Hello"]
+            page.call("Page.reload")
+            page.wait("document.querySelectorAll('.turn').length === 2")
+            assert titles(page) == ["Two lines"]
+            assert page.run("Object.keys(localStorage).filter(key => key.startsWith('moe-serve.chat.')).length") == 1
+
+
+def test_an_answer_goes_on_while_another_conversation_is_shown(browser: Browser) -> None:
+    script = Script([("content", f"word{n} ") for n in range(60)], piece_s=0.03)
+    with opened(browser, script) as page:
+        ask(page, "First")
+        page.wait("document.querySelector('.answer')?.innerText.includes('word3')")
         page.click("#new")
+        assert page.text("#send") and not page.text("#stop")
+        ask(page, "Second")
+        page.wait("document.querySelector('.answer')?.innerText.includes('word1')")
+        page.click("#list li:nth-child(2) .open")
+        assert page.text("#stop") and turns(page)[0] == "First"
+        ended(page)
+        assert turns(page)[1].endswith("word59 ") or turns(page)[1].endswith("word59")
+        page.click("#list li:nth-child(1) .open")
+        ended(page)
+        assert turns(page)[0] == "Second" and "word59" in turns(page)[1]
+    assert [[message["content"] for message in body["messages"]] for body in script.asked] == [["First"], ["Second"]]
+    assert script.num_left == 0
+
+
+def test_a_message_is_edited_and_asked_again(browser: Browser) -> None:
+    script = Script()
+    with opened(browser, script) as page:
+        for number, text in enumerate(("One", "Two", "Three")):
+            ask(page, text)
+            page.wait(f"document.querySelectorAll('.facts').length === {number + 1}")
+        page.click(".turn.user:nth-of-type(3) .edit")
+        assert page.run("document.activeElement.value") == "Two" and "replaced" in page.text(".editor small")
+        page.press("Escape")
+        assert page.run("document.activeElement.className").endswith("edit") and turns(page)[2] == "Two"
+        page.click(".turn.user:nth-of-type(3) .edit")
+        page.run("document.activeElement.select()")
+        page.call("Input.insertText", text="Second")
+        page.press("Enter")
+        page.wait("document.querySelectorAll('.facts').length === 2 && document.querySelector('.again')")
+        assert turns(page) == ["One", "Hello", "Second", "Hello"]
+        page.click(".again")
+        page.wait("document.querySelectorAll('.facts').length === 2 && document.querySelector('.again')")
+        page.call("Page.reload")
+        page.wait("document.querySelectorAll('.turn').length === 4")
+        assert turns(page) == ["One", "Hello", "Second", "Hello"]
+    asked = [[message["content"] for message in body["messages"]] for body in script.asked]
+    assert asked[3:] == [["One", "Hello", "Second"]] * 2
+
+
+def test_a_browser_without_storage_or_room_chats_all_the_same(browser: Browser) -> None:
+    none = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no', 'SecurityError'); } })"
+    full = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
+    for name, script in (("none", none), ("full", full)):
+        with case(name), opened(browser, Script()) as page:
+            page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+            page.call("Page.reload")
+            page.wait("document.querySelector('#model')?.innerText")
+            for text in ("One", "Two"):
+                ask(page, text)
+                page.wait(f"document.querySelectorAll('.facts').length === {['One', 'Two'].index(text) + 1}")
+            assert "no room" in page.text("#unkept")
+            page.click("#new")
+            page.click("#open-chats")
+            assert titles(page) == ["New chat", "One"] and not page.text("#unkept")
+            page.click("#list li:nth-child(2) .open")
+            assert len(turns(page)) == 4
+
+
+def test_what_is_kept_is_bounded_and_foreign_entries_do_no_harm(browser: Browser) -> None:
+    with opened(browser, Script()) as page:
+        page.run(
+            """(() => { const put = (id, value) => localStorage.setItem('moe-serve.chat.' + id, value);
+            const turn = text => ({ role: 'user', text });
+            for (let n = 0; n < 130; n++) put(`old${n}`, JSON.stringify({ at: n, turns: [turn(`chat ${n}`)] }));
+            put('long', JSON.stringify({ at: 200, turns: [turn('x'.repeat(3900000))] }));
+            put('a', '{'); put('b', 'null'); put('c', '{"turns": 3}'); put('d', '{"turns": [null, {"role": 4}]}');
+            localStorage.setItem('moe-serve.settings', '[1]'); localStorage.setItem('other', 'stays'); })()"""
+        )
         page.call("Page.reload")
         page.wait("document.querySelector('#model')?.innerText")
-        assert page.run("document.querySelectorAll('.turn').length") == 0 and "kept" in page.text("#welcome")
-    messages = [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "One"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Two"},
-    ]
-    assert [body["messages"] for body in script.asked] == [messages[:2], messages, messages]
-    for body in script.asked:
-        sampling = (body["temperature"], body["top_p"], body["max_tokens"], body["seed"])
-        assert sampling == (0.5, 0.9, 64, 7)
+        page.click("#new")
+        ask(page, "y" * 200000)
+        ended(page)
+        kept = page.run("Object.keys(localStorage).filter(key => key.startsWith('moe-serve.chat.'))")
+        assert "moe-serve.chat.long" not in kept and "moe-serve.chat.old0" not in kept and len(kept) <= 102
+        assert page.run("localStorage.getItem('other')") == "stays" and not page.text("#unkept")
+
+
+def test_a_message_whose_answer_was_lost_can_be_asked_again(browser: Browser) -> None:
+    script = Script([("content", f"word{n} ") for n in range(500)], piece_s=0.02)
+    with opened(browser, script) as page:
+        ask(page, "Go on")
+        page.wait("document.querySelector('.answer')?.innerText.includes('word3')")
+        page.call("Page.reload")
+        page.wait(
+            "document.querySelector('.facts')?.innerText === 'Stopped' && document.querySelector('#model').innerText"
+        )
+        assert "word3" in turns(page)[1] and page.text(".again") == "Regenerate"
+        page.run(
+            "localStorage.setItem(Object.keys(localStorage).find(key => key.includes('chat.')), "
+            "JSON.stringify({ turns: [{ role: 'user', text: 'Lost' }] })), 0"
+        )
+        page.call("Page.reload")
+        page.wait("document.querySelector('.turn .fault')?.offsetParent && document.querySelector('#model').innerText")
+        page.click(".again")
+        page.wait("document.querySelector('.answer')?.innerText.includes('word3')")
+    assert [[message["content"] for message in body["messages"]] for body in script.asked] == [["Go on"], ["Lost"]]
+
+
+def test_a_server_that_loads_or_was_started_again_is_waited_for(browser: Browser) -> None:
+    script = Script(health="loading", engine=engine_of(2, 4), num_cut=1)
+    with opened(browser, script) as page:
+        page.wait("document.querySelector('#welcome-name').innerText === 'Loading the model…'")
+        assert not page.text("#trouble") and not page.text("#absent"), "loading is no fault"
+        script.health = "ok"
+        page.wait("document.querySelector('#link').innerText === 'Live'")
+        script.health, script.model = "failed", "another"
+        page.wait("document.querySelector('#trouble').innerText.includes('engine has failed')")
+        script.health = "ok"
+        page.wait("document.querySelector('#model').innerText === 'another'")
+        page.wait("document.querySelector('#link').innerText === 'Live'")
+        assert not page.text("#trouble")
+        ask(page, "Hi")
+        ended(page)
+    assert script.asked[0]["model"] == "another"
+
+
+def test_calls_empty_answers_and_other_scripts_are_shown(browser: Browser) -> None:
+    first = [{"index": 0, "function": {"name": "weather", "arguments": '{"city"'}}]
+    calls = [first, [{"index": 0, "function": {"arguments": ': "<b>Oslo</b>"}'}}]]
+    with opened(browser, Script([("tool_calls", json.dumps(call)) for call in calls], end="tool_calls")) as page:
+        ask(page, "Hi")
+        ended(page)
+        assert page.text(".turn figcaption span") == "Calls weather"
+        assert page.text(".turn pre") == '{"city": "<b>Oslo</b>"}'
+    with opened(browser, Script([])) as page:
+        ask(page, "Hi")
+        ended(page)
+        assert page.text(".waits") == "The answer is empty."
+    hebrew = "\N{HEBREW LETTER SHIN}\N{HEBREW LETTER LAMED}"
+    with opened(browser, Script([("content", f"{hebrew}\n\nplain\n\n- {hebrew}")])) as page:
+        ask(page, hebrew)
+        ended(page)
+        directions = (
+            "[...document.querySelectorAll('.words, .answer > *')].map(node => getComputedStyle(node).direction)"
+        )
+        assert page.run(directions) == ["rtl", "rtl", "ltr", "rtl"]
 
 
 def test_stop_ends_an_answer_and_its_request(browser: Browser) -> None:
-    for how in ("button", "Escape", "new chat"):
+    for how in ("button", "Escape"):
         with case(how):
             script = Script([("content", f"word{n} ") for n in range(500)], piece_s=0.02)
             with opened(browser, script) as page:
@@ -165,17 +387,14 @@ def test_stop_ends_an_answer_and_its_request(browser: Browser) -> None:
                 if how == "Escape":
                     page.press("Escape")
                 else:
-                    page.click("#stop" if how == "button" else "#new")
+                    page.click("#stop")
                 page.wait("!document.querySelector('#send').hidden")
-                if how == "new chat":
-                    assert page.text(".turn") == "" and page.text("#welcome h2") == "tiny-mixtral"
-                else:
-                    page.wait("document.querySelector('.facts')?.innerText === 'Stopped'")
-                    assert "word3" in page.text(".answer") and not page.text(".fault")
+                page.wait("document.querySelector('.facts')?.innerText === 'Stopped'")
+                assert "word3" in page.text(".answer") and not page.text(".fault")
                 ask(page, "More")
                 page.wait("document.querySelector('.turn:last-child .answer')?.innerText.includes('word3')")
                 kept = [message["content"][:5] for message in script.asked[1]["messages"]]
-                assert kept == (["More"] if how == "new chat" else ["Go on", "word0", "More"])
+                assert kept == ["Go on", "word0", "More"]
             assert script.num_left >= 1, "the server sees that the client has left"
 
 
@@ -193,7 +412,7 @@ def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
         ended(page)
         assert page.text(".answer") == "Hello" and page.run("document.querySelector('#key').hidden")
         page.wait("document.querySelector('#link').innerText === 'Live'")
-        assert page.run("sessionStorage.length") == 1
+        assert page.run("Object.keys(sessionStorage).sort()") == ["moe-serve.current", "moe-serve.key"]
         assert "secret" not in page.run("JSON.stringify(localStorage)")
 
 
@@ -227,7 +446,16 @@ def test_a_model_without_a_template_continues_text(browser: Browser) -> None:
         page.wait("document.querySelector('#model').innerText")
         assert "no chat template" in page.text("#welcome") and page.text("#send") == "Continue"
         page.click("#open-settings")
-        assert page.run("document.querySelector('#system-label').offsetParent") is None
+        shown = "[...document.querySelectorAll('#settings label')].filter(node => node.checkVisibility())"
+        assert page.run(f"{shown}.map(node => node.firstChild.textContent)") == [
+            "Temperature",
+            "Top-p",
+            "Top-k",
+            "Min-p",
+            "Most tokens",
+            "Seed",
+        ]
+        page.click("#close-settings")
         ask(page, "Once")
         ended(page)
         assert page.text(".answer") == "upon **a**\n time"
@@ -323,6 +551,10 @@ def test_the_picture_counts_what_a_real_engine_does(browser: Browser, tmp_path: 
 
 
 def test_figures_and_slots(browser: Browser) -> None:
+    with opened(browser, Script(engine=engine_of(3, 8))) as page:
+        page.wait("document.querySelector('#link').innerText === 'Live'")
+        assert [page.text(f"#{name}") for name in ("hits", "hits-why")] == ["Not yet", "no expert was chosen"]
+        assert page.run("getComputedStyle(document.querySelector('#spark')).visibility") == "hidden", "a stray line"
     states = random_states(3, 8, 2, 4, 0.5)
     slots = [{"state": "prefill", "tokens": 2048, "context": 8192}, {"state": "idle", "tokens": 0, "context": 8192}]
     states[-1] |= {"slots": slots, "prefill_tokens_per_s": 310.0, "waiting": 2, "tokens_per_s": 0.0}
@@ -341,37 +573,75 @@ def test_figures_and_slots(browser: Browser) -> None:
         assert page.text("#slots li").split("\n") == ["Slot 1, prefill", "2,048 of 8,192"]
         assert page.run("document.querySelector('#slots .bar i').style.width") == "25%"
         assert page.run("document.querySelector('#spark polyline').points.length") == 4
-    facts = engine_of(3, 8, mode="mapped", budget_bytes=None, pages_total=None)
+        assert page.run("getComputedStyle(document.querySelector('#spark')).visibility") == "visible"
+        assert page.run("document.querySelector('#pack').textContent.split(' \N{MIDDLE DOT}')") == [
+            "152.0 MiB",
+            "experts 2.90 bits",
+            "loss 0.0094 nats",
+            "perplexity +0.57%",
+            "KV cache f32",
+            "numerics fast",
+        ]
+    unmeasured = PACK | {"loss": None}
+    facts = engine_of(3, 8, mode="mapped", budget_bytes=None, pages_total=None, pack=unmeasured)
     nothing = np.zeros((3, 8), np.uint32)
     mapped = state_of(nothing + 1, nothing, None, hit_rate=None)
     with opened(browser, Script(engine=facts, states=[mapped])) as page:
         page.wait("document.querySelector('#bytes').innerText === '41.5 MiB'")
-        found = [page.text(f"#{name}") for name in ("hits", "memory", "bytes-name")]
-        assert found == [
-            "\N{EN DASH}",
-            "None",
-            "Bytes used a token",
-        ]
+        assert page.text("#figures").count("\N{EN DASH}") == page.text("#figures").count("None") == 0
+        assert page.run("document.querySelector('#figures').dataset.tiles") == "2"
+        assert page.text("#bytes-name") == "Bytes used a token"
         assert page.text("#legend").split("\n") == ["Chosen just now", "Not chosen"]
     with opened(browser, Script()) as page:
         page.wait("document.querySelector('#absent').offsetParent")
         assert page.text("#absent") == "This server does not show its engine."
 
 
+IS_NAMED = "node.innerText || node.ariaLabel || (node.labels && node.labels.length)"
+# What leaves the window, or its own box where it does not scroll, and buttons of more than one line.
+FAULTY = """[...document.querySelectorAll('body *')].filter(node => {
+  if (!node.checkVisibility() || node.closest('.wide, pre, svg, .unseen, #list, .axis, canvas')) return false;
+  const box = node.getBoundingClientRect(), style = getComputedStyle(node);
+  const isTall = node.tagName === 'BUTTON' && box.height > 2 * parseFloat(style.lineHeight) + 8;
+  return isTall || box.right > innerWidth + 1 || box.left < -1;
+}).map(node => node.outerHTML.slice(0, 200))"""
+
+
 def test_every_control_has_a_name_and_nothing_overflows(browser: Browser) -> None:
-    states = random_states(27, 64, 6, 2, 0.5)
-    pieces = [("content", "A very" + "long" * 100 + "word\n\n```\n" + "x = 1; " * 60 + "\n```")]
-    script = Script(pieces, engine=engine_of(27, 64), states=states)
-    for width in (320, 768, 1000):
-        with case(width), opened(browser, script, width=width, height=800) as page:
-            page.click("#open-settings")
+    text = "A very" + "long" * 100 + "word\n\n```\n" + "x = 1; " * 60 + "\n```\n\n" + "|a" * 40 + "\n" + "|-" * 40
+    slots = [{"state": "idle", "tokens": 131072, "context": 131072}] * 64
+    shapes = {
+        (320, 700): (27, 64),
+        (390, 844): (58, 256),
+        (768, 800): (24, 32),
+        (1000, 800): (32, 8),
+        (1280, 860): (58, 256),
+    }
+    for ((width, height), (num_layers, num_experts)), is_dark in itertools.product(shapes.items(), (False, True)):
+        states = random_states(num_layers, num_experts, 4, 2, 0.5)
+        states[-1] |= {"slots": slots, "waiting": 1000}
+        script = Script([("content", text)], engine=engine_of(num_layers, num_experts), states=states)
+        script.model = "a-model-with-a-name-that-is-" + "very-" * 20 + "long"
+        script.engine["model"] = script.model
+        with case(width, is_dark), opened(browser, script, width=width, height=height, is_dark=is_dark) as page:
+            page.wait("document.querySelector('#model').innerText")
+            assert page.run(FAULTY) == []
             ask(page, "Hi " + "there" * 80)
             ended(page)
-            page.wait("document.querySelector('#slots li')")
-            assert page.run("document.documentElement.scrollWidth <= innerWidth")
-            controls = "[...document.querySelectorAll('button, input, textarea, a, canvas, summary')]"
-            is_named = "node.innerText || node.ariaLabel || (node.labels && node.labels.length)"
-            assert page.run(f"{controls}.filter(node => !({is_named})).map(node => node.outerHTML)") == []
+            page.wait("document.querySelectorAll('#slots li').length === 64")
+            for opens, closes in (
+                ("#open-chats", "#close-chats"),
+                ("#open-settings", "#close-settings"),
+                (".edit", ".editor .row button"),
+            ):
+                page.click(opens)
+                assert page.run(FAULTY) == []
+                assert page.run("document.documentElement.scrollWidth <= innerWidth")
+                controls = "[...document.querySelectorAll('button, input, textarea, select, a, canvas, summary')]"
+                assert page.run(f"{controls}.filter(node => !({IS_NAMED})).map(node => node.outerHTML)") == []
+                page.click(closes)
+            tops = page.run("[...document.querySelectorAll('#figures > div')].map(node => node.offsetTop)")
+            assert Counter(Counter(tops).values()) in ({2: 2}, {4: 1}), "no tile is alone in a row"
             assert page.run("document.querySelector('#cells').tabIndex") == 0
 
 

@@ -130,7 +130,8 @@ def test_items_reach_the_template_as_templates_read_them(plain: Served, client: 
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     assert prompt_of(plain).split("\n") == [
         "system: Be brief.",
-        "system: No jokes.",
+        "",
+        "No jokes.",
         "user: a",
         f"assistant: I ask. { ({'reasoning_content': 'hm', 'tool_calls': [call]}) }",
         f"tool: sunny { ({'tool_call_id': 'c1', 'name': 'weather'}) }",
@@ -167,12 +168,11 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
         ({"background": True}, "background", "stores no responses"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "add it"),
-        ({"model": "gpt-9"}, "model", "use 'demo-moe'"),
     ):
         with case(fields):
             answer = plain.http.post("/v1/responses", json={"input": "Hi", **fields})
             error = answer.json()["error"]
-            assert answer.status_code == (404 if param == "model" else 400)
+            assert answer.status_code == 400
             assert (error["param"], message in error["message"]) == (param, True), error
 
 

@@ -156,7 +156,11 @@ class Page:
 
     def press(self, key: str) -> None:
         """Presses a key, for example Enter, as a keyboard does."""
-        extra = {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        codes: dict[str, dict[str, Any]] = {
+            "Enter": {"text": "\r", "windowsVirtualKeyCode": 13},
+            "Escape": {"windowsVirtualKeyCode": 27},
+        }
+        extra = codes.get(key, {})
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **extra)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 

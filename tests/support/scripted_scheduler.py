@@ -16,6 +16,7 @@ from waiting import HANG_S
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.serve.conversations import Template
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import (
     EndEvent,
@@ -151,6 +152,7 @@ class Characters:
     end_ids = frozenset({0})
     answer_end_ids = frozenset({0, 1})
     vocab_size = VOCABULARY
+    most_bytes_per_token = 4  # of any character
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         return [ord(character) % VOCABULARY for character in text]
@@ -231,6 +233,9 @@ class NamedGrammar:
 
     source: object
 
+    def copy(self) -> "NamedGrammar":
+        return replace(self)
+
     def allow(self, logits: Tensor) -> Tensor:
         return logits
 
@@ -261,10 +266,12 @@ class NamedGrammars:
         return NamedGrammar(text)
 
 
-FACTS = ModelFacts("demo-moe", frozenset({"packed"}), 1_700_000_000, SamplingOptions(temperature=1.0, top_p=1.0))
+FACTS = ModelFacts("demo-moe", "packed", 1_700_000_000, SamplingOptions(temperature=1.0, top_p=1.0), eos_token="$")
 
 
-def scripted_service(scheduler: ScriptedScheduler, has_template: bool = True, **facts: Any) -> Service:
+def scripted_service(
+    scheduler: ScriptedScheduler, has_template: bool = True, template: Template | None = None, **facts: Any
+) -> Service:
     """Returns a service of a model that says what the scheduler's scripts say."""
 
     def parser(prompt_end: str, tools: list[dict[str, Any]]) -> AnswerParser:
@@ -274,7 +281,7 @@ def scripted_service(scheduler: ScriptedScheduler, has_template: bool = True, **
         replace(FACTS, **facts),
         scheduler,
         Characters(),
-        LinesTemplate() if has_template else None,
+        (template or LinesTemplate()) if has_template else None,
         parser,
         NamedGrammars(),
         lambda token: bytes([token % VOCABULARY]),

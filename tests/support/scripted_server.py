@@ -32,8 +32,9 @@ class Script:
 
     `pieces`: of the answer, each with the name of its field, one every `piece_s`.   `fault`: a message in place of an
     answer, or, with `breaks_at`, after so many pieces.   `states`: the events of the engine, one every `state_s`; the
-    first `num_cut` watchers lose their connection.   `asked`, `num_left`, `num_watched`: the bodies of requests, the
-    clients that left before their answer's end, and the watchers of the engine, so far.
+    first `num_cut` watchers lose their connection.   `health`: what /health says.   `defaults`: of /props; none: there
+    is no such endpoint.   `asked`, `num_left`, `num_watched`: the bodies of requests, the clients that left before
+    their answer's end, and the watchers of the engine, so far.
     """
 
     pieces: list[tuple[str, str]] = field(default_factory=lambda: [("content", "Hello")])
@@ -46,6 +47,8 @@ class Script:
     engine: Values = field(default_factory=dict)
     states: list[Values] = field(default_factory=list)
     state_s: float = 0.05
+    health: str = "ok"
+    defaults: Values = field(default_factory=dict)
     model: str = "tiny-mixtral"
     asked: list[Values] = field(default_factory=list)
     num_left: int = 0
@@ -61,11 +64,21 @@ def app_of(script: Script, *routers: APIRouter) -> FastAPI:
 
     @app.middleware("http")
     async def ask_for_key(request: Request, call_next: Any) -> Response:
-        is_open = request.url.path == "/" or not script.key
+        is_open = request.url.path in ("/", "/health") or not script.key
         if is_open or request.headers.get("authorization") == f"Bearer {script.key}":
             found: Response = await call_next(request)
             return found
         return JSONResponse({"error": {"message": "The API key is missing or wrong."}}, 401)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": script.health}, 200 if script.health == "ok" else 503)
+
+    @app.get("/props")
+    async def props() -> Response:
+        if not script.defaults:
+            return JSONResponse({"error": {"message": "There is no such endpoint."}}, 404)
+        return JSONResponse({"default_generation_settings": {"params": script.defaults}})
 
     @app.get("/v1/models")
     async def models() -> Values:
@@ -104,7 +117,8 @@ async def pieces_of(script: Script, choice: Any) -> AsyncIterator[Values]:
                     yield {"data": json.dumps({"error": {"message": script.fault}})}
                 is_whole = True
                 return
-            yield {"data": json.dumps({"choices": [{"index": 0, "finish_reason": None} | choice(name, text)]})}
+            delta = choice(name, json.loads(text) if name == "tool_calls" else text)
+            yield {"data": json.dumps({"choices": [{"index": 0, "finish_reason": None} | delta]})}
             await asyncio.sleep(script.piece_s)
         yield {"data": json.dumps({"choices": [{"index": 0, "finish_reason": script.end} | choice("content", "")]})}
         usage = {"prompt_tokens": 340, "completion_tokens": 42, "prompt_tokens_details": {"cached_tokens": 120}}
@@ -125,6 +139,17 @@ async def engine_events(script: Script) -> AsyncIterator[Values]:
     await asyncio.sleep(0.1 if is_cut else 1000)
 
 
+LOSS = {
+    "perplexity": 24.1,
+    "perplexity_increase": 0.0057,
+    "kl": 0.00944,
+    "kl_half_width": 0.0008,
+    "num_tokens": 16352,
+    "text": "prose",
+}
+PACK = {"bytes": 152 << 20, "bits_per_weight": 2.9, "loss": LOSS, "kv_dtype": "f32", "numerics": "fast"}
+
+
 def engine_of(num_layers: int, num_experts: int, **others: Any) -> Values:
     """An `engine` event."""
     return {
@@ -137,6 +162,7 @@ def engine_of(num_layers: int, num_experts: int, **others: Any) -> Values:
         "mode": "offloaded",
         "budget_bytes": 11 << 30,
         "pages_total": 5120,
+        "pack": PACK,
     } | others
 
 

@@ -27,12 +27,17 @@ class Served:
 
 @contextmanager
 def served(
-    *scripts: Script, options: ServeOptions | None = None, delay_s: float = 0.0, most: int = 64, loading: bool = False
+    *scripts: Script,
+    options: ServeOptions | None = None,
+    delay_s: float = 0.0,
+    most: int = 64,
+    loading: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> Iterator[Served]:
     """Runs a server that says what the scripts say; `loading`: its model is not there yet."""
     options = options or ServeOptions(drain_s=1)
     scheduler = ScriptedScheduler(*scripts, delay_s=delay_s, most=most)
-    app = create_app(None if loading else scripted_service(scheduler), options)
+    app = create_app(None if loading else scripted_service(scheduler, aliases=aliases), options)
     server = server_of(app, "127.0.0.1", 0, options)
     # With its protocol named: asyncio turns off Nagle's delay, 40 ms for each answer, for such sockets alone.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:

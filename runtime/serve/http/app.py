@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe_pack.formats import RunError
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.serve.http.live import page_router
-from moe_pack.runtime.serve.protocols import anthropic_api, openai_api, responses_api
+from moe_pack.runtime.serve.protocols import anthropic_api, model_api, openai_api, responses_api
 from moe_pack.runtime.serve.protocols.answers import Problem, problem_of
 from moe_pack.runtime.serve.service import Service
 
@@ -69,7 +69,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     """
     app = FastAPI(title="moe-serve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for router in (openai_api.router, responses_api.router, anthropic_api.router):
+    for router in (openai_api.router, responses_api.router, anthropic_api.router, model_api.router):
         app.include_router(router)
     app.include_router(page_router())
     requests = _add_own_routes(app)

@@ -4,7 +4,8 @@
 last copy of the counts, and gets what came since. The server-sent events are
 
     engine   once: model, layers (numbers of those with experts: L of them), num_experts (E), experts_per_token,
-             num_slots, context_tokens, mode (mapped, offloaded or gpu), budget_bytes, pages_total
+             num_slots, context_tokens, mode (mapped, offloaded or gpu), budget_bytes, pages_total; pack: its bytes,
+             bits_per_weight of the experts, loss (as it was measured; null if it was not), kv_dtype, numerics
     state    at most four times a second, and every five seconds if nothing changes: tokens_per_s,
              prefill_tokens_per_s, bytes_per_token, read_bytes_per_s and hit_rate of the last two seconds; running,
              waiting; resident (`bitmap`; null if the system or a GPU decides); chosen and read (`saturated`: how often
@@ -17,6 +18,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import re
 import time
 from collections import deque
@@ -32,11 +34,14 @@ from fastapi.responses import HTMLResponse
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
 
+from moe_pack.formats import Pack, PackError
 from moe_pack.runtime import Engine
+from moe_pack.runtime.quality import bits_per_weight, read_quality
 from moe_pack.runtime.serve.requests import Scheduler, SchedulerCounts
 
 Counts = NDArray[np.uint32]
 
+_LOG = logging.getLogger(__name__)
 _EVENT_S = 0.25
 _QUIET_S = 5.0  # an event after so long says that the server is there
 RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with every token of a large model
@@ -215,6 +220,36 @@ def engine_facts(engine: Engine, scheduler: Scheduler, model: str) -> dict[str, 
         "mode": mode,
         "budget_bytes": budget_bytes,
         "pages_total": None if plan is None else plan.num_pages,
+        "pack": {
+            "bytes": engine.pack.manifest.totals.content,
+            "bits_per_weight": bits_per_weight(engine.pack),
+            "loss": _measured_loss(engine.pack),
+            "kv_dtype": engine.kv_dtype,
+            "numerics": engine.numerics,
+        },
+    }
+
+
+def _measured_loss(pack: Pack) -> dict[str, Any] | None:
+    """Returns the loss as `moe-pack inspect` prints it; None if it was not measured, or the file is damaged.
+
+    `kl` (nats a token), `kl_half_width` and `perplexity_increase` (0.01 for 1%) are None without a comparison.
+    """
+    try:
+        quality = read_quality(pack)
+    except PackError as fault:  # the server needs no figures to answer
+        _LOG.warning("%s; the page shows no loss", fault)
+        return None
+    if quality is None:
+        return None
+    against = quality.against
+    return {
+        "perplexity": quality.perplexity.value,
+        "perplexity_increase": None if against is None else against.perplexity_increase.value,
+        "kl": None if against is None else against.kl.value,
+        "kl_half_width": None if against is None else against.kl.half_width,
+        "num_tokens": quality.num_tokens,
+        "text": quality.text,
     }
 
 
@@ -262,13 +297,13 @@ def saturated(counts: Counts) -> str:
 
 
 async def engine_events(
-    live: LiveCounts, engine: Engine, scheduler: Scheduler, model: str
+    live: LiveCounts, engine: Engine, scheduler: Scheduler, facts: dict[str, Any]
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields server-sent events, without end: `engine`, then a `state` whenever something has changed.
+    """Yields server-sent events, without end: `engine` with the facts, then a `state` whenever something has changed.
 
     Each has the names `event` and `data`, as `EventSourceResponse` takes them.
     """
-    yield _event("engine", engine_facts(engine, scheduler, model))
+    yield _event("engine", facts)
     picture = _Picture(live, engine, scheduler)
     sent, sent_at = None, 0.0
     while True:
@@ -285,12 +320,12 @@ def _event(name: str, values: dict[str, Any]) -> dict[str, str]:
 
 def engine_router(live: LiveCounts, engine: Engine, scheduler: Scheduler, model: str) -> APIRouter:
     """Returns the routes of `GET /engine`; `model` is the name under which the server offers the pack."""
-    router = APIRouter()
+    router, facts = APIRouter(), engine_facts(engine, scheduler, model)
 
     @router.get("/engine", response_class=EventSourceResponse)
     async def watch_engine() -> EventSourceResponse:
         """Watches the engine: server-sent events `engine` and `state`."""
-        return EventSourceResponse(engine_events(live, engine, scheduler, model))
+        return EventSourceResponse(engine_events(live, engine, scheduler, facts))
 
     return router
 

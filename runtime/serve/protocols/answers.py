@@ -19,7 +19,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
-from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.sampling import Grammar, TokenLogprob
+from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
 from moe_pack.runtime.serve.protocols.formed import FormedCallParser, PlainParser, new_id
@@ -31,7 +32,7 @@ from moe_pack.runtime.serve.requests import (
     Request,
     RequestError,
 )
-from moe_pack.runtime.serve.rules import TokenRules, ruled
+from moe_pack.runtime.serve.rules import RuledGrammar, TokenRules, ruled
 from moe_pack.runtime.serve.service import (
     CalledTool,
     Calls,
@@ -170,12 +171,12 @@ class Prepared:
         return len(self.requests[0].prompt_ids)
 
 
-def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
-    """Returns the requests that answer a question. It computes, so it belongs in a thread.
+async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
+    """Returns the requests that answer a question.
 
     An answer of a given form, or a call that the request demands, begins with the first token: the model is asked not
     to think, if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
-    Raises:  RequestError if the question cannot be answered.
+    Raises:  RequestError if the question cannot be answered; QueueFullError.
     """
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
@@ -188,7 +189,7 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     is_formed = source is not None and source.kind != "gbnf"
     kwargs = {"enable_thinking": False, **question.template_kwargs} if is_formed else question.template_kwargs
     definitions = [tool.definition for tool in tools]
-    prompt = service.chat_prompt(question.messages, definitions, kwargs, question.continues)
+    prompt = await service.chat_prompt(question.messages, definitions, kwargs, question.continues)
     limits = question.limits
     request = Request(
         prompt_ids=prompt.ids,
@@ -207,22 +208,20 @@ def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
             return FormedCallParser([tool.name for tool in called or tools], can_be_content=not is_forced)
         return PlainParser() if is_formed else service.parser(prompt.text, definitions)
 
-    requests = several(request, question.num_answers, service, source, limits.rules)
+    requests = several(request, await service.grammars(source, question.num_answers), limits.rules)
     return Prepared(requests, tuple(parser() for _ in requests), question.several_calls, question.warnings)
 
 
-def several(
-    request: Request, count: int, service: Service, source: GrammarSource | None, rules: TokenRules
-) -> tuple[Request, ...]:
-    """Returns so many requests of a kind: each with a grammar and, if there is one, a seed of its own."""
+def several(request: Request, grammars: Sequence[Grammar | None], rules: TokenRules) -> tuple[Request, ...]:
+    """Returns requests of a kind: each with a grammar and, if there is one, a seed of its own."""
     seed = request.sampling.seed
     return tuple(
         replace(
             request,
-            grammar=ruled(rules, request.end_ids, service.grammar(source)),
+            grammar=ruled(rules, request.end_ids, grammar),
             sampling=request.sampling if seed is None else replace(request.sampling, seed=seed + index),
         )
-        for index in range(count)
+        for index, grammar in enumerate(grammars)
     )
 
 
@@ -354,7 +353,7 @@ class Step:
 async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
     """Yields what each event adds, until all answers have ended.
 
-    Raises:  AnswerError if the engine could not finish one.
+    Raises:  AnswerError if the engine could not finish one; RequestError if its grammar cannot be followed.
     """
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
     async for numbered in run:
@@ -368,6 +367,7 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
         if end is not None:
             run.end(index)
             deltas += parser.finish()
+            _refuse_grammar(end, prepared.requests[index].grammar)
             end = _checked_end(end, index in whole)
         if index in whole:
             deltas = []
@@ -378,6 +378,12 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
                 run.cancel(index)
         logprob = None if isinstance(event, EndEvent) else event.logprob
         yield Step(index, tuple(deltas), logprob, end)
+
+
+def _refuse_grammar(end: EndEvent, grammar: Grammar | None) -> None:
+    """Refuses a request whose grammar turned out to be too large while it was followed. Raises: RequestError."""
+    if end.reason == "error" and isinstance(grammar, TokenGrammar | RuledGrammar) and grammar.fault is not None:
+        raise RequestError(grammar.fault, "grammar")
 
 
 def _first_call(deltas: list[Delta]) -> list[Delta]:

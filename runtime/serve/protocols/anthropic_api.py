@@ -14,7 +14,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
@@ -69,6 +68,7 @@ class InputBlock(Body):
     name: str | None = None
     input: JsonObject | None = None
     tool_use_id: str | None = None
+    is_error: bool | None = None
     content: "str | Many[InputBlock] | None" = None
 
 
@@ -127,6 +127,7 @@ class CountRequest(RequestBody):
     tools: Many[InputTool] | None = None
     tool_choice: InputChoice | None = None
     thinking: Thinking | None = None
+    thread: JsonObject | None = Field(None, description="refused: nothing is stored")
 
 
 class MessagesRequest(AnswerFields, CountRequest):
@@ -140,10 +141,11 @@ class MessagesRequest(AnswerFields, CountRequest):
 
 
 class AnthropicErrorFields(BaseModel):
-    """What was wrong."""
+    """What was wrong. `details` has a code that clients know."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicError(BaseModel):
@@ -190,10 +192,10 @@ _ERROR_TYPES = {
 def anthropic_error(problem: Problem) -> dict[str, Any]:
     """Returns a problem in Anthropic's shape."""
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
-    return {
-        "type": "error",
-        "error": {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message},
-    }
+    error: dict[str, Any] = {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message}
+    if problem.param == "thread":
+        error["details"] = {"error_code": "thread_unsupported_request"}  # clients then send whole conversations
+    return {"type": "error", "error": error}
 
 
 def _failed_event(problem: Problem) -> ServerSentEvent:
@@ -207,26 +209,28 @@ def _ping() -> ServerSentEvent:
 @router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
 async def create_message(http: HttpRequest, body: MessagesRequest) -> Response:
     """Answers a conversation."""
-    service = service_of(http)
-    prepared = await run_in_threadpool(lambda: prepare_chat(service, _question(service, body)))
+    return await respond(http, _answered(service_of(http), body))
+
+
+async def _answered(service: Service, body: MessagesRequest) -> Response:
+    prepared = await prepare_chat(service, _question(service, body))
     if body.stream:
         return await stream(_streamed(service, prepared), _failed_event, _ping)
-    return await respond(http, _written(service, prepared))
+    return await _written(service, prepared)
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCountAnswer, responses=ANTHROPIC_ERRORS)
 async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
     """Counts the tokens of a conversation as the model reads it."""
-    service = service_of(http)
-    counted = await run_in_threadpool(lambda: _count(service, body))
-    return JSONResponse({"input_tokens": counted})
+    return await respond(http, _counted(service_of(http), body))
 
 
-def _count(service: Service, body: CountRequest) -> int:
-    service.check_model(body.model)
+async def _counted(service: Service, body: CountRequest) -> Response:
+    _check_request(service, body)
     is_without = body.tool_choice is not None and body.tool_choice.type == "none"
     tools = [] if is_without else [tool.definition for tool in _offered_tools(body)[0]]
-    return len(service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body)).ids)
+    prompt = await service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
+    return JSONResponse({"input_tokens": len(prompt.ids)})
 
 
 def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
@@ -234,7 +238,7 @@ def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
 
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
-    service.check_model(body.model)
+    _check_request(service, body)
     warnings = warnings_of(body)
     choice = body.tool_choice or InputChoice(type="auto")
     found = _tool_choice(choice)
@@ -276,6 +280,15 @@ def _thinking_warning(body: MessagesRequest) -> list[str]:
     if body.thinking is None or not body.thinking.budget_tokens:
         return []
     return ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
+
+
+def _check_request(service: Service, body: CountRequest) -> None:
+    """Refuses another model, and a conversation that the server would have to keep."""
+    service.check_model(body.model)
+    if body.thread is not None:
+        raise RequestError(
+            "thread: this server stores no conversations; send the whole conversation without thread", "thread"
+        )
 
 
 def _continues(body: CountRequest) -> bool:
@@ -366,13 +379,19 @@ def _user_messages(content: str | list[InputBlock], place: str, names: dict[str,
         if block.type != "tool_result":
             texts.append(_block_text(block, f"{place}[{i}]"))
             continue
-        result = {"role": "tool", "content": _text(block.content or "", f"{place}[{i}].content")}
+        result = {"role": "tool", "content": _result_text(block, f"{place}[{i}].content")}
         if block.tool_use_id is not None:
             result["tool_call_id"] = block.tool_use_id
             if block.tool_use_id in names:
                 result["name"] = names[block.tool_use_id]
         results.append(result)
     return [*results, {"role": "user", "content": "\n".join(texts)}] if texts or not results else results
+
+
+def _result_text(block: InputBlock, place: str) -> str:
+    """Returns the text of a tool's result; templates have no field for errors, so that of an error says it is one."""
+    text = _text(block.content or "", place)
+    return f"Error: {text}" if block.is_error and "error" not in text[:100].lower() else text
 
 
 def _text(content: str | list[InputBlock], place: str) -> str:
@@ -409,7 +428,7 @@ def _head(service: Service) -> dict[str, Any]:
 
 def _whole_block(block: Block) -> dict[str, Any]:
     if block.kind == "content":
-        return {"type": "text", "text": block.text, "citations": None}
+        return {"type": "text", "text": block.text}  # without citations: null, which @ai-sdk/anthropic refuses
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}

@@ -1,9 +1,9 @@
 """OpenAI's protocol: chat completions, text completions, models.
 
-A request may name the served model by its id or by its pack's folder, or leave the name out; another name is refused,
-so that a client does not take one model for another. What becomes of fields of other servers' dialects, and of unknown
-ones, `constraints` says. Sources: OpenAI's API reference; llama.cpp's server for `timings`, `grammar` and the
-sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and `continue_final_message`.
+A request may name the model as it likes, unless the server has aliases (see `Service.check_model`). What becomes of
+fields of other servers' dialects, and of unknown ones, `constraints` says. Sources: OpenAI's API reference; llama.cpp's
+server for `timings`, `grammar` and the sampling options that OpenAI does not have; vLLM for `chat_template_kwargs` and
+`continue_final_message`.
 """
 
 import json
@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
@@ -233,7 +233,7 @@ class ModelObject(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The served models, of which there is one."""
+    """The served model, under each of its names."""
 
     object: Literal["list"]
     data: list[ModelObject]
@@ -279,31 +279,35 @@ def failed_event(problem: Problem) -> ServerSentEvent:
 
 @router.get("/v1/models", response_model=ModelList, responses=OPENAI_ERRORS)
 async def list_models(http: HttpRequest) -> Response:
-    """Lists the served model."""
-    model = model_object(service_of(http))
-    name = model["id"]
-    return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+    """Lists the served model, and again under each of its aliases."""
+    service = service_of(http)
+    names = service.listed_names
+    models = [model_object(service, name) for name in names]
+    ends = {"first_id": names[0], "last_id": names[-1]}
+    return JSONResponse({"object": "list", "data": models, "has_more": False, **ends})
 
 
 @router.get("/v1/models/{model_id:path}", response_model=ModelObject, responses=OPENAI_ERRORS)
 async def retrieve_model(http: HttpRequest, model_id: str) -> Response:
     """Describes the served model."""
     service = service_of(http)
+    if not model_id:
+        raise HTTPException(404)
     service.check_model(model_id)
-    return JSONResponse(model_object(service))
+    return JSONResponse(model_object(service, model_id if model_id in service.listed_names else service.model_id))
 
 
-def model_object(service: Service) -> dict[str, Any]:
-    """Returns what `/v1/models` says about the served model."""
+def model_object(service: Service, name: str) -> dict[str, Any]:
+    """Returns what `/v1/models` says about the served model under one of its names."""
     return {
-        "id": service.model_id,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "moe-pack",
         "max_model_len": service.context_tokens,
         "chat": service.takes_chats,
         "type": "model",
-        "display_name": service.model_id,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "lifecycle": "active",
     }
@@ -312,26 +316,32 @@ def model_object(service: Service) -> dict[str, Any]:
 @router.post("/v1/chat/completions", response_model=Completion, responses=STREAMED)
 async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Response:
     """Answers a conversation."""
-    service = service_of(http)
-    prepared = await run_in_threadpool(lambda: prepare_chat(service, chat_question(service, body)))
+    return await respond(http, _answered(service_of(http), body))
+
+
+async def _answered(service: Service, body: ChatRequest) -> Response:
+    prepared = await prepare_chat(service, chat_question(service, body))
     check_scored(prepared.requests)
     writer = ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
-    return await respond(http, written(writer, prepared, len(prepared.requests)))
+    return await written(writer, prepared, len(prepared.requests))
 
 
 @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
 async def create_completion(http: HttpRequest, body: CompletionRequest) -> Response:
     """Continues texts."""
-    service = service_of(http)
-    prepared, echoes = await run_in_threadpool(lambda: prepare_completion(service, body))
+    return await respond(http, _completed(service_of(http), body))
+
+
+async def _completed(service: Service, body: CompletionRequest) -> Response:
+    prepared, echoes = await prepare_completion(service, body)
     writer = TextWriter(service, prepared.requests, echoes, body.logprobs, body.echo is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
-    return await respond(http, written(writer, prepared, body.n or 1))
+    return await written(writer, prepared, body.n or 1)
 
 
 def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
@@ -514,7 +524,7 @@ def _tool_choice(choice: Literal["none", "auto", "required", "any"] | NamedTool 
     return ToolChoice("required") if choice == "any" else ToolChoice(choice or "auto")
 
 
-def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
+async def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepared, list[str]]:
     """Returns the requests that continue texts, and for each the text to put before the answer.
 
     Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
@@ -528,11 +538,10 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
     is_prompt_alone = body.echo is True and body.max_tokens == 0
     echoed = body.logprobs if body.echo else None
     scored = [number for number in (body.prompt_logprobs, echoed) if number is not None]
-    prompts = _prompts(service, body.prompt)
-    if len(prompts) * num_answers > MAX_PROMPTS:
-        raise RequestError(f"n: {len(prompts)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
-    sampling, source = body.over(service.default_sampling, service.vocab_size), grammar_source(body)
+    sampling = body.over(service.default_sampling, service.vocab_size)
     found = limits(service, body, None if is_prompt_alone else _usual_length(body))
+    prompts = await _prompts(service, body.prompt, num_answers)
+    grammars = await service.grammars(grammar_source(body), len(prompts) * num_answers)
     requests: list[Request] = []
     echoes: list[str] = []
     for text, ids in prompts:
@@ -545,7 +554,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> tuple[Prepa
             top_logprobs=body.logprobs,
             prompt_logprobs=max(scored, default=None),
         )
-        requests += several(request, num_answers, service, source, found.rules)
+        requests += several(request, grammars[len(requests) :][:num_answers], found.rules)
         echoes += [text if body.echo else ""] * num_answers
     check_scored(requests)
     return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
@@ -558,20 +567,23 @@ def _usual_length(body: CompletionRequest) -> int | None:
     return None if is_usual and any(count is not None for count in others) else body.max_tokens
 
 
-def _prompts(
-    service: Service, prompt: str | list[str] | list[int] | list[list[int]]
+async def _prompts(
+    service: Service, prompt: str | list[str] | list[int] | list[list[int]], num_answers: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Returns each prompt as text and as tokens."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]  # type: ignore[assignment]  # one prompt: its items are of one type
     if not 0 < len(prompt) <= MAX_PROMPTS:
         raise RequestError(f"prompt: found {len(prompt)} prompts, expected 1 to {MAX_PROMPTS}", "prompt")
+    if len(prompt) * num_answers > MAX_PROMPTS:
+        raise RequestError(f"n: {len(prompt)} prompts with {num_answers} answers each, at most {MAX_PROMPTS}", "n")
+    texts = [one for one in prompt if isinstance(one, str)]
+    if texts:
+        return list(zip(texts, await service.completion_prompts(texts), strict=True))
     made = []
     for one in prompt:
-        if isinstance(one, str):
-            made.append((one, service.completion_prompt(one)))
-            continue
-        ids = tuple(one)  # type: ignore[arg-type]  # not a token: those were made one prompt
+        ids: tuple[int, ...] = tuple(one)  # type: ignore[arg-type]  # not a token: those were made one prompt
+        service.max_tokens(len(ids), None)  # before the texts of very many tokens are read
         if any(token >= service.vocab_size for token in ids):
             raise RequestError(f"prompt: has token {max(ids)}, and the model has {service.vocab_size} tokens", "prompt")
         made.append((b"".join(map(service.token_bytes, ids)).decode("utf-8", "replace"), ids))

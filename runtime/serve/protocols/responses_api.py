@@ -13,7 +13,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
-from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
@@ -163,12 +162,15 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/responses", response_model=ResponseAnswer, responses=STREAMED)
 async def create_response(http: HttpRequest, body: ResponsesRequest) -> Response:
     """Answers input items."""
-    service = service_of(http)
-    prepared = await run_in_threadpool(lambda: prepare_chat(service, _question(service, body)))
+    return await respond(http, _answered(service_of(http), body))
+
+
+async def _answered(service: Service, body: ResponsesRequest) -> Response:
+    prepared = await prepare_chat(service, _question(service, body))
     writer = _Writer(service, body)
     if body.stream:
         return await stream(writer.streamed(prepared), writer.broken)
-    return await respond(http, writer.written(prepared))
+    return await writer.written(prepared)
 
 
 def _question(service: Service, body: ResponsesRequest) -> ChatQuestion:

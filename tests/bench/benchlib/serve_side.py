@@ -101,7 +101,7 @@ def main(
         scheduler = BatchScheduler(engine.decoder, text)  # type: ignore[arg-type]  # all that it asks of a text
         stack.enter_context(closing(scheduler))
         service = Service(
-            ModelFacts("synthetic", frozenset(), 0, SamplingOptions(temperature=0)),
+            ModelFacts("synthetic", "synthetic", 0, SamplingOptions(temperature=0)),
             scheduler,
             text,
             None,
