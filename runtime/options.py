@@ -5,12 +5,13 @@ where it would have no effect. What the options mean together, the engine decide
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from moe_pack.formats import ModelSpec, RunError, option
 from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.families.text_files import TextFiles, error_of, read_values
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.rope import ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
@@ -28,8 +29,9 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
 DEVICE_OPTION = option("--device", help="Where to compute.")  # of measurements, which are the same everywhere on CPUs
 Device = Literal["auto", "cpu", "cuda"]
-_MAX_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
+_GENERATION = "generation_config.json"
 
 
 def cpu_only(spec: ModelSpec) -> str | None:
@@ -321,7 +323,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to choose tokens; the defaults are those of `moe-run`, and every other one changes nothing.
+    """How to choose tokens; the defaults are those of moe-run and moe-serve for models that say nothing.
 
     `temperature`: 0 always takes the likeliest token.   `top_p`, `top_k`, `min_p`: draw from the smallest set of tokens
     with this probability, from so many likeliest tokens, from tokens with at least this share of the likeliest one's
@@ -331,30 +333,94 @@ class SamplingOptions:
     draw; None: every request differs.
     """
 
-    temperature: float = field(
-        default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
-    )
-    top_p: float = field(
-        default=0.95, metadata=option("--top-p", help="Draw from the smallest set of tokens that has this probability.")
-    )
-    top_k: int = field(
-        default=0,
-        metadata=option("--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: 0, all of them]"),
-    )
-    min_p: float = field(
-        default=0.0,
-        metadata=option(
-            "--min-p", help="Draw from tokens that have at least this share of the likeliest one's probability."
-        ),
-    )
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = field(
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSampling:
+    """How a user of a command asks for tokens to be chosen; None for what the model's publisher says."""
+
+    temperature: float | None = field(
         default=None,
-        metadata=option("--seed", least=0, most=_MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
+        metadata=option(
+            "--temperature",
+            help="0 always takes the likeliest token.  [default, as for the next four: the model's "
+            "generation_config.json, else 0.8]",
+        ),
     )
+    top_p: float | None = field(
+        default=None,
+        metadata=option(
+            "--top-p", help="Draw from the smallest set of tokens that has this probability.  [default: else 0.95]"
+        ),
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata=option(
+            "--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: else 0, all of them]"
+        ),
+    )
+    min_p: float | None = field(
+        default=None,
+        metadata=option(
+            "--min-p",
+            help="Draw from tokens that have at least this share of the likeliest one's probability.  "
+            "[default: else 0]",
+        ),
+    )
+    repetition_penalty: float | None = field(
+        default=None,
+        metadata=option(
+            "--repetition-penalty",
+            help="Divide the positive logits of tokens that came before, and multiply the negative ones, by this.  "
+            "[default: else 1, which changes nothing]",
+        ),
+    )
+
+    def over(self, usual: SamplingOptions) -> SamplingOptions:
+        """Returns the options, with the usual ones where the user says nothing.
+
+        Raises:  RunError that names the first option that is out of range.
+        """
+        asked = {each.name: getattr(self, each.name) for each in fields(AskedSampling)}
+        found = replace(usual, **{name: value for name, value in asked.items() if value is not None})
+        check_sampling(found, shown=lambda name: f"--{name.replace('_', '-')}")
+        return found
+
+
+def usual_sampling(files: TextFiles) -> SamplingOptions:
+    """Returns how tokens are chosen where nobody says it: as generation_config.json does, else by the defaults.
+
+    Raises:  PackError, or CheckpointError for a folder, if the file is no JSON, or a value is out of range.
+    """
+    found, usual = read_values(files, _GENERATION), SamplingOptions()
+
+    def number(name: str) -> float:
+        value = found.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        return float(getattr(usual, name))
+
+    chosen = SamplingOptions(
+        temperature=0.0 if found.get("do_sample") is False else number("temperature"),
+        top_p=number("top_p"),
+        top_k=max(int(number("top_k")), 0),
+        min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
+    )
+    try:
+        check_sampling(chosen)
+    except RunError as fault:
+        raise error_of(files)(f"{_GENERATION}: {fault}") from fault
+    return chosen
 
 
 def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) -> None:
@@ -376,7 +442,7 @@ def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) 
         ),
         ("frequency_penalty", options.frequency_penalty, abs(options.frequency_penalty) <= 2, "a number from -2 to 2"),
         ("presence_penalty", options.presence_penalty, abs(options.presence_penalty) <= 2, "a number from -2 to 2"),
-        ("seed", options.seed, options.seed is None or 0 <= options.seed <= _MAX_SEED, "a whole number from 0 up"),
+        ("seed", options.seed, options.seed is None or 0 <= options.seed <= MAX_SEED, "a whole number from 0 up"),
     )
     for name, value, is_right, expected in rules:
         if not is_right:

@@ -28,7 +28,7 @@ from moe_pack.formats.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.system import peak_resident_bytes
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, load_facts, save_facts
-from moe_pack.runtime.options import check_sampling
+from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
@@ -142,7 +142,11 @@ class RunOptions:
             help="Stop after N tokens.  [default: 256; 64 with --bench; in a conversation the rest of the context]",
         ),
     )
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    sampling: AskedSampling = field(default_factory=AskedSampling)
+    seed: int | None = field(
+        default=None,
+        metadata=option("--seed", least=0, most=MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
+    )
     engine: EngineOptions = field(default_factory=EngineOptions)
     stats: bool = field(
         default=False, metadata=option("--stats", help="Print to standard error at the end what really ran.")
@@ -219,28 +223,31 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     """
     needs_text = not (options.bench.is_given or options.is_conversation)
     words = options.text() if needs_text else ""
-    check_sampling(options.sampling, shown=lambda name: f"--{name.replace('_', '-')}")
+    options.sampling.over(SamplingOptions())  # a wrong one is refused before a download
     pack = pack_folder(pack)
-    from moe_pack.runtime import Sampler
-
-    sampler = Sampler(options.sampling)
     if options.bench.is_given:
-        _bench(pack, options, sampler)
+        _bench(pack, options)
     elif options.is_conversation:
         _converse(pack, options)
     else:
-        _continue(pack, options, words, sampler)
+        _continue(pack, options, words)
 
 
-def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -> None:
+def _sampling(pack: Pack, options: RunOptions) -> SamplingOptions:
+    """Returns how tokens are chosen: as the options say, else as usual."""
+    return replace(options.sampling.over(usual_sampling(pack)), seed=options.seed)
+
+
+def _continue(folder: Path, options: RunOptions, words: str) -> None:
     """Opens the pack, continues the prompt on standard output, and reports."""
     from moe_pack.formats import Pack
-    from moe_pack.runtime import Text
+    from moe_pack.runtime import Sampler, Text
     from moe_pack.runtime.cli.chat import Clock
     from moe_pack.runtime.generate import generate
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
+        sampler = Sampler(_sampling(pack, options))
         text = Text(pack)
         prompt_ids = _encoded(pack, text, words, options.chat)
         end_ids = text.answer_end_ids if options.chat else text.end_ids
@@ -265,13 +272,14 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
                 _report(sampler, engine, clock, len(prompt_ids))
 
 
-def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
+def _bench(folder: Path, options: RunOptions) -> None:
     """Opens the pack, measures how fast it is on random tokens, and prints that."""
     from moe_pack.formats import Pack
-    from moe_pack.runtime import measure, random_prompt, report
+    from moe_pack.runtime import Sampler, measure, random_prompt, report
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
+        sampler = Sampler(_sampling(pack, options))
         spec, number = pack.spec, options.bench.prompt_tokens or 128
         prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
         context = _context_for(pack, options, number)
@@ -305,7 +313,7 @@ def _converse(folder: Path, options: RunOptions) -> None:
         # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
         engine = stack.enter_context(_open_engine(pack, options.engine, context, 1, "--context"))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
-        chosen = ChatOptions(options.sampling, options.max_tokens, options.stats)
+        chosen = ChatOptions(_sampling(pack, options), options.max_tokens, options.stats)
         try:
             converse(folder.resolve().name, text, engine.decoder, chosen, engine.drafts)
         finally:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
-import logging
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
-from moe_pack.formats import PackError, RunError, option, parse, size_text
+from moe_pack.formats import RunError, option, size_text
 from moe_pack.formats.cli import (
     Program,
     TerminalProgress,
@@ -32,6 +34,7 @@ from moe_pack.formats.commands import check_is_folder, read_size
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
 from moe_pack.runtime.machine import use_one_heap
+from moe_pack.runtime.options import AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -48,6 +51,8 @@ _MOST_PARALLEL = 64
 _CACHE_SHARE = 0.25  # of memory: more requests at once than their caches fit in it only run if they are asked for
 _CHECKPOINTS = 3  # of each sequence, where it cannot be cut back: a turn's end, the one before, a shared beginning
 _LOADING_S = 1.0  # how long a load may go on when the server has ended
+_ENDING_S = 1.5  # after the time for answers, for everything else to end
+_SAVING_S = 60.0  # more, where there are sessions to write
 _KEY_VARIABLE = "MOE_SERVE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
@@ -141,6 +146,23 @@ class ServeCommand:
             "--max-body", parse=read_size, default_text="8M", metavar="SIZE", help="Refuse requests with larger bodies."
         ),
     )
+    drain: int = field(
+        default=5,
+        metadata=option(
+            "--drain",
+            least=0,
+            most=3600,
+            metavar="SECONDS",
+            help="Time for answers to end when the server is told to stop; what is left is cut off.",
+        ),
+    )
+    log_format: Literal["text", "json"] = field(
+        default="text", metadata=option("--log-format", help="How to write the log, which is on standard error.")
+    )
+    quiet: bool = field(
+        default=False, metadata=option("--quiet", help="Log warnings and errors alone, not a line for each request.")
+    )
+    sampling: AskedSampling = field(default_factory=AskedSampling)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     def server(self) -> ServeOptions:
@@ -155,6 +177,7 @@ class ServeCommand:
             host_names=("127.0.0.1", "localhost", "[::1]", self.host) if is_open else (),
             cors_origins=tuple(_listed(self.cors_origins or "")),
             max_body_bytes=self.max_body_bytes,
+            drain_s=self.drain,
         )
 
 
@@ -193,6 +216,7 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
     pack = pack_folder(pack)
     check_is_folder(pack)
+    options.sampling.over(SamplingOptions())  # a wrong one is refused before the pack is loaded
     use_one_heap()
     _Server(pack, options).run()
 
@@ -201,47 +225,71 @@ class _Server:
     """A listening server, and the engine that is loaded behind it."""
 
     def __init__(self, folder: Path, options: ServeCommand) -> None:
+        from moe_pack.runtime.serve.access_log import write_log
         from moe_pack.runtime.serve.http.app import create_app, server_of
 
+        write_log(sys.stderr, options.log_format, options.quiet)
         self._folder, self._options = folder, options
         allowed = options.server()
         self._app: FastAPI = create_app(None, allowed)
         self._server = server_of(self._app, options.host, options.port, allowed)
+        # uvicorn installs this method while it serves, and would raise the signal again when it has ended.
+        self._server.handle_exit = self._stop  # type: ignore[method-assign]  # on purpose
         self._has_key = bool(allowed.api_keys)
         self._fault: BaseException | None = None
         self._opened = ExitStack()
+        self._is_stopping = False
+        self._saves = threading.Event()  # sessions are being written
 
     def run(self) -> None:
         """Listens at once, loads the pack meanwhile, and serves until a signal comes.
 
         Raises:  RunError if the address is taken, or the pack cannot be loaded.
         """
-        logging.basicConfig(level=logging.WARNING, format="moe-serve: %(message)s")
         with closing(_listening(self._options.host, self._options.port)) as listener:
             where = _address(self._options.host, listener.getsockname()[1])
             loader = threading.Thread(target=self._load, args=(where,), name="moe-serve loader", daemon=True)
             try:
-                with _signals_end(self._server):
+                with _signals_call(self._stop):
                     loader.start()
                     self._server.run([listener])
-                loader.join(_LOADING_S)
-                if loader.is_alive():
-                    os._exit(0)  # a load cannot be interrupted, and there is nothing to save before it is done
+                    loader.join(_LOADING_S)
+                    if loader.is_alive():
+                        _end_process()  # a load cannot be interrupted, and there is nothing to save before it is done
+                    if self._options.sessions is not None:
+                        self._saves.set()
+                    self._opened.close()
             finally:
                 self._opened.close()
         if self._fault is not None:
             raise self._fault
+        if self._is_stopping:
+            _end_process()  # without a wait for threads that compile or tokenize
+
+    def _stop(self, sig: int, frame: FrameType | None) -> None:
+        """Stops the server by a signal: answers get some seconds, then everything is closed. The second ends it."""
+        if self._is_stopping:
+            os._exit(128 + sig)
+        self._is_stopping = self._server.should_exit = True
+        threading.Thread(target=self._end_at_last, name="moe-serve stop", daemon=True).start()
+
+    def _end_at_last(self) -> None:
+        """Ends the process when its time is over, whatever runs; sessions that are being written get more."""
+        _say("stopping", drain_s=self._options.drain)
+        time.sleep(self._options.drain + _ENDING_S)
+        if self._saves.is_set():
+            time.sleep(_SAVING_S)
+        _end_process()
 
     def _load(self, where: str) -> None:
         """Loads the pack and makes the service; on an error the server ends."""
         try:
             self._app.state.service = self._make_service()
-            click.echo(f"moe-serve: ready on {where}, model {self._app.state.service.model_id}", err=True)
+            gc.collect()
+            gc.freeze()  # what is there stays: a large body's values do not make the collector walk through it
+            _say(f"ready on {where}, model {self._app.state.service.model_id}")
             if not self._has_key and not _is_loopback(self._options.host):
-                click.echo(
-                    "moe-serve: anyone who can reach this address may use the model; --api-key KEY asks for a key",
-                    err=True,
-                )
+                _warn("anyone who can reach this address may use the model; --api-key KEY asks for a key")
         except BaseException as fault:
             self._fault = fault
             self._server.should_exit = True
@@ -272,17 +320,16 @@ class _Server:
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
         requests = "1 request" if sequences.number == 1 else f"{sequences.number} requests"
-        click.echo(
-            f"moe-serve: {requests} at once, {context:,} tokens each: {size_text(caches)} of key-value caches", err=True
-        )
+        _say(f"{requests} at once, {context:,} tokens each: {size_text(caches)} of key-value caches")
         if device_line is not None:
-            click.echo(f"moe-serve: {device_line}", err=True)
+            _say(device_line)
         for fallback in engine.fallbacks:
-            click.echo(f"moe-serve: fallback: {fallback}", err=True)
+            _warn(f"fallback: {fallback}")
         scheduler = opened.enter_context(
             closing(BatchScheduler(engine.decoder, text, options.queue, sessions, engine.drafts))
         )
-        service = _service_of(pack, text, scheduler, options)
+        sampling = options.sampling.over(usual_sampling(pack))
+        service = _service_of(pack, text, scheduler, options, sampling)
         live = live_counts(engine)
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
         return service
@@ -349,7 +396,9 @@ def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Se
         )
 
 
-def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand) -> Service:
+def _service_of(
+    pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: SamplingOptions
+) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
     from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
     from moe_pack.runtime.serve.service import ModelFacts, Service
@@ -368,7 +417,7 @@ def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, options: Serv
         options.model_name or folder,
         folder,
         created,
-        usual_sampling(pack),
+        sampling,
         aliases,
         "" if template is None else template.source(),
         text.named_tokens.get("bos_token", ""),
@@ -384,25 +433,6 @@ def _service_of(pack: Pack, text: Text, scheduler: BatchScheduler, options: Serv
         grammars.token_bytes,
         lambda: scheduler.failure,
         style.keeps_special,
-    )
-
-
-def usual_sampling(pack: Pack) -> SamplingOptions:
-    """Returns how the model's publisher samples, by generation_config.json; else as OpenAI does, from all tokens."""
-    raw = pack.read_file("generation_config.json").tobytes() if pack.has("generation_config.json") else b"{}"
-    values: Any = parse(raw, "generation_config.json", PackError)
-    found = values if isinstance(values, dict) else {}
-
-    def number(name: str, usual: float) -> float:
-        value = found.get(name)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else usual
-
-    return SamplingOptions(
-        temperature=0.0 if found.get("do_sample") is False else number("temperature", 1.0),
-        top_p=number("top_p", 1.0),
-        top_k=int(number("top_k", 0)),
-        min_p=number("min_p", 0.0),
-        repetition_penalty=number("repetition_penalty", 1.0),
     )
 
 
@@ -440,15 +470,32 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextmanager
-def _signals_end(server: Any) -> Iterator[None]:
-    """Lets the first SIGINT or SIGTERM end the server in order: answers get some seconds, then everything is closed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        server.handle_exit(number, frame)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_call(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Lets SIGINT and SIGTERM call a function."""
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say(text: str, **fields: object) -> None:
+    """Writes a line to the log, in its form."""
+    from moe_pack.runtime.serve.access_log import LOG
+
+    LOG.info(text, extra={"fields": fields})
+
+
+def _warn(text: str) -> None:
+    from moe_pack.runtime.serve.access_log import LOG
+
+    LOG.warning(text)
+
+
+def _end_process() -> NoReturn:
+    """Ends the process at once, with what was written so far."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads them, or they are closed
+            stream.flush()
+    os._exit(0)

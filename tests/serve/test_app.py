@@ -283,7 +283,7 @@ def test_health_of_a_model_that_comes_and_goes() -> None:
         for path, body in BODIES.items():
             with case(path):
                 answer = server.http.post(path, json=body)
-                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
                 assert "being loaded" in answer.json()["error"]["message"]
         service = scripted_service(server.scheduler)
         server.app.state.service = service

@@ -1,19 +1,33 @@
 """What stands before the scheduler: pools of threads, grammars and prompts that take long, clients that leave early."""
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 from cases import case
-from scripted_scheduler import Characters, LinesTemplate, NamedGrammar, NamedGrammars, ScriptedScheduler
+from scripted_scheduler import (
+    FACTS,
+    BracketParser,
+    Characters,
+    LinesTemplate,
+    NamedGrammar,
+    NamedGrammars,
+    Script,
+    ScriptedScheduler,
+)
 from served import Served, served
 from waiting import HANG_S, wait_until
 
+from moe_pack.runtime.serve.grammars import TokenGrammar
+from moe_pack.runtime.serve.http import bodies, connections
+from moe_pack.runtime.serve.http.app import ServeOptions
 from moe_pack.runtime.serve.requests import QueueFullError
 from moe_pack.runtime.serve.service import Service
 from moe_pack.runtime.serve.workers import WorkPool
@@ -98,15 +112,13 @@ class SlowGrammars(NamedGrammars):
 
 
 @contextmanager
-def served_with(grammars: NamedGrammars, **more: Any) -> Iterator[Served]:
-    with served(loading=True, **more) as server:
+def served_with(grammars: NamedGrammars, scripts: tuple[Script, ...] = ()) -> Iterator[Served]:
+    with served(*scripts, loading=True) as server:
         server.app.state.service = service_with(server.scheduler, grammars)
         yield server
 
 
 def service_with(scheduler: ScriptedScheduler, grammars: NamedGrammars) -> Service:
-    from scripted_scheduler import FACTS, BracketParser
-
     return Service(
         FACTS,
         scheduler,
@@ -214,14 +226,14 @@ def test_a_prompt_far_beyond_the_context_is_no_tokens(monkeypatch: pytest.Monkey
             with case(length):
                 text = "a" * length
                 chat = [{"role": "user", "content": text[len("user: \nassistant: ") :]}]
-                bodies: list[tuple[str, dict[str, Any]]] = [
+                asked_for: list[tuple[str, dict[str, Any]]] = [
                     ("/v1/chat/completions", {"messages": chat}),
                     ("/v1/completions", {"prompt": text}),
                     ("/v1/completions", {"prompt": ["a", text]}),
                     ("/v1/responses", {"input": chat[0]["content"]}),
                     ("/v1/messages", {"messages": chat, "max_tokens": 5}),
                 ]
-                for path, body in bodies:
+                for path, body in asked_for:
                     encoded.clear()
                     answer = server.http.post(path, json=body)
                     assert answer.status_code == 400
@@ -260,3 +272,194 @@ def test_a_conversation_is_encoded_once() -> None:
             assert prompt.stable_tokens == 2
             assert words.asked[:2] == [before + begun, begun]
             assert (len(words.asked) == 2) == bool(begun)
+
+
+class LimitedGrammar(TokenGrammar):
+    """A grammar that passes a limit while it is followed."""
+
+    def __init__(self) -> None:
+        self.fault = "the grammar is too large or too ambiguous to be followed further (limit); make it simpler"
+
+    def copy(self) -> "LimitedGrammar":
+        return LimitedGrammar()
+
+
+class LimitedGrammars(NamedGrammars):
+    def gbnf(self, text: str) -> Any:
+        return LimitedGrammar()
+
+
+def test_a_grammar_that_is_too_large_while_it_is_followed_is_the_clients_error() -> None:
+    with served_with(LimitedGrammars(), scripts=(Script("some text", error="it cannot be followed"),)) as server:
+        asked = {"messages": HELLO, "grammar": GBNF}
+        answer = server.http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 400 and "too large" in answer.json()["error"]["message"]
+        streamed = server.http.post("/v1/chat/completions", json={**asked, "stream": True})
+        last = json.loads(streamed.text.strip().split("data: ")[-1])
+        assert last["error"]["type"] == "invalid_request_error" and "too large" in last["error"]["message"]
+        plain = server.http.post("/v1/chat/completions", json={"messages": HELLO})
+        assert plain.status_code == 500, "the engine's own error"
+
+
+# ---- connections ----------------------------------------------------------------------------------------------------
+
+
+def test_idle_connections_give_way_to_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: 16)
+    with served(Script("slow")) as server, ExitStack() as stack:
+        server.scheduler.speaks.clear()
+        busy = stack.enter_context(asked(server, {"messages": HELLO}))
+        wait_until(lambda: bool(server.scheduler.tickets))
+        opened = []
+        for number in range(60):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
+            if number % 2:
+                one.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Half: ")
+            opened.append(one)
+        assert server.http.get("/health").status_code == 200
+        with pytest.raises((ConnectionError, TimeoutError)):
+            assert not opened[0].recv(1)  # the oldest one was closed
+            raise ConnectionError
+        server.scheduler.speaks.set()
+        assert busy.recv(100).startswith(b"HTTP/1.1 200"), "a connection that waits for its answer stays"
+
+
+def test_busy_connections_do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: 4)
+    with served(Script("slow")) as server, ExitStack() as stack:
+        server.scheduler.speaks.clear()
+        busy = [stack.enter_context(asked(server, {"messages": HELLO})) for _ in range(4)]
+        wait_until(lambda: len(server.scheduler.tickets) == 4)
+        with socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
+            assert one.recv(100).startswith(b"HTTP/1.1 503")
+        server.scheduler.speaks.set()
+        assert all(one.recv(100).startswith(b"HTTP/1.1 200") for one in busy)
+
+
+def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with served() as server:
+        for begin in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\nX: ", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /h"):
+            with case(begin), socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
+                one.sendall(begin)
+                with suppress(ConnectionError):
+                    while one.recv(1000):
+                        pass
+
+
+def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the page, of some 50 kB, so often that the answers fill all buffers between server and client."""
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
+    with served() as server, socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 400)
+        wait_until(lambda: server.num_connections() == 1)
+        wait_until(lambda: server.num_connections() == 0)
+
+
+# ---- bodies and who may ask -----------------------------------------------------------------------------------------
+
+
+def test_bodies_may_be_compressed_and_have_the_same_limit() -> None:
+    plain = json.dumps({"messages": HELLO}).encode()
+    raw = zlib.compressobj(wbits=-15)
+    bomb = gzip.compress(b" " * 50_000_000)
+    with served(options=ServeOptions(drain_s=1, max_body_bytes=100_000)) as server:
+        for encoding, body, status in (
+            ("gzip", gzip.compress(plain), 200),
+            ("deflate", zlib.compress(plain), 200),
+            ("deflate", raw.compress(plain) + raw.flush(), 200),
+            ("identity", plain, 200),
+            ("GZIP", gzip.compress(plain), 200),
+            ("gzip", bomb, 413),
+            ("gzip", gzip.compress(b" " * 100_001), 413),
+            ("gzip", gzip.compress(plain)[:-5], 400),
+            ("gzip", gzip.compress(plain) + b"more", 400),
+            ("gzip", plain, 400),
+            ("br", plain, 415),
+            ("zstd", plain, 415),
+            ("gzip, gzip", gzip.compress(gzip.compress(plain)), 415),
+        ):
+            with case(encoding, status):
+                headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+                answer = server.http.post("/v1/chat/completions", content=body, headers=headers)
+                assert answer.status_code == status, answer.text
+
+
+def test_bodies_are_json_in_utf_8() -> None:
+    text = '{"messages": [{"role": "user", "content": "Grüße"}]}'
+    with served() as server:
+        for encoding in ("latin-1", "utf-16", "utf-16-le", "utf-32"):
+            with case(encoding):
+                headers = {"Content-Type": f"application/json; charset={encoding}"}
+                answer = server.http.post("/v1/chat/completions", content=text.encode(encoding), headers=headers)
+                assert answer.status_code == 400 and "UTF-8" in answer.json()["error"]["message"]
+        for kind, status in (
+            ("application/json", 200),
+            ("application/json; charset=utf-8", 200),
+            ("APPLICATION/JSON", 200),
+            ("application/x-www-form-urlencoded", 415),
+            ("text/plain", 415),
+            ("", 415),
+        ):
+            with case(kind):
+                answer = server.http.post("/v1/chat/completions", content=text.encode(), headers={"Content-Type": kind})
+                assert answer.status_code == status
+
+
+def test_bodies_of_very_many_values_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_VALUES", 100)
+    punctuation = '",[{' * 100
+    with served() as server:
+        for name, body, status in (
+            ("tokens", {"prompt": [5] * 200}, 413),
+            ("lists", {"prompt": "a", "metadata": {"a": [[]] * 60}}, 413),
+            ("objects", {"prompt": "a", "metadata": {"a": [{}] * 60}}, 413),
+            ("a text of the same characters", {"prompt": punctuation}, 200),
+            ("escapes in a text", {"prompt": '\\",' * 100 + "\\"}, 200),
+            ("few", {"prompt": [5] * 90}, 200),
+        ):
+            with case(name):
+                assert server.http.post("/v1/completions", json=body).status_code == status
+
+
+def test_head_is_get_without_a_body() -> None:
+    with served() as server:
+        for path in ("/health", "/v1/models", "/", "/metrics", "/v1/models/demo-moe", "/nowhere"):
+            with case(path):
+                head, get = server.http.head(path), server.http.get(path)
+                assert (head.status_code, head.content) == (get.status_code, b"")
+                assert head.headers["content-type"] == get.headers["content-type"]
+        assert server.http.head("/v1/chat/completions").status_code == 405
+
+
+def test_pages_of_other_sites_may_not_use_a_server_without_a_key() -> None:
+    def status(server: Served, origin: str | None, path: str = "/v1/chat/completions") -> int:
+        headers = {} if origin is None else {"Origin": origin}
+        if path == "/v1/chat/completions":
+            return server.http.post(path, json={"messages": HELLO}, headers=headers).status_code
+        return server.http.get(path, headers=headers).status_code
+
+    foreign = ("http://evil.example", "null", "http://127.0.0.1", "http://localhost:3000", "https://a.example")
+    with served() as server:
+        own = f"http://127.0.0.1:{server.port}"
+        for path in ("/v1/chat/completions", "/v1/models", "/metrics", "/nowhere"):
+            for origin in foreign:
+                with case(path, origin):
+                    assert status(server, origin, path) == 403
+            assert {status(server, None, path), status(server, own, path)} <= {200, 404}
+        assert status(server, foreign[0], "/health") == 200
+    with served(options=ServeOptions(cors_origins=("https://a.example",), drain_s=1)) as server:
+        assert [status(server, origin) for origin in foreign] == [403, 403, 403, 403, 200]
+    with served(options=ServeOptions(cors_origins=("*",), drain_s=1)) as server:
+        assert {status(server, origin) for origin in foreign} == {200}
+    with served(options=ServeOptions(api_keys=("key",), drain_s=1)) as server:
+        assert {status(server, origin) for origin in foreign} == {401}, "a page has to have the key"
+
+
+def test_names_are_compared_whole() -> None:
+    with served(options=ServeOptions(host_names=("127.0.0.1", "localhost"), drain_s=1)) as server:
+        for host in ("notlocalhost", "evil-localhost", "127.0.0.1.evil.example", "localhost.evil.example", "localhos"):
+            with case(host):
+                assert server.http.get("/v1/models", headers={"Host": host}).status_code == 403

@@ -414,7 +414,7 @@ def test_strange_bodies_are_refused(plain: Served) -> None:
             answer = plain.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     form = plain.http.post("/v1/chat/completions", content=b'{"messages": []}', headers={"Content-Type": "text/plain"})
-    assert form.status_code == 400, "a page of another origin may send text without being asked"
+    assert form.status_code == 415, "a page of another origin may send text without being asked"
 
 
 @pytest.mark.slow

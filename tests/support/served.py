@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,13 +16,14 @@ from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs. `http`: a plain client of it, without a key."""
+    """A server that runs. `http`: a plain client of it, without a key.   `num_connections`: counts what is open."""
 
     url: str
     port: int
     app: FastAPI
     scheduler: ScriptedScheduler
     http: httpx2.Client
+    num_connections: Callable[[], int]
 
 
 @contextmanager
@@ -48,7 +49,9 @@ def served(
         try:
             wait_until(lambda: server.started or not thread.is_alive())
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S) as http:
-                yield Served(f"http://127.0.0.1:{port}", port, app, scheduler, http)
+                yield Served(
+                    f"http://127.0.0.1:{port}", port, app, scheduler, http, lambda: len(server.server_state.connections)
+                )
         finally:
             server.should_exit = True
             scheduler.close()

@@ -78,6 +78,10 @@ class ServerProcess:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(limit_s)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Sends the server a signal."""
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kills the server, which cannot do anything about it."""
         self._process.kill()

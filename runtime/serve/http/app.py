@@ -1,10 +1,9 @@
 """The HTTP application: who may ask, how much, and what every answer has in common.
 
-From the outside in: headers, counts and unexpected exceptions; CORS; keys; the limit on bodies; then the protocols.
-Everything but `/health` and the page needs a key if there are keys, also paths that do not exist.
+From the outside in: headers, counts, the log and unexpected exceptions; CORS; names, origins and keys; bodies; then the
+protocols. Everything but `/health` and the page needs a key if there are keys, also paths that do not exist.
 """
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -28,9 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_pack.formats import RunError
 from moe_pack.formats.version import VERSION
+from moe_pack.runtime.serve.access_log import RECORD, RequestRecord
+from moe_pack.runtime.serve.http.bodies import Bodies, BodyLimits
+from moe_pack.runtime.serve.http.connections import KEEP_ALIVE_SECONDS, MAX_HEAD_BYTES, Connection, most_connections
 from moe_pack.runtime.serve.http.live import page_router
 from moe_pack.runtime.serve.protocols import anthropic_api, model_api, openai_api, responses_api
-from moe_pack.runtime.serve.protocols.answers import Problem, problem_of
+from moe_pack.runtime.serve.protocols.answers import LOADING_RETRY_SECONDS, Problem, problem_of
 from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
@@ -75,7 +77,8 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     requests = _add_own_routes(app)
     for kind in (RequestValidationError, HTTPException, RunError):
         app.add_exception_handler(kind, _refuse)
-    app.add_middleware(_BodyLimit, options=options)
+    limits = BodyLimits(options.max_body_bytes, options.body_timeout_s)
+    app.add_middleware(Bodies, limits=limits, refusal=refusal)
     app.add_middleware(_Gate, options=options)
     if options.cors_origins:
         app.add_middleware(
@@ -83,7 +86,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After",),
+            expose_headers=("Retry-After", "X-Request-Id"),
         )
     app.add_middleware(_Frame, requests=requests)
     return app
@@ -95,7 +98,11 @@ def server_of(app: FastAPI, host: str, port: int, options: ServeOptions) -> uvic
         app,
         host=host,
         port=port,
+        http=Connection,
         ws="none",
+        backlog=most_connections() // 4,  # so many come at once, before the first of them is counted
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -118,7 +125,7 @@ def _add_own_routes(app: FastAPI) -> Counter:
         """Says whether the model answers."""
         service: Service | None = app.state.service
         if service is None:
-            return JSONResponse({"status": "loading"}, 503)
+            return JSONResponse({"status": "loading"}, 503, headers={"Retry-After": str(LOADING_RETRY_SECONDS)})
         return JSONResponse({"status": "ok"}) if service.failure() is None else JSONResponse({"status": "failed"}, 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
@@ -200,13 +207,19 @@ def _is_field(part: str) -> bool:
 
 def refusal(scope: Scope, problem: Problem) -> JSONResponse:
     """Returns a problem in the shape of the protocol that a request uses."""
+    record = RECORD.get()
+    if record is not None:
+        record.refuse(problem.status, problem.message, problem.param, problem.code)
     is_anthropic = scope["path"].startswith("/v1/messages")
     content = anthropic_api.anthropic_error(problem) if is_anthropic else openai_api.openai_error(problem)
     return JSONResponse(content, problem.status, headers=problem.headers)
 
 
 class _Frame:
-    """Adds headers to every answer, counts it, and answers for exceptions that nobody expects."""
+    """Adds headers to every answer, counts it, writes its line, and answers for exceptions that nobody expects.
+
+    A request of HEAD runs as one of GET, whose body is not sent.
+    """
 
     def __init__(self, app: ASGIApp, requests: Counter) -> None:
         self._app, self._requests = app, requests
@@ -215,16 +228,25 @@ class _Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
+        record, method = RequestRecord.of(Headers(scope=scope).get("x-request-id", "")), scope["method"]
+        before = RECORD.set(record)
+        is_head, status = method == "HEAD", 0
+        if is_head:
+            scope = {**scope, "method": "GET"}
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = record.request_id
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-            await send(message)
+                await send(message)
+                if is_head:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            elif not is_head:
+                await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
@@ -233,16 +255,19 @@ class _Frame:
             if not status:
                 await refusal(scope, problem)(scope, receive, send_with_headers)
         finally:
+            RECORD.reset(before)
             route = getattr(scope.get("route"), "path", "other")
             if status:
                 self._requests.labels(route, str(status)).inc()
+            record.write(method, route, status)
 
 
 class _Gate:
-    """Refuses what comes without a key, or to another name, before its body is read."""
+    """Refuses what comes without a key, to another name, or from a page of another site, before its body is read."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._names = app, frozenset(options.host_names)
+        self._origins = frozenset(options.cors_origins)
         self._digests = tuple(_digest(key.encode()) for key in options.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -257,6 +282,13 @@ class _Gate:
         if self._names and _host_name(headers.get("host", "")) not in self._names:
             allowed = ", ".join(sorted(self._names))
             return Problem(403, f"this server is not called so; its names are {allowed}", code="wrong_host")
+        if not self._digests and path != "/health" and self._is_foreign(headers):
+            return Problem(
+                403,
+                "a page of another site may not use this server; --cors-origins ORIGIN allows it, and --api-key asks "
+                "for a key instead",
+                code="foreign_origin",
+            )
         if not self._digests or path in OPEN_PATHS or self._has_key(headers):
             return None
         return Problem(
@@ -264,6 +296,13 @@ class _Gate:
             "this server needs a key; send it as Authorization: Bearer KEY, or as x-api-key",
             code="invalid_api_key",
         )
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Whether a browser sends the request for a page of another site. Other clients name no origin."""
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or "*" in self._origins:
+            return False
+        return origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
@@ -281,57 +320,3 @@ def _digest(key: bytes) -> bytes:
 def _host_name(host: str) -> str:
     """Returns a Host header without its port; an IPv6 address keeps its brackets."""
     return re.sub(r":\d*$", "", host).lower()
-
-
-class _BodyLimit:
-    """Reads a request's body, and refuses it when it is too large or too slow, whether it says its length or not."""
-
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
-        self._app, self._options = app, options
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        most = self._options.max_body_bytes
-        length = Headers(scope=scope).get("content-length", "")
-        body: bytes | None = None
-        problem = Problem(413, f"the body has more than {most} bytes; make it shorter", code="body_too_large")
-        try:
-            if not (length.isdecimal() and int(length[:20]) > most):
-                async with asyncio.timeout(self._options.body_timeout_s):
-                    body = await _read(receive, most)
-        except TimeoutError:
-            problem = Problem(408, f"the body did not arrive within {self._options.body_timeout_s:g} s; try again")
-        except ConnectionError:
-            return  # the client left
-        if body is None:
-            response = refusal(scope, problem)
-            response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
-            await response(scope, receive, send)
-            return
-        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-
-async def _read(receive: Receive, most: int) -> bytes | None:
-    """Returns a body; None if it has more than `most` bytes.
-
-    Raises:  ConnectionError if the client leaves.
-    """
-    pieces, total, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError
-        piece = message.get("body", b"")
-        total += len(piece)
-        if total > most:
-            return None
-        pieces.append(piece)
-        more = message.get("more_body", False)
-    return b"".join(pieces)

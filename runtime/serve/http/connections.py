@@ -49,6 +49,7 @@ class Connection(H11Protocol):
         self.waits_since: float | None = None  # for a request's head, by the loop's clock; None while it answers one
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Begins to wait for a head, and closes a connection if there are too many."""
         super().connection_made(transport)
         self._wait_for_head()
         open_ones = [each for each in self.connections if isinstance(each, Connection) and not each.is_closing]
@@ -61,25 +62,30 @@ class Connection(H11Protocol):
                 transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the timers."""
         self._stop_timers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Ends the time for a head when it is whole."""
         super().data_received(data)
         if self._answers:
             self.waits_since = None
             self._stop_deadline()
 
     def on_response_complete(self) -> None:
+        """Begins to wait for the next head."""
         super().on_response_complete()  # may begin the next request, which has come already
         if not self._answers:
             self._wait_for_head()
 
     def pause_writing(self) -> None:
+        """Begins the time for a client that reads nothing."""
         super().pause_writing()
         self._unread = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Ends it."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

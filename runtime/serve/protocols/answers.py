@@ -8,7 +8,6 @@ client, and end it when the client leaves.
 import asyncio
 import itertools
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, assert_never
@@ -20,6 +19,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
+from moe_pack.runtime.serve.access_log import LOG, RECORD
 from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
@@ -46,6 +46,7 @@ from moe_pack.runtime.serve.service import (
 
 PING_SECONDS = 15
 RETRY_SECONDS = 1
+LOADING_RETRY_SECONDS = 5  # clients try two or three times
 LEFT = 499  # nginx's status for a client that left; nobody reads it
 
 # How the API's description writes a stream: this is one of its events.
@@ -58,8 +59,6 @@ EVENT_STREAM: dict[str, Any] = {
         }
     }
 }
-
-_log = logging.getLogger("moe_pack.serve")
 
 BlockKind = Literal["reasoning", "content", "call"]
 
@@ -76,12 +75,13 @@ class Problem:
     message: str
     param: str | None = None
     code: str | None = None
+    retry_s: int = RETRY_SECONDS
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers of HTTP that belong to it."""
         if self.status in (429, 503):
-            return {"Retry-After": str(RETRY_SECONDS)}
+            return {"Retry-After": str(self.retry_s)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
@@ -96,10 +96,10 @@ def problem_of(fault: Exception) -> Problem:
     if isinstance(fault, QueueFullError):
         return Problem(429, str(fault), code="queue_full")
     if isinstance(fault, NotReadyError):
-        return Problem(503, str(fault), code="not_ready")
+        return Problem(503, str(fault), code="not_ready", retry_s=LOADING_RETRY_SECONDS)
     if isinstance(fault, RunError):
         return Problem(500, str(fault))
-    _log.error("a request failed", exc_info=fault)
+    LOG.error("a request failed", exc_info=fault)
     return Problem(500, "the server failed; its log says why")
 
 
@@ -169,6 +169,10 @@ class Prepared:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that all requests share."""
         return len(self.requests[0].prompt_ids)
+
+    def begins_prompt(self, index: int) -> bool:
+        """Whether a request is the first of those that share its prompt."""
+        return index == 0 or self.requests[index].prompt_ids is not self.requests[index - 1].prompt_ids
 
 
 async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
@@ -355,12 +359,15 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
 
     Raises:  AnswerError if the engine could not finish one; RequestError if its grammar cannot be followed.
     """
+    record = RECORD.get()
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
     async for numbered in run:
         index, event = numbered.index, numbered.event
         if isinstance(event, PromptEvent):
             yield Step(index, (), None, None, event.logprobs)
             continue
+        if record is not None:
+            record.note_event(event, prepared.begins_prompt(index))
         end = event if isinstance(event, EndEvent) else None
         parser = prepared.parsers[index]
         deltas = list(parser.push(event.text))
@@ -495,7 +502,10 @@ class _Started:
         except StopAsyncIteration:
             raise
         except Exception as fault:  # the status was sent already
-            return self._failed(problem_of(fault))
+            problem, record = problem_of(fault), RECORD.get()
+            if record is not None:
+                record.refuse(problem.status, problem.message, problem.param, problem.code)
+            return self._failed(problem)
 
     async def aclose(self) -> None:
         await self._rest.aclose()

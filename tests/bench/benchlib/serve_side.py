@@ -7,6 +7,7 @@ All else is what moe-serve runs: the application, the scheduler, the engine.
 
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -15,7 +16,6 @@ from moe_pack.formats.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Approximations, Sequences
-from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
 from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
 from moe_pack.runtime.serve.scheduler import BatchScheduler
@@ -27,6 +27,7 @@ class Numbers:
     """A tokenizer, and its stream: a token is its number and a space."""
 
     end_ids = answer_end_ids = frozenset[int]()
+    most_bytes_per_token = 8  # the digits of a number and a space
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -51,15 +52,15 @@ class Numbers:
 class NoGrammars:
     """Refuses every grammar."""
 
-    def json_object(self) -> Grammar:
+    def json_object(self) -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 
-    def json_schema(self, schema: object) -> Grammar:
+    def json_schema(self, schema: object) -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 
-    def gbnf(self, text: str) -> Grammar:
+    def gbnf(self, text: str) -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 

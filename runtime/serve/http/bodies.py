@@ -1,0 +1,159 @@
+"""Bodies of requests: read whole, within limits of size and time, and refused by name if they are no JSON in UTF-8.
+
+A body may be compressed with gzip or deflate; what it unpacks to has the same limit. A body has to say that it is
+JSON: a page of another site can send any other type from a browser without being asked.
+"""
+
+import asyncio
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi.responses import Response
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_pack.runtime.serve.protocols.answers import Problem
+
+# Of a body: to read 4 million of them took 8 s, in which nobody was served. A context of 262,144 tokens fits.
+MAX_VALUES = 300_000
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_UNPACKED = ("gzip", "x-gzip", "deflate")
+_ANY_HEADER, _NO_HEADER = 47, -15  # zlib's wbits: gzip or zlib by the header; deflate without one, as some send it
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The most bytes of a body, also when it is unpacked, and how long it may take to arrive."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+class RefusedError(Exception):
+    """A body that cannot be used."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class Bodies:
+    """Gives the application whole bodies, unpacked, and refuses the others.
+
+    Args:    refusal: writes a problem in the shape of the request's protocol.
+    """
+
+    def __init__(self, app: ASGIApp, limits: BodyLimits, refusal: Callable[[Scope, Problem], Response]) -> None:
+        self._app, self._limits, self._refusal = app, limits, refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application on a request with its whole body, or answers with what is wrong with the body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._body(scope, receive)
+        except ConnectionError:
+            return  # the client left
+        except RefusedError as fault:
+            response = self._refusal(scope, fault.problem)
+            response.headers["Connection"] = "close"  # what is left of the body would be read as the next request
+            await response(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body  # the application's alone
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        headers, most = Headers(scope=scope), self._limits.max_bytes
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > most:
+            raise RefusedError(_too_large(most))
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                body = await _read(receive, most)
+        except TimeoutError as fault:
+            late = f"the body did not arrive within {self._limits.timeout_s:g} s; try again"
+            raise RefusedError(Problem(408, late, code="body_too_slow")) from fault
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            body = _unpacked(body, encoding, most)
+            changed = MutableHeaders(scope=scope)
+            del changed["content-encoding"]
+            changed["content-length"] = str(len(body))
+        if body:
+            _check_json(headers.get("content-type", ""), body)
+        return body
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    """Returns a body.
+
+    Raises:  RefusedError if it has more than `most` bytes; ConnectionError if the client leaves.
+    """
+    pieces, total, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
+        piece = message.get("body", b"")
+        total += len(piece)
+        if total > most:
+            raise RefusedError(_too_large(most))
+        pieces.append(piece)
+        more = message.get("more_body", False)
+    return b"".join(pieces)
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(413, f"the body has more than {most} bytes; make it shorter", code="body_too_large")
+
+
+def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
+    """Returns a body without its compression, which may not be larger than `most` bytes. Raises: RefusedError."""
+    if encoding not in _UNPACKED:
+        wrong = "this Content-Encoding is not supported; send the body with gzip or deflate, or as it is"
+        raise RefusedError(Problem(415, wrong, code="unsupported_encoding"))
+    has_header = encoding != "deflate" or body[:1] == b"\x78"  # a zlib header with the usual window
+    unpacker = zlib.decompressobj(_ANY_HEADER if has_header else _NO_HEADER)
+    try:
+        found = unpacker.decompress(body, most + 1)
+    except zlib.error as fault:
+        raise RefusedError(Problem(400, f"the body is no {encoding}; send it as its Content-Encoding says")) from fault
+    if len(found) > most:
+        raise RefusedError(_too_large(most))
+    if not unpacker.eof or unpacker.unused_data:
+        raise RefusedError(
+            Problem(400, f"the body's {encoding} is not whole, or has more behind it; send it once more")
+        )
+    return found
+
+
+def _check_json(content_type: str, body: bytes) -> None:
+    """Refuses a body that is not said to be JSON, or is no UTF-8. Raises: RefusedError."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        wrong = "the body has to be a JSON object, sent with Content-Type: application/json"
+        raise RefusedError(Problem(415, wrong, code="unsupported_media_type"))
+    try:
+        body.decode()
+    except UnicodeDecodeError as fault:
+        wrong = f"the body is not UTF-8, from byte {fault.start} on; encode it as UTF-8"
+        raise RefusedError(Problem(400, wrong, code="not_utf8")) from fault
+    if b"\0" in body[:4]:  # UTF-16 and UTF-32 of characters of ASCII
+        raise RefusedError(Problem(400, "the body is not UTF-8; encode it as UTF-8", code="not_utf8"))
+    # Most bodies are decided by the first count, which also counts what stands in texts.
+    if _num_values(body) > MAX_VALUES and _num_values(_STRING.sub(b"", body)) > MAX_VALUES:
+        wrong = f"the body has more than {MAX_VALUES} values; make it shorter"
+        raise RefusedError(Problem(413, wrong, code="body_too_large"))
+
+
+def _num_values(body: bytes) -> int:
+    """Returns how many values JSON has, or some more."""
+    return sum(map(body.count, (b",", b"[", b"{")))
