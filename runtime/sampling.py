@@ -31,15 +31,20 @@ from moe_pack.runtime.options import SamplingOptions, check_sampling
 # Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
 _BUCKET_BITS = 46
 _INFINITE = float("inf")
+NOT_FINITE = "the model's logits are NaN or infinite; its weights overflow or were damaged before they were packed"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a chosen token, and of the likeliest ones, best first, before any sampling option."""
+    """The log-probability of a token, and of the likeliest ones, best first, before any sampling option.
+
+    `rank`: 1 for the likeliest token; None for tokens of an answer.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class Grammar(Protocol):
@@ -92,9 +97,7 @@ class Sampler:
         logits = logits.cpu()
         least, most = torch.aminmax(logits)
         if not (torch.isfinite(least) and torch.isfinite(most)):
-            raise RunError(
-                "the model's logits are NaN or infinite; its weights overflow or were damaged before they were packed"
-            )
+            raise RunError(NOT_FINITE)
         changed = self._changed(logits)
         if changed is not logits:
             most = changed.max()
@@ -163,6 +166,47 @@ class Sampler:
         if place == len(bounds):  # by rounding
             place = int(_places(scores > 0)[-1])
         return place if tokens is None else int(tokens[place])
+
+
+def logprobs_of_rows(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Returns what `Sampler.logprobs` does for a token after each of several rows, and its rank.
+
+    Args:    logits: float32 [n, vocabulary], on any device; memory for two copies of 8 bytes a value is needed.
+             tokens: n of them.   top: as `Sampler.logprobs`.
+    Raises:  RunError if some of the logits are NaN or infinite.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise RunError(NOT_FINITE)
+    own = torch.tensor(list(tokens), device=logits.device)[:, None]
+    ranks = (logits > logits.gather(1, own)).sum(1) + 1
+    places, values = _likeliest_of_rows(logits, min(top, logits.shape[1]))
+    precise = logits.to(torch.float64)
+    scales = torch.logsumexp(precise, 1, keepdim=True)
+    found = (precise.gather(1, own) - scales)[:, 0].tolist()
+    best = zip(places.tolist(), (values.to(torch.float64) - scales).tolist(), strict=True)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(*each, strict=True)), rank)
+        for token, logprob, each, rank in zip(tokens, found, best, ranks.tolist(), strict=True)
+    ]
+
+
+def _likeliest_of_rows(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the places of the `count` largest values of each row, best first, of equals the lowest; and the values.
+
+    Both are [n, count].
+    """
+    if not count:
+        return logits.new_empty((len(logits), 0), dtype=torch.int64), logits[:, :0]
+    values, places = torch.topk(logits, count)
+    # topk orders equal values in no way, and takes any of those that equal the least one.
+    has_equals = (logits >= values[:, -1:]).sum(1) > count
+    has_equals |= (values[:, 1:] == values[:, :-1]).any(1)
+    for row in has_equals.nonzero()[:, 0].tolist():
+        own = logits[row].cpu()
+        kept = _likeliest(own, count)
+        ranked, order = own[kept].sort(descending=True, stable=True)
+        values[row], places[row] = ranked.to(values.device), kept[order].to(places.device)
+    return places, values
 
 
 class _Occurrences:

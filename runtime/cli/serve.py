@@ -301,7 +301,7 @@ class _Server:
         from moe_pack.runtime.model import Decoder
         from moe_pack.runtime.serve.http.live import engine_router, live_counts
         from moe_pack.runtime.serve.scheduler import BatchScheduler
-        from moe_pack.runtime.serve.sessions import SessionStore
+        from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 
         options, opened = self._options, self._opened
         pack = opened.enter_context(Pack(self._folder))
@@ -314,7 +314,8 @@ class _Server:
         sessions = None  # a wrong folder is refused before the engine takes its time
         if options.sessions is not None:
             kv_dtype = on_device.kv_dtype or "f32"
-            sessions = SessionStore(options.sessions, pack.manifest.root, options.sessions_bytes, kv_dtype)
+            owner = SessionOwner(pack.manifest.root, context, pack.spec.vocab_size, kv_dtype)
+            sessions = SessionStore(options.sessions, owner, options.sessions_bytes)
         engine = opened.enter_context(_open_engine(pack, on_device, context, sequences))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)

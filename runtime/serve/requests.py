@@ -1,7 +1,8 @@
 """What a request asks of the engine, and what comes back: between the protocols of HTTP and the scheduler.
 
 A protocol (`openai_api`, `anthropic_api`, …) makes a `Request` and submits it. The scheduler calls back with one event
-after the other, from its own thread: `TokenEvent` for each new token, then one `EndEvent`.
+after the other, from its own thread: a `PromptEvent` if the request asks for it, `TokenEvent` for each new token, then
+one `EndEvent`.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
 
 EndReason = Literal["stop", "length", "cancelled", "error"]
+PromptLogprobs = tuple[TokenLogprob | None, ...]  # of a prompt's tokens; the first has nothing before it
 
 
 class QueueFullError(RunError):
@@ -32,13 +34,15 @@ class RequestError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to continue.
+    """A prompt to continue. `max_tokens` 0 computes the prompt alone.
 
     `end_ids`: the tokens that end the answer; none with `ignore_eos`.   `stop`: texts that end the answer, which do not
     belong to it.   `grammar`: what the answer has to follow; it is this request's own.   `top_logprobs`: how many of
     the likeliest tokens to report with each token; 0 reports the token alone, None nothing.   `keeps_special`: special
     tokens are text too.   `stable_tokens`: with so many of the prompt's tokens the next turn of the conversation
-    probably begins; None: with all.
+    probably begins; None: with all.   `prompt_logprobs`: how many of the likeliest tokens to report with each token of
+    the prompt, as `top_logprobs`; the whole prompt is computed for it, and with `top_logprobs` the token that ends the
+    answer is reported too.
     """
 
     prompt_ids: tuple[int, ...]
@@ -50,6 +54,14 @@ class Request:
     top_logprobs: int | None = None
     keeps_special: bool = False
     stable_tokens: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """The log-probabilities of the prompt's tokens, each after those before it; of the first there is none."""
+
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,7 @@ class EndEvent:
     message: str = ""
 
 
-Event = TokenEvent | EndEvent
+Event = PromptEvent | TokenEvent | EndEvent
 
 
 class Ticket(Protocol):

@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -25,12 +25,14 @@ from moe_pack.formats.errors import MoePackError
 from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence
+from moe_pack.runtime.model.caches import CachedSequence, Follower
 from moe_pack.runtime.options import check_sampling
+from moe_pack.runtime.sampling import TokenLogprob, logprobs_of_rows
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
     Event,
+    PromptEvent,
     QueueFullError,
     Request,
     RequestError,
@@ -42,7 +44,42 @@ from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
 
 _LOG = logging.getLogger("moe_pack.serve")
+_UNWRITTEN = "the answer could not be written; the server's log says why"
+SCORED_BYTES = 64 << 20  # for logits of a prompt's tokens and two copies in float64, whatever the vocabulary
 _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this share of its sequence
+
+
+class PromptScores:
+    """Follows a prompt while it runs, and takes the log-probabilities of its tokens from the hidden states.
+
+    `found`: of the tokens so far; None for the first, which has none before it.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
+        self.found: list[TokenLogprob | None] = [None]
+        self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
+        self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
+        self._other: Follower | None = None
+
+    @contextmanager
+    def following(self, sequence: CachedSequence) -> Iterator[None]:
+        """Follows a sequence in a block, and whoever follows it goes on."""
+        self._other, sequence.follower = sequence.follower, self
+        try:
+            yield
+        finally:
+            sequence.follower = self._other
+
+    def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
+        """See `Follower`. The state of a token says what comes after it; the prompt's last has nothing after it."""
+        if self._other is not None:
+            self._other.follow(ids, first, hidden)
+        tokens = self._prompt_ids[first + 1 : first + 1 + len(hidden)]
+        del self.found[first + 1 :]  # of positions that are computed again
+        for start in range(0, len(tokens), self._num_rows):
+            own = tokens[start : start + self._num_rows]
+            logits = self._decoder.logits_of(hidden[start : start + len(own)])
+            self.found += logprobs_of_rows(logits, own, self._top)
 
 
 class Job:
@@ -58,6 +95,7 @@ class Job:
         # Where the prefill pauses for a checkpoint, rising: where the next turn, or another prompt, may go on from.
         self.checkpoints: list[int] = []
         self.next_token: int | None = None  # chosen, and not appended yet
+        self.scores: PromptScores | None = None  # until they are reported
         self._sampler: Sampler | None = None
         self._text: AnswerText | None = None
 
@@ -82,15 +120,23 @@ class Job:
         Args:    is_full: whether the context has no place for the token.
         """
         assert self._sampler is not None and self._text is not None, "it was started"
-        request, token = self.request, self._sampler.choose(logits)
+        request = self.request
+        if self.scores is not None:
+            self._on_event(PromptEvent(tuple(self.scores.found)))
+            self.scores = None
+        if not request.max_tokens:
+            return "length"
+        token = self._sampler.choose(logits)
         if self.completion_tokens == 0:
             self._first_token = time.perf_counter()
         self.completion_tokens += 1
-        if token in request.end_ids:
-            return "stop"
         logprob = None
         if request.top_logprobs is not None:
             logprob = self._sampler.logprobs(logits, token, request.top_logprobs)
+        if token in request.end_ids:
+            if logprob is not None and request.prompt_logprobs is not None:
+                self._on_event(TokenEvent(token, "", logprob))
+            return "stop"
         self._on_event(TokenEvent(token, self._text.push(token), logprob))
         self.next_token = token
         if self._text.stop is not None:
@@ -104,13 +150,19 @@ class Job:
         first = self._first_token or now
         timings = Timings(started - self._submitted, first - started, now - first if self.completion_tokens else 0.0)
         rest = ""
-        if self._text is not None and reason != "error":
-            rest = self._text.finish()
+        try:
+            if self._text is not None and reason != "error":
+                rest = self._text.finish()
+        except BaseException as fault:  # a tokenizer's panic too
+            _LOG.error("a request failed", exc_info=fault)
+            reason, message = "error", _UNWRITTEN
         stop = None if self._text is None else self._text.stop
         number = len(self.request.prompt_ids)
-        self._on_event(
-            EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
-        )
+        end = EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
+        try:
+            self._on_event(end)
+        except Exception as fault:  # the others go on
+            _LOG.error("the end of a request could not be reported", exc_info=fault)
 
 
 class AnswerText:
@@ -346,24 +398,42 @@ class BatchScheduler:
                 if not idle or not self._waiting:
                     return
                 job = self._waiting.popleft()
-            prompt = list(job.request.prompt_ids)
-            shared = max(slot.sequence.num_common(prompt) for slot in self._slots)
-            slot, kept = self._place(prompt, idle)
+            # The job is in no queue and in no slot now: whatever happens, it gets a slot or its end.
             try:
-                job.start(self._text, kept)
+                slot, kept = self._begin(job, idle)
             except RunError as fault:
                 job.end("error", str(fault))
                 continue
-            if not slot.sequence.cache.is_cut_anywhere:
-                stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
-                job.checkpoints = sorted({place for place in (shared, stable) if kept < place < len(prompt)})
-            self._clock += 1
-            slot.used = self._clock
+            except BaseException as fault:  # a tokenizer's panic too ends one request
+                _LOG.error("a request could not begin", exc_info=fault)
+                job.end("error", "the request could not begin; the server's log says why")
+                continue
             with self._changed:
                 slot.job = job
                 self._num_requests += 1
-                self._prompt_tokens += len(prompt)
+                self._prompt_tokens += len(job.request.prompt_ids)
                 self._cached_tokens += kept
+
+    def _begin(self, job: Job, idle: list[Slot]) -> tuple[Slot, int]:
+        """Begins a request in one of the idle slots; returns the slot, and how many tokens of the prompt it has."""
+        prompt, top = list(job.request.prompt_ids), job.request.prompt_logprobs
+        stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
+        pauses = [stable]
+        if top is None:
+            pauses.append(max(slot.sequence.num_common(prompt) for slot in self._slots))
+            slot, kept = self._place(prompt, idle)
+        else:
+            # What was computed before has no logits any more; and nothing that others left changes the passes.
+            slot, kept = min(idle, key=lambda slot: (slot.sequence.num_tokens > 0, slot.used)), 0
+            self._save(slot, 0)
+            slot.sequence.reset()
+            job.scores = PromptScores(self._decoder, prompt, top)
+        job.start(self._text, kept)
+        if not slot.sequence.cache.is_cut_anywhere:
+            job.checkpoints = sorted({place for place in pauses if kept < place < len(prompt)})
+        self._clock += 1
+        slot.used = self._clock
+        return slot, kept
 
     def _place(self, prompt: list[int], idle: list[Slot]) -> tuple[Slot, int]:
         """Chooses a slot for a prompt and keeps what it can of it; returns both.
@@ -400,7 +470,8 @@ class BatchScheduler:
         if job.checkpoints:
             number = min(number, job.checkpoints[0] - place)
         try:
-            logits = self._decoder.extend(sequence, job.left[:number])
+            with nullcontext() if job.scores is None else job.scores.following(sequence):
+                logits = self._decoder.extend(sequence, job.left[:number])
         except MoePackError as fault:
             self._end(slot, "error", str(fault))
             return
@@ -460,6 +531,7 @@ class BatchScheduler:
         """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over."""
         job = slot.job
         assert job is not None, "a slot at work"
+        before = job.completion_tokens
         try:
             reason = job.take(logits, num_tokens >= self.context_tokens)
         except RunError as fault:
@@ -467,10 +539,10 @@ class BatchScheduler:
             return
         except BaseException as fault:  # a tokenizer's or a grammar's panic too ends one request
             _LOG.error("a request failed", exc_info=fault)
-            self._end(slot, "error", "the answer could not be written; the server's log says why")
+            self._end(slot, "error", _UNWRITTEN)
             return
         with self._changed:
-            self._generated += 1
+            self._generated += job.completion_tokens - before
         if reason is not None:
             self._end(slot, reason)
 
@@ -478,18 +550,25 @@ class BatchScheduler:
 
     def _save(self, slot: Slot, kept: int) -> None:
         """Saves a slot's sequence before all but `kept` of its tokens are lost."""
-        if self._sessions is not None and slot.sequence.num_tokens > kept:
+        if self._sessions is None or slot.sequence.num_tokens <= kept:
+            return
+        try:
             self._sessions.save(slot.sequence)
+        except Exception as fault:  # sessions only save time: the requests go on
+            _LOG.error("a session was not saved", exc_info=fault)
 
     def _load(self, slot: Slot, prompt: list[int], kept: int) -> int:
         """Loads a session that has more in common with a prompt than `kept`; returns what it keeps, or 0."""
         if self._sessions is None:
             return 0
-        with suppress(MoePackError):  # a damaged session is computed again
+        try:
             if self._sessions.load(prompt, slot.sequence, kept):
                 number = slot.sequence.num_kept(prompt)
                 slot.sequence.keep_beginning(prompt)
                 return number
+        except Exception as fault:  # the prompt is computed
+            _LOG.error("a session was not loaded", exc_info=fault)
+            slot.sequence.reset()
         return 0
 
     def _save_all(self) -> None:

@@ -1,35 +1,44 @@
 """Sessions: sequences on the disk, so that they survive a restart of the server and the lack of a slot.
 
 A session is one safetensors file. It has the tokens of a sequence, the keys and values of layers that keep the whole
-context, the checkpoints (a copy of states and of windows), and as its last tensor a JSON object of facts: the pack's
-root digest, how keys and values are stored, the positions of the checkpoints, and a CRC-32 of each tensor. It is
-written to another name, synced and renamed. It belongs to one pack and one `--kv-dtype`: another one's is left alone
-and never loaded.
+context, the checkpoints (a copy of states and of windows), and as its last tensor a JSON object of facts, which ends
+with its own SHA-256: the pack's root digest, how keys and values are stored, the positions of the checkpoints, and a
+CRC-32 of each tensor. It is written to another name, synced and renamed. It belongs to one pack and one `--kv-dtype`:
+another one's is left alone and never loaded.
+
+A session has conversations in it: its file and a new folder are for the server's user alone. It only saves time, so
+that no file and no disk, whatever is wrong with it, costs more than a warning.
 """
 
 import errno
 import hashlib
 import logging
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import RangeReader, RunError, canonical, parse
-from moe_pack.formats.safetensors import TensorEntry, lay_out, read_header
+from moe_pack.formats import PackError, RangeReader, RunError, load, parse
+from moe_pack.formats.json_files import Positive, check_seal, sealed
+from moe_pack.formats.safetensors import TensorEntry, header_entries, header_length, lay_out
 from moe_pack.runtime.model.caches import CachedSequence, Checkpoint, KvDtype
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast
-_SUFFIX, _VERSION = ".session", 2
+_SUFFIX, _VERSION = ".session", 3
 _ALIGN = 64
+_MOST_JSON_BYTES = 4 << 20  # of the header, and of the facts; a model of a thousand layers needs less
+_OTHERS = 0o077  # the permissions of a file that are not its owner's
+_CRC = re.compile(r"[0-9a-f]{8}")
 _LOG = logging.getLogger("moe_pack.serve")
 
 Ids = NDArray[np.int64]
@@ -39,7 +48,32 @@ class SessionError(RunError):
     """A session that is damaged, or belongs to another pack."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class SessionOwner:
+    """What a session has to fit: a pack, and how the server runs it.
+
+    `root_digest`: of the pack.   `context_tokens`: the longest sequence.   `vocab_size`: of the model.   `kv_dtype`: of
+    the caches.
+    """
+
+    root_digest: str
+    context_tokens: int
+    vocab_size: int
+    kv_dtype: KvDtype = "f32"
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The JSON object of a session, without the checksums of tensors."""
+
+    version: int
+    root_digest: str
+    kv_dtype: str
+    checkpoints: tuple[Positive, ...] | None
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Session:
     """A session's file. `checkpoints`: positions, rising; None if the sequence can be cut back anywhere."""
 
@@ -58,31 +92,45 @@ class _Session:
         return max((place for place in self.checkpoints if place <= same), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of an open session, by name: where they are, and the CRC-32 of each."""
+
+    reader: RangeReader
+    entries: dict[str, TensorEntry]
+    crcs: dict[str, str]
+
+
 class SessionStore:
     """The sessions of a folder, at most so many bytes: those that were not used for longest are deleted.
 
-    Args:    folder: is made if it is missing.   root_digest: of the pack.   most_bytes: of all sessions together.
-             kv_dtype: of the caches.
+    Args:    folder: is made, for this user alone, if it is missing.   owner: what the sessions have to fit.
+             most_bytes: of all sessions together.
     Raises:  RunError if the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, root_digest: str, most_bytes: int, kv_dtype: KvDtype = "f32") -> None:
-        self._folder, self._root_digest, self._most_bytes = folder, root_digest, most_bytes
-        self._kv_dtype = kv_dtype
+    def __init__(self, folder: Path, owner: SessionOwner, most_bytes: int) -> None:
+        self._folder, self._owner, self._most_bytes = folder, owner, most_bytes
         self._sessions: list[_Session] = []  # the one used last comes last
         self.num_saved = self.num_loaded = self.num_failed = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            paths = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
-            for leftover in folder.glob(f"*{_SUFFIX}.tmp"):  # of a server that was killed
-                leftover.unlink(missing_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            names = sorted(os.listdir(folder))
+            is_open = os.name == "posix" and folder.stat().st_mode & _OTHERS
         except OSError as fault:
             raise RunError(f"--sessions: {folder} cannot be used ({fault.strerror}); give another folder") from fault
-        for path in paths:
+        if is_open:  # not changed: it may be a folder that others need, as /tmp
+            _LOG.warning("--sessions: other users can read or list %s; run chmod -R go= %s", folder, folder)
+        for name in names:
+            if name.endswith(f"{_SUFFIX}.tmp"):  # of a server that was killed
+                _delete(folder / name)
+        found: list[tuple[int, _Session]] = []
+        for path in (folder / name for name in names if name.endswith(_SUFFIX)):
             try:
-                self._sessions.append(self._open(path))
-            except RunError as fault:
-                _LOG.warning("session %s is left alone: %s", path.name, fault)
+                found.append((path.stat().st_mtime_ns, self._open(path)))
+            except Exception as fault:  # whatever a file is or has, the server starts
+                _leave_alone(path, fault)
+        self._sessions += [session for _, session in sorted(found, key=lambda each: each[0])]
 
     @property
     def num_bytes(self) -> int:
@@ -102,38 +150,42 @@ class SessionStore:
                 return True
         try:
             self._write(sequence, ids)
-        except OSError as fault:
+        except Exception as fault:  # as MemoryError
             self.num_failed += 1
-            what = "the disk is full" if fault.errno == errno.ENOSPC else fault.strerror
+            what = "the disk is full" if isinstance(fault, OSError) and fault.errno == errno.ENOSPC else _words(fault)
             _LOG.warning("a session of %d tokens was not saved: %s", len(ids), what)
             return False
         self.num_saved += 1
         return True
 
-    def load(self, prompt_ids: Sequence[int], sequence: CachedSequence, kept: int) -> bool:
+    def load(self, prompt_ids: list[int], sequence: CachedSequence, kept: int) -> bool:
         """Loads the session that has most in common with a prompt, if that is well above `kept` tokens.
 
-        Args:    sequence: is replaced; on an error it is empty.
-        Raises:  SessionError if the session is damaged; it is deleted.
+        A session that is damaged is left alone, and the next best is taken.
+        Args:    sequence: is replaced; it is empty if a session was damaged and no other was loaded.
         """
         prompt = np.array(prompt_ids, np.int64)
-        best = max(self._sessions, key=lambda session: session.num_common(prompt), default=None)
-        if best is None or best.num_common(prompt) < kept + LEAST_TOKENS:
-            return False
-        self._sessions.remove(best)
-        try:
-            self._read(best, sequence)
-        except RunError as fault:
-            sequence.reset()
-            best.path.unlink(missing_ok=True)
-            raise SessionError(f"{best.path.name}: {fault}") from fault
-        self._sessions.append(best)
-        with suppress(OSError):  # its time says only which session was used last
-            os.utime(best.path)
-        self.num_loaded += 1
-        return True
+        while True:
+            best = max(self._sessions, key=lambda session: session.num_common(prompt), default=None)
+            if best is None or best.num_common(prompt) < kept + LEAST_TOKENS:
+                return False
+            self._forget(best)
+            try:
+                self._read(best, sequence)
+            except Exception as fault:
+                sequence.reset()
+                _leave_alone(best.path, fault)
+                continue
+            self._sessions.append(best)
+            with suppress(OSError):  # its time says only which session was used last
+                os.utime(best.path)
+            self.num_loaded += 1
+            return True
 
-    # ---- files ------------------------------------------------------------------------------------------------------
+    def _forget(self, session: _Session) -> None:
+        self._sessions = [each for each in self._sessions if each is not session]
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
 
     def _write(self, sequence: CachedSequence, ids: Ids) -> None:
         sequence.save_checkpoint()
@@ -141,9 +193,9 @@ class SessionStore:
         for number, part in enumerate(sequence.cache.whole_parts(len(ids))):
             tensors[f"whole.{number}"] = part
         checkpoints = None if sequence.cache.is_cut_anywhere else sequence.checkpoints
-        for place, checkpoint in enumerate(checkpoints or ()):
+        for checkpoint in checkpoints or ():
             for number, part in enumerate(sequence.cache.used_parts(checkpoint)):
-                tensors[f"checkpoint.{place}.{number}"] = part
+                tensors[f"checkpoint.{checkpoint.num_tokens}.{number}"] = part
         positions = None if checkpoints is None else tuple(checkpoint.num_tokens for checkpoint in checkpoints)
         facts_bytes = len(self._facts(positions, dict.fromkeys(tensors, 0)))
         stored = [[(name, _DTYPES[part.dtype], tuple(part.shape))] for name, part in tensors.items()]
@@ -153,7 +205,7 @@ class SessionStore:
         self._make_room(layout.num_bytes)
         entries, crcs = layout.by_name(), dict[str, int]()
         try:
-            with temporary.open("wb") as file:
+            with _created(temporary) as file:
                 file.write(layout.header)
                 for each, part in tensors.items():
                     file.write(bytes(entries[each].offset - file.tell()))
@@ -168,78 +220,151 @@ class SessionStore:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:  # a signal's exception too
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
         for session in [each for each in self._sessions if np.array_equal(each.ids, ids[: len(each.ids)])]:
-            self._sessions.remove(session)  # this one goes on from it
-            session.path.unlink(missing_ok=True)
+            if _delete(session.path):  # this one goes on from it
+                self._forget(session)
         self._sessions.append(_Session(path, ids, positions, layout.num_bytes))
 
     def _make_room(self, num_bytes: int) -> None:
-        if num_bytes > self._most_bytes:
+        if num_bytes > self._most_bytes:  # before another one is deleted for it
             raise OSError(errno.EFBIG, "it is larger than all sessions may be; raise --sessions-size")
         while self._sessions and self.num_bytes + num_bytes > self._most_bytes:
-            self._sessions.pop(0).path.unlink(missing_ok=True)
+            self._sessions[0].path.unlink(missing_ok=True)
+            self._forget(self._sessions[0])
 
     def _facts(self, positions: tuple[int, ...] | None, crcs: dict[str, int]) -> bytes:
-        return canonical(
+        return sealed(
             {
                 "version": _VERSION,
-                "root_digest": self._root_digest,
-                "kv_dtype": self._kv_dtype,
+                "root_digest": self._owner.root_digest,
+                "kv_dtype": self._owner.kv_dtype,
                 "checkpoints": None if positions is None else list(positions),
                 "crc32": {name: f"{crc:08x}" for name, crc in crcs.items()},
             }
         )
 
-    def _open(self, path: Path) -> _Session:
-        entries = {entry.name: entry for entry in read_header(path, SessionError)}
-        with RangeReader(path, SessionError) as reader:
-            facts = self._read_facts(path, entries, reader)
-            ids = reader.read(entries["ids"].offset, entries["ids"].num_bytes).view(np.int64)
-        places = facts["checkpoints"]
-        positions = None if places is None else tuple(places)
-        return _Session(path, ids, positions, path.stat().st_size)
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def _read_facts(self, path: Path, entries: dict[str, TensorEntry], reader: RangeReader) -> dict[str, Any]:
-        if "facts" not in entries or "ids" not in entries or entries["ids"].dtype != "I64":
-            raise SessionError(f"{path.name}: is no session")
-        raw = reader.read(entries["facts"].offset, entries["facts"].num_bytes).tobytes()
-        facts: Any = parse(raw, f"{path.name}: facts", SessionError)
-        if not isinstance(facts, dict) or facts.get("version") != _VERSION or not isinstance(facts.get("crc32"), dict):
-            raise SessionError(f"{path.name}: was written by another version")
-        if facts.get("root_digest") != self._root_digest:
-            raise SessionError(f"{path.name}: belongs to another pack")
-        if facts.get("kv_dtype") != self._kv_dtype:
-            raise SessionError(f"{path.name}: its keys and values are of another --kv-dtype")
-        return facts
+    def _open(self, path: Path) -> _Session:
+        with RangeReader(path, SessionError) as reader:
+            return self._content(path, reader)[0]
+
+    def _content(self, path: Path, reader: RangeReader) -> tuple[_Session, _Tensors]:
+        """Reads all of a session but its keys, values and states; nothing is allocated for more than the context has.
+
+        Raises:  SessionError if it is damaged or does not fit.
+        """
+        place, owner = path.name, self._owner
+        file_bytes = reader.num_bytes
+        length = header_length(reader.read(0, min(8, file_bytes)).tobytes(), place, file_bytes, SessionError)
+        _check_json_bytes("header", length)
+        raw = reader.read(8, length).tobytes()
+        entries = {entry.name: entry for entry in header_entries(raw, place, file_bytes, SessionError)}
+        ids_entry, facts_entry = entries.get("ids"), entries.pop("facts", None)
+        entries = {name: entry for name, entry in entries.items() if not name.startswith("pad.")}
+        if facts_entry is None or ids_entry is None or ids_entry.dtype != "I64" or len(ids_entry.shape) != 1:
+            raise SessionError("is no session")
+        _check_json_bytes("facts", facts_entry.num_bytes)
+        facts, crcs = self._checked_facts(reader.read(facts_entry.offset, facts_entry.num_bytes).tobytes())
+        if not 0 < ids_entry.shape[0] <= owner.context_tokens:
+            raise SessionError(f"it has {ids_entry.shape[0]:,} tokens, this server's context {owner.context_tokens:,}")
+        if crcs.keys() != entries.keys():
+            raise SessionError("facts: crc32 does not name exactly the file's tensors")
+        ids = np.empty(ids_entry.shape[0], np.int64)
+        tensors = _Tensors(reader, entries, crcs)
+        _fill(tensors, "ids", torch.from_numpy(ids))
+        if ids.min() < 0 or ids.max() >= owner.vocab_size:
+            raise SessionError("ids: has tokens that are not in the vocabulary")
+        positions = facts.checkpoints
+        if positions is not None and (positions[-1:] != (len(ids),) or any(b <= a for a, b in pairwise(positions))):
+            raise SessionError("facts: checkpoints do not rise to the number of tokens")
+        return _Session(path, ids, positions, file_bytes), tensors
+
+    def _checked_facts(self, raw: bytes) -> tuple[_Facts, dict[str, str]]:
+        """Returns the facts of a session of this server, and the checksums of its tensors."""
+        values: Any = parse(raw, "facts", SessionError)
+        if not isinstance(values, dict) or values.get("version") != _VERSION:
+            raise SessionError("it was written by another version")
+        try:
+            check_seal(raw, "facts")
+        except PackError as fault:
+            raise SessionError(str(fault)) from fault
+        crcs = values.pop("crc32", None)
+        if not isinstance(crcs, dict) or not all(isinstance(crc, str) and _CRC.fullmatch(crc) for crc in crcs.values()):
+            raise SessionError("facts: crc32 is not an object of checksums")
+        facts = load(_Facts, values, "facts", SessionError)
+        if facts.root_digest != self._owner.root_digest:
+            raise SessionError("it belongs to another pack")
+        if facts.kv_dtype != self._owner.kv_dtype:
+            raise SessionError("its keys and values are of another --kv-dtype")
+        return facts, crcs
 
     def _read(self, session: _Session, sequence: CachedSequence) -> None:
-        """Fills a sequence with a session, straight from the disk."""
+        """Fills a sequence with a session, straight from the disk.
+
+        Raises:  SessionError if it is damaged, or its caches are not those of this server.
+        """
         sequence.reset()
-        path, number = session.path, len(session.ids)
-        entries = {entry.name: entry for entry in read_header(path, SessionError)}
-        if number > sequence.cache.context_tokens:
-            raise SessionError("its context is longer than this server's")
-        with RangeReader(path, SessionError) as reader:
-            crcs = self._read_facts(path, entries, reader)["crc32"]
-            for place, part in enumerate(sequence.cache.whole_parts(number)):
-                _fill(reader, f"whole.{place}", part, entries, crcs)
-            rooms: list[Checkpoint] = []
-            if session.checkpoints is not None:
-                rooms = sequence.room_for(len(session.checkpoints))
-                first = len(session.checkpoints) - len(rooms)
-                for place, room in enumerate(rooms, start=first):
-                    room.num_tokens = session.checkpoints[place]
-                    for idx, part in enumerate(sequence.cache.used_parts(room)):
-                        _fill(reader, f"checkpoint.{place}.{idx}", part, entries, crcs)
+        cache, number, positions = sequence.cache, len(session.ids), session.checkpoints
+        if cache.is_cut_anywhere != (positions is None):
+            raise SessionError("its caches are of another kind than this server's")
+        with RangeReader(session.path, SessionError) as reader:
+            found, tensors = self._content(session.path, reader)
+            if found.checkpoints != positions or not np.array_equal(found.ids, session.ids):
+                raise SessionError("it was changed by another program")
+            parts = {f"whole.{place}": part for place, part in enumerate(cache.whole_parts(number))}
+            rooms: list[Checkpoint] = sequence.room_for(len(positions or ()))
+            read = (positions or ())[len(positions or ()) - len(rooms) :]
+            for room, position in zip(rooms, read, strict=True):
+                room.num_tokens = position
+                parts |= {f"checkpoint.{position}.{idx}": part for idx, part in enumerate(cache.used_parts(room))}
+            unread = tuple(f"checkpoint.{position}." for position in positions or () if position not in read)
+            if {name for name in tensors.entries if not name.startswith(unread)} != {"ids", *parts}:
+                raise SessionError("its caches have other tensors than this server's")
+            for name, part in parts.items():
+                _fill(tensors, name, part)
         sequence.ids = session.ids.tolist()
-        if session.checkpoints is None:
-            sequence.cache.num_tokens = number
-        elif not rooms or rooms[-1].num_tokens != number:
-            raise SessionError("it has no checkpoint at its end")
+        if positions is None:
+            cache.num_tokens = number
+        elif not rooms:
+            raise SessionError("this server has no room for its checkpoints")
         else:
-            sequence.cache.return_to_checkpoint(rooms[-1])
+            cache.return_to_checkpoint(rooms[-1])
+
+
+def _created(path: Path) -> IO[bytes]:
+    """Opens a new file that this user alone can read."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _delete(path: Path) -> bool:
+    """Deletes a file; returns whether it is gone."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as fault:
+        _leave_alone(path, fault)
+        return False
+    return True
+
+
+def _leave_alone(path: Path, fault: Exception) -> None:
+    # A name may have line ends, or bytes that are no characters.
+    name = path.name if path.name.isprintable() else ascii(path.name)
+    _LOG.warning("session %s is left alone: %s", name, _words(fault).removeprefix(f"{path.name}: "))
+
+
+def _words(fault: Exception) -> str:
+    """Returns what a fault says, without a path."""
+    return (fault.strerror if isinstance(fault, OSError) else None) or str(fault) or type(fault).__name__
+
+
+def _check_json_bytes(what: str, num_bytes: int) -> None:
+    if num_bytes > _MOST_JSON_BYTES:
+        raise SessionError(f"{what} of {num_bytes:,} bytes, at most {_MOST_JSON_BYTES:,}")
 
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
@@ -254,19 +379,17 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield from _pieces(part)
 
 
-def _fill(
-    reader: RangeReader, name: str, tensor: Tensor, entries: dict[str, TensorEntry], crcs: dict[str, Any]
-) -> None:
+def _fill(tensors: _Tensors, name: str, tensor: Tensor) -> None:
     """Reads a tensor of a session into memory that is there.
 
     Raises:  SessionError if it has another shape, or another CRC-32.
     """
-    entry = entries.get(name)
-    if entry is None or entry.shape != tuple(tensor.shape) or entry.dtype != _DTYPES[tensor.dtype]:
+    entry = tensors.entries[name]
+    if entry.shape != tuple(tensor.shape) or entry.dtype != _DTYPES[tensor.dtype]:
         raise SessionError("its caches have another shape than this server's")
     offset, crc = entry.offset, 0
     for piece in _pieces(tensor):
-        reader.read_into(offset, piece)
+        tensors.reader.read_into(offset, piece)
         crc, offset = zlib.crc32(piece, crc), offset + len(piece)
-    if crcs.get(name) != f"{crc:08x}":
+    if tensors.crcs[name] != f"{crc:08x}":
         raise SessionError(f"{name} is damaged")

@@ -383,7 +383,7 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
     for fields, param in (
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
         ({"prompt": ["a"] * 5, "n": 8}, "n"),
         ({"prompt": [999]}, "prompt"),
         ({"prompt": []}, "prompt"),

@@ -1,104 +1,29 @@
 """The scheduler: a running batch that requests join and leave, beginnings that are not computed twice, sessions."""
 
 import errno
-import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cases import case
 from families import NUM_POSITIONS, Tiny, token_ids, write
 from models import PackMaker, pack
+from running_scheduler import CONTEXT, GREEDY, WORDS, Answer, NoText, Served, keep_nothing, request, served, sessions_in
 from waiting import HANG_S
 
-from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
+from moe_pack.formats import Pack, RunError
+from moe_pack.runtime import Engine, EngineOptions, SamplingOptions
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import Sequences, least_budget
-from moe_pack.runtime.options import ReadOption
-from moe_pack.runtime.serve.requests import EndEvent, Event, QueueFullError, Request, RequestError, TokenEvent
-from moe_pack.runtime.serve.scheduler import AnswerText, BatchScheduler, Job
-from moe_pack.runtime.serve.sessions import SessionStore
-
-CONTEXT = 160
-GREEDY = SamplingOptions(temperature=0)
-WORDS = "It was a dark night, and the rain fell in torrents"
-
-
-@dataclass
-class Answer:
-    """What came back for a request."""
-
-    events: "queue.Queue[Event]" = field(default_factory=queue.Queue)
-    steps: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    end: EndEvent | None = None
-
-    def take_in_steps(self, event: Event) -> None:
-        """Takes an event, and stops the scheduler until one of `steps` is released."""
-        self.events.put(event)
-        assert self.steps.acquire(timeout=HANG_S)
-
-    def wait(self) -> "Answer":
-        while self.end is None:
-            event = self.events.get(timeout=HANG_S)
-            self.text += event.text
-            if isinstance(event, TokenEvent):
-                self.tokens.append(event.token)
-            else:
-                self.end = event
-        return self
-
-
-@dataclass
-class Served:
-    """A scheduler over a pack, with its parts."""
-
-    scheduler: BatchScheduler
-    text: Text
-    engine: Engine
-
-    def submit(self, request: Request) -> tuple[Job, Answer]:
-        answer = Answer()
-        return self.scheduler.submit(request, answer.events.put), answer
-
-    def run(self, request: Request) -> Answer:
-        return self.submit(request)[1].wait()
-
-
-@contextmanager
-def served(
-    folder: Path,
-    number: int = 3,
-    budget: int | None = None,
-    most_waiting: int = 64,
-    sessions: SessionStore | None = None,
-    context: int = CONTEXT,
-    drafts: Drafts | None = None,
-    kv_dtype: KvDtype = "f32",
-) -> Iterator[Served]:
-    with Pack(folder) as opened:
-        sequences = Sequences(number, checkpoints=2, kv_dtype=kv_dtype)
-        extra = None if budget is None else least_budget(opened.layout, context, 0, sequences) + budget
-        reads: ReadOption = "auto" if budget is not None else "map"
-        options = EngineOptions(budget_bytes=extra, read=reads, chunk_tokens=16, kv_dtype=kv_dtype)
-        with Engine(opened, options, context, sequences=sequences) as engine:
-            assert isinstance(engine.decoder, Decoder)
-            text = Text(opened)
-            with closing(BatchScheduler(engine.decoder, text, most_waiting, sessions, drafts)) as scheduler:
-                yield Served(scheduler, text, engine)
-
-
-def request(ids: Sequence[int], max_tokens: int = 12, sampling: SamplingOptions = GREEDY) -> Request:
-    return Request(tuple(ids), sampling, max_tokens, frozenset())
+from moe_pack.runtime.offload import Sequences
+from moe_pack.runtime.serve.requests import QueueFullError, RequestError
+from moe_pack.runtime.serve.scheduler import AnswerText, BatchScheduler
 
 
 def test_an_answer_does_not_depend_on_its_neighbours(demo_pack: PackMaker) -> None:
@@ -162,12 +87,6 @@ def test_drafts_change_no_answer_and_no_count(demo_pack: PackMaker) -> None:
     assert counts.drafted >= counts.accepted >= accepted
 
 
-def keep_nothing(server: Served) -> None:
-    """Makes every prompt run whole: what is kept changes rounding."""
-    for slot in server.scheduler.slots():
-        slot.sequence.num_kept = lambda prompt: 0  # type: ignore[method-assign]  # of this server alone
-
-
 def test_what_was_computed_is_taken_up_again(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4)) as server:
         ids = server.text.encode(WORDS + " while the wind blew over the moor and the sea")
@@ -206,19 +125,6 @@ def test_a_model_with_states_takes_up_a_turn_from_its_checkpoint(tmp_path: Path)
                     assert third.end is not None and third.end.cached_tokens in (0, 30)
                     fourth = server.run(request([*ids[:30], *ids[70:80]], 5))
                     assert fourth.end is not None and fourth.end.cached_tokens == 30
-
-
-class NoText:
-    """A tokenizer for tokens without text."""
-
-    def stream(self, prompt_ids: list[int], keeps_special: bool = False) -> "NoText":
-        return self
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 class Letters:
@@ -331,6 +237,41 @@ def test_a_tokenizer_that_fails_ends_one_request(demo_pack: PackMaker) -> None:
             assert second.end is not None and second.end.reason == "length" and scheduler.failure is None
 
 
+def test_a_request_that_cannot_begin_ends_and_the_next_runs(demo_pack: PackMaker) -> None:
+    """Whatever fails between the queue and a slot: no request is lost."""
+    faults: tuple[BaseException, ...] = (ValueError(), MemoryError(), RunError("no place"), BaseException("a panic"))
+    with served(demo_pack("none", 4), number=1) as server:
+        ids, sequence = server.text.encode(WORDS), server.scheduler.slots()[0].sequence
+        for name in ("num_common", "num_kept", "reset"):
+            for fault in faults:
+
+                def failing(*_: object, fault: BaseException = fault) -> int:
+                    raise fault
+
+                with case(name, fault), pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sequence, name, failing)
+                    failed = server.run(request(ids[::-1], 2))
+                    assert failed.end is not None and failed.end.reason == "error" and failed.end.message
+                answer = server.run(request(ids, 2))
+                assert answer.end is not None and answer.end.reason == "length"
+        assert server.scheduler.counts().waiting == 0 and server.scheduler.failure is None
+
+
+def test_an_end_that_cannot_be_told_ends_one_request(demo_pack: PackMaker) -> None:
+    class Panics(NoText):
+        def finish(self) -> str:
+            raise BaseException("a panic")
+
+    with Pack(demo_pack("none", 4)) as opened, Engine(opened, EngineOptions(read="map"), CONTEXT) as engine:
+        assert isinstance(engine.decoder, Decoder)
+        with closing(BatchScheduler(engine.decoder, Panics())) as scheduler:  # type: ignore[arg-type]  # all it asks
+            server = Served(scheduler, Panics(), engine)  # type: ignore[arg-type]  # the same
+            for _ in range(2):
+                answer = server.run(request(range(20), 3))
+                assert answer.end is not None and answer.end.reason == "error" and len(answer.tokens) == 3
+            assert scheduler.failure is None
+
+
 def test_closing_ends_what_runs_and_what_waits(demo_pack: PackMaker) -> None:
     with served(demo_pack("none", 4), number=1) as server:
         ids = server.text.encode(WORDS)
@@ -360,16 +301,16 @@ def test_sessions_survive_a_restart(demo_pack: PackMaker, tmp_path: Path) -> Non
     with served(folder) as plain:
         ids = plain.text.encode(WORDS * 8)[:100]
         expected = plain.run(request(ids))
-    with served(folder, sessions=SessionStore(tmp_path, digest, 1 << 30)) as before:
+    with served(folder, sessions=sessions_in(tmp_path, digest)) as before:
         assert before.run(request(ids)).text == expected.text
     assert len(list(tmp_path.glob("*.session"))) == 1
-    with served(folder, sessions=SessionStore(tmp_path, digest, 1 << 30)) as after:
+    with served(folder, sessions=sessions_in(tmp_path, digest)) as after:
         answer = after.run(request(ids))
         assert answer.text == expected.text and answer.end is not None and answer.end.cached_tokens == len(ids) - 1
         # A longer one takes the place of the session that it goes on from.
         after.run(request([*ids, *answer.tokens]))
     assert len(list(tmp_path.glob("*.session"))) == 1
-    for other in (SessionStore(tmp_path, "b" * 64, 1 << 30), SessionStore(tmp_path / "new", digest, 1 << 30)):
+    for other in (sessions_in(tmp_path, "b" * 64), sessions_in(tmp_path / "new", digest)):
         with served(folder, sessions=other) as stranger:
             assert (end := stranger.run(request(ids)).end) is not None and end.cached_tokens == 0
 
@@ -379,12 +320,12 @@ def test_sessions_of_codes_survive_and_are_of_one_kv_dtype(demo_pack: PackMaker,
     dtypes: tuple[KvDtype, ...] = ("q4", "q8", "bf16")  # none finds a session of the dtypes before it
     for dtype in dtypes:
         with case(dtype):
-            before = SessionStore(tmp_path, digest, 1 << 30, dtype)
+            before = sessions_in(tmp_path, digest, kv_dtype=dtype)
             with served(folder, sessions=before, kv_dtype=dtype) as server:
                 ids = server.text.encode(WORDS * 8)[:100]
                 expected = server.run(request(ids))
                 assert expected.end is not None and expected.end.cached_tokens == 0
-            after = SessionStore(tmp_path, digest, 1 << 30, dtype)
+            after = sessions_in(tmp_path, digest, kv_dtype=dtype)
             with served(folder, sessions=after, kv_dtype=dtype) as server:
                 answer = server.run(request(ids))
                 assert answer.end is not None and answer.end.cached_tokens == len(ids) - 1
@@ -395,14 +336,14 @@ def test_damaged_sessions_and_full_disks_cost_time_alone(
     demo_pack: PackMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, digest = demo_pack("none", 4), "a" * 64
-    with served(folder, sessions=SessionStore(tmp_path, digest, 1 << 30)) as server:
+    with served(folder, sessions=sessions_in(tmp_path, digest)) as server:
         ids = server.text.encode(WORDS * 8)[:100]
         expected = server.run(request(ids)).text
     (path,) = tmp_path.glob("*.session")
     whole = path.read_bytes()
     for place in (3, 200, len(whole) // 2, len(whole) - 90):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        with case(place), served(folder, sessions=SessionStore(tmp_path, digest, 1 << 30)) as server:
+        with case(place), served(folder, sessions=sessions_in(tmp_path, digest)) as server:
             assert server.run(request(ids)).text == expected
         for each in tmp_path.glob("*.session"):
             each.unlink()
@@ -410,14 +351,14 @@ def test_damaged_sessions_and_full_disks_cost_time_alone(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    store = SessionStore(tmp_path, digest, 1 << 30)
+    store = sessions_in(tmp_path, digest)
     with monkeypatch.context() as patch, served(folder, sessions=store) as server:
         patch.setattr("moe_pack.runtime.serve.sessions.os.fsync", full)
         assert server.run(request(ids)).text == expected
         assert server.run(request([*reversed(ids)])).end is not None
         server.scheduler.close()
     assert store.num_failed and not list(tmp_path.iterdir())
-    small = SessionStore(tmp_path, digest, 1000)
+    small = sessions_in(tmp_path, digest, 1000)
     with served(folder, sessions=small) as server:
         assert server.run(request(ids)).text == expected
     assert small.num_failed == 1 and not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
     Event,
+    PromptEvent,
     QueueFullError,
     Request,
     RequestError,
@@ -107,6 +108,8 @@ class ScriptedScheduler:
             if one in text:
                 text, stop = text[: text.index(one)], one
         count, reason = 0, _reason(script, request, text)
+        if request.prompt_logprobs is not None:
+            on_event(PromptEvent((None, *(_scored(token, request) for token in request.prompt_ids[1:]))))
         for character in text[: request.max_tokens]:
             if self.delay_s:
                 time.sleep(self.delay_s)
@@ -116,13 +119,12 @@ class ScriptedScheduler:
                 break
             count += 1
             on_event(TokenEvent(ord(character), character, _logprob(character, request)))
+        cached = script.cached if request.prompt_logprobs is None else 0
         with self._lock:
             self.generated += count
         ticket.ended.set()
         timings = Timings(0.0, 0.25, 0.5)
-        on_event(
-            EndEvent(reason, "", stop, len(request.prompt_ids), script.cached, count, timings, message=script.error)
-        )
+        on_event(EndEvent(reason, "", stop, len(request.prompt_ids), cached, count, timings, message=script.error))
 
 
 def _reason(script: Script, request: Request, text: str) -> EndReason:
@@ -136,6 +138,12 @@ def _logprob(character: str, request: Request) -> TokenLogprob | None:
         return None
     top = tuple((ord(character) + i, -0.5 - i) for i in range(request.top_logprobs))
     return TokenLogprob(ord(character), -0.5, top)
+
+
+def _scored(token: int, request: Request) -> TokenLogprob:
+    """A token of a prompt: the third likeliest, behind the two characters after it."""
+    top = tuple((token + 2 - i, -0.25 - i) for i in range(request.prompt_logprobs or 0))
+    return TokenLogprob(token, -2.25, top, 3)
 
 
 class Characters:

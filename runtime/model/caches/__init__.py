@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         each_sequence,
         rotate,
     )
-    from moe_pack.runtime.model.caches.sequence import CachedSequence, joined_angles
+    from moe_pack.runtime.model.caches.sequence import CachedSequence, Follower, joined_angles
     from moe_pack.runtime.model.caches.storage import (
         RowStorage,
         RunningSoftmax,
@@ -39,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "Chosen",
     "EntryCache",
+    "Follower",
     "KVCache",
     "KvDtype",
     "LayerCache",

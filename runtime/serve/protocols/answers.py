@@ -24,7 +24,14 @@ from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
 from moe_pack.runtime.serve.protocols.formed import FormedCallParser, PlainParser, new_id
-from moe_pack.runtime.serve.requests import EndEvent, QueueFullError, Request, RequestError
+from moe_pack.runtime.serve.requests import (
+    EndEvent,
+    PromptEvent,
+    PromptLogprobs,
+    QueueFullError,
+    Request,
+    RequestError,
+)
 from moe_pack.runtime.serve.rules import RuledGrammar, TokenRules, ruled
 from moe_pack.runtime.serve.service import (
     CalledTool,
@@ -146,6 +153,7 @@ class ChatQuestion:
     top_logprobs: int | None = None
     num_answers: int = 1
     warnings: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +204,7 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
         top_logprobs=question.top_logprobs,
         keeps_special=service.keeps_special and not is_formed,
         stable_tokens=prompt.stable_tokens,
+        prompt_logprobs=question.prompt_logprobs,
     )
 
     def parser() -> AnswerParser:
@@ -262,12 +271,16 @@ class Answer:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.reasoning_tokens = 0
         self.end: EndEvent | None = None
         self._call_index = -1
 
     def take(self, step: "Step") -> list[BlockEvent]:
         """Adds a step, and returns how the blocks change by it."""
+        if step.prompt_logprobs is not None:
+            self.prompt_logprobs = step.prompt_logprobs
+            return []
         changes = [change for delta in step.deltas for change in self._add(delta)]
         if step.logprob is not None:
             self.logprobs.append(step.logprob)
@@ -338,6 +351,7 @@ class Step:
     deltas: tuple[Delta, ...]
     logprob: TokenLogprob | None
     end: EndEvent | None
+    prompt_logprobs: PromptLogprobs | None = None  # a step of their own, before all others
 
 
 async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
@@ -349,6 +363,9 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
     async for numbered in run:
         index, event = numbered.index, numbered.event
+        if isinstance(event, PromptEvent):
+            yield Step(index, (), None, None, event.logprobs)
+            continue
         if record is not None:
             record.note_event(event, prepared.begins_prompt(index))
         end = event if isinstance(event, EndEvent) else None

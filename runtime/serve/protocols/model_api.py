@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 from moe_pack.formats.version import VERSION
 from moe_pack.runtime.serve.protocols.answers import Problem, service_of
+from moe_pack.runtime.serve.protocols.completions import FINGERPRINT
 from moe_pack.runtime.serve.protocols.fields import JsonObject, Many, RequestBody, Token
 from moe_pack.runtime.serve.protocols.openai_api import (
-    FINGERPRINT,
     OPENAI_ERRORS,
     ChatMessage,
     ChatRequest,

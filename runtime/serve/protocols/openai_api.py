@@ -7,7 +7,6 @@ server for `timings`, `grammar` and the sampling options that OpenAI does not ha
 """
 
 import json
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,14 +17,12 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
+from starlette.concurrency import run_in_threadpool
 
-from moe_pack.formats.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
-    Block,
-    BlockEvent,
     ChatQuestion,
     OfferedTool,
     Prepared,
@@ -41,6 +38,7 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
+from moe_pack.runtime.serve.protocols.completions import ChatWriter, TextWriter, check_scored
 from moe_pack.runtime.serve.protocols.constraints import (
     AnswerFields,
     grammar_source,
@@ -49,15 +47,13 @@ from moe_pack.runtime.serve.protocols.constraints import (
     warnings_of,
 )
 from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Token, TokenCount, plain_json
-from moe_pack.runtime.serve.protocols.formed import PlainParser, new_id
+from moe_pack.runtime.serve.protocols.formed import PlainParser
 from moe_pack.runtime.serve.requests import Request, RequestError
 from moe_pack.runtime.serve.service import Service
 
 MAX_ANSWERS = 8
 MAX_PROMPTS = 32  # and answers to all of them
 MAX_TOP_LOGPROBS = 20
-LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
-FINGERPRINT = f"moe-pack-{VERSION}"
 DONE = ServerSentEvent("[DONE]", sep="\n")
 
 router = APIRouter()
@@ -175,6 +171,7 @@ class ChatRequest(AnswerFields):
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -197,6 +194,7 @@ class CompletionRequest(AnswerFields):
     max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -245,7 +243,7 @@ class ModelList(BaseModel):
 
 
 class Completion(BaseModel):
-    """Answers with what they took."""
+    """Answers with what they took. `prompt_logprobs`: of the prompt that a chat's choices share."""
 
     id: str
     object: Literal["chat.completion", "text_completion"]
@@ -255,6 +253,7 @@ class Completion(BaseModel):
     choices: list[dict[str, Any]]
     usage: dict[str, Any]
     timings: dict[str, float]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 OPENAI_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "An error"}}
@@ -322,7 +321,8 @@ async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Respon
 
 async def _answered(service: Service, body: ChatRequest) -> Response:
     prepared = await prepare_chat(service, chat_question(service, body))
-    writer = ChatWriter(service, body.logprobs is True)
+    check_scored(prepared.requests)
+    writer = ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
@@ -337,7 +337,7 @@ async def create_completion(http: HttpRequest, body: CompletionRequest) -> Respo
 
 async def _completed(service: Service, body: CompletionRequest) -> Response:
     prepared, echoes = await prepare_completion(service, body)
-    writer = TextWriter(service, body.logprobs is not None, echoes)
+    writer = TextWriter(service, prepared.requests, echoes, body.logprobs, body.echo is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
@@ -353,6 +353,7 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
     warnings = warnings_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    check_prompt_logprobs(body)
     choice = _tool_choice(body.tool_choice)
     stricts = [tool.function.strict for tool in body.tools or () if tool.function is not None]
     tools, unknown = _offered_tools(body)
@@ -369,7 +370,17 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_answers=body.n or 1,
         warnings=(*warnings, *unknown, *strict_warning(stricts, choice.kind == "required")),
+        prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    """Refuses log-probabilities of a prompt in a stream, in which vLLM's form has no place.
+
+    Raises:  RequestError.
+    """
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs needs stream: false; remove one of the two", "prompt_logprobs")
 
 
 def _continues(body: ChatRequest) -> bool:
@@ -523,10 +534,12 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> tuple
     num_answers = body.n or 1
     if body.best_of is not None and body.best_of != num_answers:
         raise RequestError("best_of is not supported; remove it", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("logprobs of the prompt are not supported; remove echo or logprobs", "logprobs")
+    check_prompt_logprobs(body)
+    is_prompt_alone = body.echo is True and body.max_tokens == 0
+    echoed = body.logprobs if body.echo else None
+    scored = [number for number in (body.prompt_logprobs, echoed) if number is not None]
     sampling = body.over(service.default_sampling, service.vocab_size)
-    found = limits(service, body, _usual_length(body))
+    found = limits(service, body, None if is_prompt_alone else _usual_length(body))
     prompts = await _prompts(service, body.prompt, num_answers)
     grammars = await service.grammars(grammar_source(body), len(prompts) * num_answers)
     requests: list[Request] = []
@@ -535,13 +548,15 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> tuple
         request = Request(
             prompt_ids=ids,
             sampling=sampling,
-            max_tokens=service.max_tokens(len(ids), found.max_tokens),
+            max_tokens=service.max_tokens(len(ids), 0 if is_prompt_alone else found.max_tokens),
             end_ids=found.ends(service.end_ids(chat=False)),
             stop=found.stop,
             top_logprobs=body.logprobs,
+            prompt_logprobs=max(scored, default=None),
         )
         requests += several(request, grammars[len(requests) :][:num_answers], found.rules)
         echoes += [text if body.echo else ""] * num_answers
+    check_scored(requests)
     return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
 
 
@@ -575,157 +590,18 @@ async def _prompts(
     return made
 
 
-class ChatWriter:
-    """Writes answers as chat completions."""
-
-    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, service: Service, logprobs: bool) -> None:
-        self.service, self._logprobs = service, logprobs
-        self.frame = {
-            "id": new_id("chatcmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns a whole answer."""
-        content, reasoning = answer.text("content"), answer.text("reasoning")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if answer.calls:
-            message["content"] = content or None
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-                for call in answer.calls
-            ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._written_logprobs(answer.logprobs),
-            "finish_reason": finish_reason(answer),
-        }
-
-    def first(self, index: int) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        block = change.block
-        delta: dict[str, Any] = {"content": change.text}
-        if block.kind == "reasoning":
-            delta = {"reasoning_content": change.text}
-        elif block.kind == "call":
-            delta = {"tool_calls": [_call_delta(answer.calls.index(block), change, block)]}
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": None}
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
-
-    def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        entries = [
-            {
-                **self._written_logprob(entry.token, entry.logprob),
-                "top_logprobs": [self._written_logprob(token, logprob) for token, logprob in entry.top],
-            }
-            for entry in logprobs
-        ]
-        return {"content": entries, "refusal": None}
-
-    def _written_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self.service.token_bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(raw),
-        }
-
-
-def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
-    if change.change == "open":
-        function = {"name": block.name, "arguments": ""}
-        return {"index": index, "id": block.call_id, "type": "function", "function": function}
-    return {"index": index, "function": {"arguments": change.text}}
-
-
-class TextWriter:
-    """Writes answers as text completions, after what is echoed of the prompt."""
-
-    object_name, chunk_name = "text_completion", "text_completion"
-
-    def __init__(self, service: Service, logprobs: bool, echoes: list[str]) -> None:
-        self.service, self._logprobs, self._echoes = service, logprobs, echoes
-        self._offsets = [len(echo) for echo in echoes]
-        self.frame = {
-            "id": new_id("cmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns a whole answer."""
-        text = self._echoes[index] + answer.text("content")
-        return self._choice(index, text, answer.logprobs, finish_reason(answer))
-
-    def first(self, index: int) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        return self._choice(index, self._echoes[index], [], None)
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        return self._choice(index, change.text, logprobs, None)
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        return self._choice(index, "", logprobs, finish_reason(answer))
-
-    def _choice(self, index: int, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        written = self._written_logprobs(index, logprobs) if self._logprobs else None
-        return {"index": index, "text": text, "logprobs": written, "finish_reason": reason}
-
-    def _written_logprobs(self, index: int, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._text(entry.token) for entry in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [max(entry.logprob, LEAST_LOGPROB) for entry in logprobs],
-            "top_logprobs": [
-                {self._text(token): max(logprob, LEAST_LOGPROB) for token, logprob in entry.top} for entry in logprobs
-            ],
-            "text_offset": offsets,
-        }
-
-    def _text(self, token: int) -> str:
-        return self.service.token_bytes(token).decode("utf-8", "replace")
-
-
-def finish_reason(answer: Answer) -> str:
-    """Returns why an answer ended, in OpenAI's words."""
-    if answer.ended.reason == "length":
-        return "length"
-    return "tool_calls" if answer.calls else "stop"
-
-
 async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_each: int) -> Response:
     """Returns the response with whole answers, `answers_each` of which share a prompt."""
     answers = await whole_answers(writer.service, prepared)
-    choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
-    head = {"object": writer.object_name, **writer.frame, "choices": choices}
-    took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
-    return JSONResponse({**head, **took, **warned(prepared)})
+
+    def response() -> Response:
+        choices = [writer.choice(index, answer) for index, answer in enumerate(answers)]
+        head = {"object": writer.object_name, **writer.frame, "choices": choices, **writer.about_prompt(answers)}
+        took = {"usage": usage(answers, answers_each), "timings": timings(answers, answers_each)}
+        return JSONResponse({**head, **took, **warned(prepared)})
+
+    # The log-probabilities of long prompts take seconds to write, in which others are served.
+    return response() if answers[0].prompt_logprobs is None else await run_in_threadpool(response)
 
 
 async def streamed(
@@ -737,12 +613,16 @@ async def streamed(
         nothing = {"usage": None} if with_usage else {}
         return event_of({"object": writer.chunk_name, **writer.frame, "choices": choices, **nothing, **more})
 
+    def first(index: int, answer: Answer) -> ServerSentEvent:
+        return chunk([writer.first(index, answer)])
+
     answers = [Answer() for _ in prepared.requests]
     waiting: list[list[TokenLogprob]] = [[] for _ in answers]  # of tokens whose text has not come yet
     each = answers_each or len(answers)
     with writer.service.generate(prepared.requests) as run:
-        for index in range(len(answers)):
-            yield chunk([writer.first(index)])
+        for index, answer in enumerate(answers):
+            if not writer.begins_with_prompt:
+                yield first(index, answer)
         async for step in steps(run, prepared):
             index, answer = step.index, answers[step.index]
             if step.logprob is not None:
@@ -751,6 +631,8 @@ async def streamed(
                 if change.text or (change.change == "open" and change.block.kind == "call"):
                     yield chunk([writer.added(index, change, answer, waiting[index])])
                     waiting[index] = []
+            if step.prompt_logprobs is not None and writer.begins_with_prompt:
+                yield await run_in_threadpool(first, index, answer)  # it may take long to write, as in `written`
             if step.end is not None:
                 is_last = not with_usage and all(one.end is not None for one in answers)
                 more = {"timings": timings(answers, each), **warned(prepared)} if is_last else {}
