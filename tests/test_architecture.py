@@ -56,8 +56,13 @@ COMMAND_HELPERS = "moe_pack.formats.cli"  # what commands share; only folders an
 
 FACES = "moe_pack.formats.system.faces"  # how faces load their names
 
-# Where families may be named: their own folder, and what GGUF files call their architectures and tokenizers.
-FAMILY_TABLES = ("moe_pack.formats.families", "moe_pack.formats.gguf")
+# Where families may be named: their own folder, what GGUF files call their architectures and tokenizers, and fields of
+# other servers' requests, some of which are named so.
+FAMILY_TABLES = (
+    "moe_pack.formats.families",
+    "moe_pack.formats.gguf",
+    "moe_pack.runtime.serve.protocols.constraints",
+)
 
 MAX_FACE_NAMES = 40
 FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python

@@ -6,7 +6,8 @@ from typing import Any
 import anthropic
 import pytest
 from cases import case
-from scripted_scheduler import Script
+from pydantic import BaseModel
+from scripted_scheduler import NamedGrammar, Script
 from served import Served, served
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -248,3 +249,19 @@ def test_no_block_has_a_key_without_a_value(client: anthropic.Anthropic) -> None
     """@ai-sdk/anthropic refuses a text block whose citations are null."""
     raw = client.messages.with_raw_response.create(model="demo-moe", max_tokens=9, messages=HELLO)
     assert raw.http_response.json()["content"] == [{"type": "text", "text": "Hello the"}]
+
+
+def test_messages_parse_gives_what_the_class_says() -> None:
+    class City(BaseModel):
+        name: str
+        rivers: list[str]
+
+    with served(Script('{"name": "Rome", "rivers": ["Tiber"]}')) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        answer = client.messages.parse(model="demo-moe", max_tokens=99, messages=messages, output_format=City)
+        assert answer.parsed_output == City(name="Rome", rivers=["Tiber"])
+        grammar = server.scheduler.requests[-1].grammar
+        assert isinstance(grammar, NamedGrammar) and "rivers" in str(grammar.source)
+        with client.messages.stream(model="demo-moe", max_tokens=99, messages=messages, output_format=City) as stream:
+            assert stream.get_final_message().parsed_output == City(name="Rome", rivers=["Tiber"])

@@ -117,7 +117,7 @@ REFUSED: dict[str, str] = {
     "speculative_sampling": "drafts never change an answer here; remove it",
 }
 # Fields of which some values change nothing, and the others would change what may be answered.
-_REFUSED_UNLESS: dict[str, tuple[tuple[object, ...], str]] = {
+REFUSED_UNLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": ((None, [], ["text"]), "this server writes text alone"),
     "skip_special_tokens": ((None, True), "answers have no special tokens here"),
     "spaces_between_special_tokens": ((None, True, False), "answers have no special tokens here"),
@@ -289,8 +289,8 @@ def _warning(name: str, value: object) -> str | None:
         if value in _NOTHING:
             return None
         raise RequestError(f"{name} is not supported: {REFUSED[name]}", name)
-    if name in _REFUSED_UNLESS:
-        neutral, advice = _REFUSED_UNLESS[name]
+    if name in REFUSED_UNLESS:
+        neutral, advice = REFUSED_UNLESS[name]
         if value in neutral:
             return None
         raise RequestError(f"{name}: this value is not supported: {advice}", name)

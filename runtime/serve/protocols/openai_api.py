@@ -91,7 +91,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
-    prefix: bool | None = Field(None, description="continue this last message, as DeepSeek takes it")
+    prefix: bool | None = Field(None, description="continue this last message, as some services take it")
     partial: bool | None = Field(None, description="the same, as Kimi and Qwen take it")
 
 
@@ -139,7 +139,7 @@ class AllowedChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks, as DeepSeek and Z.ai write it."""
+    """Whether the model thinks, as some services write it."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
 
