@@ -21,12 +21,15 @@ from moe_pack.runtime.serve.requests import RequestError
 
 Message = dict[str, Any]
 Form = Literal[
-    "system", "system alone", "late system", "users", "answers", "result", "user after result", "answer first"
+    "system", "system alone", "late system", "users", "answers", "result", "user after result", "answer first", "tools"
 ]
 
 _BREAK = "\n\n"
 _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-_TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look_there", "description": "Looks.", "parameters": {"type": "object"}},
+}
 
 
 def _said(role: str, word: str = "so") -> Message:
@@ -49,6 +52,7 @@ _TRIALS: dict[Form, list[Message]] = {
     "result": _after_call(),
     "user after result": _after_call(_said("user", "needle2")),
     "answer first": [_said("assistant", "needle1"), _said("user", "needle2")],
+    "tools": [_said("user")],
 }
 
 
@@ -96,6 +100,10 @@ class Conversations:
             )
         return made
 
+    def writes_tools(self) -> bool:
+        """Whether the template writes tools. A model whose template does not never knows of them."""
+        return self._does_take("tools", True)
+
     def _does_take(self, form: Form, has_tools: bool) -> bool:
         """Whether the template takes a form: it neither fails nor leaves a text out."""
         if (form, has_tools) not in self._takes:
@@ -105,6 +113,7 @@ class Conversations:
             except RunError:
                 text = ""
             needles = [each["content"] for each in trial if each["content"].startswith("needle")]
+            needles += [_TOOL["function"]["name"]] if form == "tools" else []
             self._takes[form, has_tools] = all(needle in text for needle in needles)
         return self._takes[form, has_tools]
 

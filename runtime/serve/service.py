@@ -293,6 +293,10 @@ class Service:
         """The names under which lists of models have the served one: its own first, then the aliases."""
         return tuple(dict.fromkeys((self.model_id, *self.facts.aliases)))
 
+    def writes_tools(self) -> bool:
+        """Whether the chat template writes tools; it is tried once, in `chat_prompt`."""
+        return self._conversations is not None and self._conversations.writes_tools()
+
     def check_model(self, name: str | None) -> None:
         """Accepts the names of the served model, and no name; every name if there are no aliases.
 
@@ -341,6 +345,8 @@ class Service:
             nonlocal brought
             try:
                 brought = conversations.brought(messages, bool(tools))
+                if tools:
+                    conversations.writes_tools()
                 return prompt_of(self._tokenizer, render, continues)
             except RequestError:
                 raise

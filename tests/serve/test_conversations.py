@@ -93,6 +93,15 @@ def test_a_conversation_that_no_form_helps_is_refused_in_plain_words() -> None:
     assert_whole(written("Qwen3.5", said("au")), said("au"))
 
 
+def test_tools_that_the_template_does_not_write_are_said() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    for name, is_said in (("Qwen3.5", False), ("gpt-oss", False), ("ChatML", True), ("Gemma 3", True)):
+        with case(name), served(Script("Hello"), loading=True) as server:
+            server.app.state.service = scripted_service(server.scheduler, template=ChatTemplate(TEMPLATES[name]))
+            answer = server.http.post("/v1/chat/completions", json=body).json()
+            assert [each.partition(":")[0] for each in answer.get("warnings", [])] == ["tools"] * is_said
+
+
 def test_clients_of_every_protocol_work_with_a_strict_template() -> None:
     """As Codex sends instructions and a developer's message, and Claude Code a late system message and an error."""
     strict = ChatTemplate(TEMPLATES["Qwen3.5"])

@@ -213,7 +213,10 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
         return PlainParser() if is_formed else service.parser(prompt.text, definitions)
 
     requests = several(request, await service.grammars(source, question.num_answers), limits.rules)
-    return Prepared(requests, tuple(parser() for _ in requests), question.several_calls, question.warnings)
+    warnings = question.warnings
+    if tools and not service.writes_tools():
+        warnings += ("tools: the model's chat template does not write tools, so the model does not know of them",)
+    return Prepared(requests, tuple(parser() for _ in requests), question.several_calls, warnings)
 
 
 def several(request: Request, grammars: Sequence[Grammar | None], rules: TokenRules) -> tuple[Request, ...]:
