@@ -4,6 +4,9 @@ They can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The proce
 nothing else, and the next question starts another one. `Helper` is the side of the program. Started as a script, this
 file is the process itself. It imports nothing of ours and so starts in a fraction of a second.
 
+What a limit says is about a question alone. Time is that of the CPU, whatever else the machine does. Where memory ends
+in a process that has answered other questions, which may have left something in it, a new process gets the question.
+
 A question is JSON with its seconds and its length in front; an answer has a mark for a fault, a length and a text.
 Templates run in jinja2's sandbox with the names that transformers gives (`apply_chat_template`).
 """
@@ -31,17 +34,23 @@ _MOST_TEXT_BYTES = 64 << 20  # of an answer
 _MEMORY, _QUESTION, _ANSWER = struct.Struct("<Q"), struct.Struct("<dQ"), struct.Struct("<?Q")
 _TEMPLATES_KEPT = 16
 _GRAMMAR_NICENESS = 10
-_GRAMMAR_STACK_BYTES = 256 << 20  # address space
+_STACK_BYTES = 256 << 20  # address space, besides the limit: llguidance follows references by recursion
+_BUSY_SECONDS = 60.0  # that a question may take besides its own, where the machine has other work
+_NO_MEMORY = 3  # the code with which the process ends itself
 
 
 class HelperError(Exception):
     """What the helper ran has a fault, or took too much; the text says which."""
 
 
+class HelperBusyError(HelperError):
+    """The helper could not do its work because the machine is busy."""
+
+
 class Helper:
     """A process that answers one question at a time, started by the first question. Any thread may ask.
 
-    Args:    seconds: the most time of a template.   memory_bytes: the most memory of the process.
+    Args:    seconds: the most CPU time of a template or a grammar.   memory_bytes: the most memory of the process.
     """
 
     def __init__(self, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -96,7 +105,7 @@ class Helper:
             raise HelperError(f"the conversation cannot be written as JSON: {fault}") from fault
         with self._lock:
             try:
-                is_fault, answer = self._exchange(question, seconds)
+                is_fault, answer = self._answer(question, seconds)
             except BaseException:  # also Ctrl-C: an answer that comes later would be taken for another question's
                 self._end()
                 raise
@@ -104,7 +113,22 @@ class Helper:
             raise HelperError(answer)
         return answer
 
-    def _exchange(self, question: bytes, seconds: float) -> tuple[bool, str]:
+    def _answer(self, question: bytes, seconds: float) -> tuple[bool, str]:
+        """Returns whether the answer is a fault, and the answer. Raises: HelperError if there is none."""
+        is_new = self._process is None or self._process.poll() is not None
+        found = self._exchange(question, seconds)
+        if isinstance(found, int) and not is_new and found not in (*_too_long(), *_too_busy()):
+            found = self._exchange(question, seconds)  # in a new process
+        if not isinstance(found, int):
+            return found
+        if found in _too_long():
+            raise HelperError(f"it takes longer than {seconds:g} seconds")
+        if found in _too_busy():
+            raise HelperBusyError(f"it has not ended after {seconds + _BUSY_SECONDS:g} seconds; the machine is busy")
+        raise HelperError(f"it ended its process with code {found}, perhaps for lack of memory")
+
+    def _exchange(self, question: bytes, seconds: float) -> tuple[bool, str] | int:
+        """Returns whether the answer is a fault, and the answer; the code of a process that ended without one."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()
@@ -119,10 +143,7 @@ class Helper:
                 answer = process.stdout.read(length)
                 if len(answer) == length:
                     return is_fault, answer.decode("utf-8", "surrogatepass")
-        code = process.wait()
-        if code == 1:  # as `faulthandler` ends it
-            raise HelperError(f"it takes longer than {seconds:g} seconds")
-        raise HelperError(f"it ended its process with code {code}, perhaps for lack of memory")
+        return process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
@@ -135,7 +156,7 @@ class Helper:
                 stderr=subprocess.DEVNULL,
             )
         except OSError as fault:
-            raise HelperError(f"the helper process cannot start: {fault}") from fault
+            raise HelperBusyError(f"the helper process cannot start: {fault}") from fault
         self._process, self._close = process, weakref.finalize(self, _kill, process)
         assert process.stdin is not None, "a pipe"
         process.stdin.write(_MEMORY.pack(self._memory_bytes))  # stays in a buffer
@@ -147,6 +168,16 @@ class Helper:
 
 
 HELPER = Helper()  # for everything; it starts with the first question
+
+
+def _too_long() -> tuple[int, ...]:
+    """Returns the codes of a process whose question took too much time: of the signal, or of `faulthandler`."""
+    return (-signal.SIGPROF, 1) if sys.platform != "win32" else (1,)
+
+
+def _too_busy() -> tuple[int, ...]:
+    """Returns the codes of a process that did not end its question, and did not compute either."""
+    return (-signal.SIGALRM,) if sys.platform != "win32" else ()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -162,11 +193,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(questions: IO[bytes], answers: IO[bytes], nowhere: IO[str]) -> None:
-    """Answers questions until there are no more. A question that takes too long ends the process with code 1."""
+    """Answers questions until there are no more. One that takes too long ends the process (`_limit_time`)."""
+    num_answered = 0
     while len(head := questions.read(_QUESTION.size)) == _QUESTION.size:
         seconds, length = _QUESTION.unpack(head)
         question = questions.read(length)
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)  # a thread that needs no lock of Python's
+        _limit_time(seconds, nowhere)
         try:
             action, arguments = json.loads(question)
             answer = _ACTIONS[action](**arguments).encode("utf-8", "surrogatepass")
@@ -174,11 +206,14 @@ def serve(questions: IO[bytes], answers: IO[bytes], nowhere: IO[str]) -> None:
             if is_fault:
                 answer = f"it writes more than {_MOST_TEXT_BYTES >> 20} MiB".encode()
         except MemoryError:
+            if num_answered:
+                os._exit(_NO_MEMORY)  # what others left may be at fault
             is_fault, answer = True, b"it needs too much memory"
         except BaseException as fault:  # a panic of the tokenizers library is no Exception
             text = " ".join(str(fault)[:2000].split()) or type(fault).__name__
             is_fault, answer = True, text[:500].encode("utf-8", "surrogatepass")
-        faulthandler.cancel_dump_traceback_later()
+        _limit_time(None, nowhere)
+        num_answered += 1
         answers.write(_ANSWER.pack(is_fault, len(answer)) + answer)
         answers.flush()
 
@@ -210,32 +245,19 @@ def _try_grammar(kind: str, source: str, limits: dict[str, Any]) -> str:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    found: list[str] = []
-    faults: list[str] = []
-
-    def work() -> None:
-        try:
-            grammar = source
-            if kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(source)
-            elif kind != "grammar":
-                grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(source) if kind == "gbnf" else source)
-            matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # some grammars fail, or take long, at their first token
-            (faults if matcher.is_error() else found).append(matcher.get_error() or grammar)
-        except BaseException as fault:
-            faults.append(str(fault) or type(fault).__name__)
-
     with suppress(AttributeError, OSError):  # it computes for seconds, and answers come first
         os.setpriority(os.PRIO_PROCESS, 0, _GRAMMAR_NICENESS)
-    threading.stack_size(_GRAMMAR_STACK_BYTES)  # llguidance follows references by recursion
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if faults:
-        raise ValueError(faults[0])
-    return found[0]
+    grammar = source
+    if kind == "regex":
+        grammar = LLMatcher.grammar_from_regex(source)
+    elif kind != "grammar":
+        grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(source) if kind == "gbnf" else source)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some grammars fail, or take long, at their first token
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return grammar
 
 
 _ACTIONS: dict[str, Callable[..., str]] = {
@@ -293,15 +315,37 @@ def _limit_memory(num_bytes: int) -> None:
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, most))
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes + _STACK_BYTES, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_time(seconds: float | None, nowhere: IO[str]) -> None:
+    """Lets this process end after some seconds of CPU time, or after more of any time; None: never.
+
+    The signals need no lock of Python's, and no thread. Where there are none, `faulthandler` ends it with code 1.
+    """
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds or 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + _BUSY_SECONDS)
+    elif seconds is None:
+        faulthandler.cancel_dump_traceback_later()
+    else:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's
     with Path(os.devnull).open("w") as nowhere, open(0, "rb") as questions, open(1, "wb") as answers:
-        _limit_memory(*_MEMORY.unpack(questions.read(_MEMORY.size)))
-        serve(questions, answers, nowhere)
+
+        def work() -> None:
+            _limit_memory(*_MEMORY.unpack(questions.read(_MEMORY.size)))
+            serve(questions, answers, nowhere)
+
+        # One thread with a large stack for all questions: the stack of a thread that has ended may stay for a while.
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
 
 
 if __name__ == "__main__":

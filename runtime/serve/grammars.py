@@ -8,8 +8,8 @@ A grammar comes from a client, and it may be hostile. What bounds its cost:
 - the length of its text, and the number of its lines for Lark and GBNF: the time to compile some grammars grows with
   the third power of their rules (1000 rules: 2 seconds)
 - llguidance's own limits, for each token and for all; a grammar that passes one ends with an error
-- a helper process compiles it first, for tokens that are single bytes, with limits of time and memory: a schema of 3 kB
-  (60 patterns in `allOf`) takes llguidance six minutes in spite of its limits, and nothing can end a thread
+- a helper process compiles it first, for tokens that are single bytes, with limits of CPU time and memory: a schema of
+  3 kB (60 patterns in `allOf`) takes llguidance six minutes in spite of its limits, and nothing can end a thread
 - one grammar is compiled at a time, in a thread with a large stack: llguidance follows references by recursion, and
   a chain of 400 references ends the process on a stack of 8 MiB
 - whitespace between the parts of JSON: a space, or one or two line breaks and an indentation of at most 20, because
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Text
-from moe_pack.runtime.helper import Helper, HelperError
+from moe_pack.runtime.helper import Helper, HelperBusyError, HelperError
 from moe_pack.runtime.serve import schemas
-from moe_pack.runtime.serve.requests import RequestError
+from moe_pack.runtime.serve.requests import QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -203,7 +203,7 @@ class GrammarCompiler:
         """Returns a grammar at its beginning.
 
         Args:    form: as `Helper.try_grammar` names it.   kind: the grammar in messages.
-        Raises:  RequestError if llguidance refuses it, or it takes too much.
+        Raises:  RequestError if llguidance refuses it, or it takes too much; QueueFullError if the machine is busy.
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -219,6 +219,8 @@ class GrammarCompiler:
             with self._one_at_a_time:
                 grammar = self._helper.try_grammar(form, source, _LIMITS)
                 matcher = _with_large_stack(work)
+        except HelperBusyError as fault:
+            raise QueueFullError(f"{param}: the {kind} could not be compiled in time ({fault}); try again") from fault
         except (ValueError, HelperError) as fault:
             raise _wrong(kind, str(fault), param) from fault
         if matcher.is_error():

@@ -21,7 +21,7 @@ from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve import schemas
 from moe_pack.runtime.serve.conversations import Conversations, Message, Template
 from moe_pack.runtime.serve.parsers import AnswerParser
-from moe_pack.runtime.serve.requests import Event, Request, RequestError, Scheduler, Ticket
+from moe_pack.runtime.serve.requests import Event, QueueFullError, Request, RequestError, Scheduler, Ticket
 from moe_pack.runtime.serve.workers import Workers
 from moe_pack.runtime.templates import ChatPrompt, prompt_of
 
@@ -419,7 +419,7 @@ class Service:
     def _compile(self, source: GrammarSource) -> CopiedGrammar:
         try:
             return self._made(source)
-        except RequestError:
+        except (RequestError, QueueFullError):
             raise
         except (RunError, RecursionError) as fault:
             raise RequestError(f"{source.param}: the grammar has an error: {fault}", source.param) from fault

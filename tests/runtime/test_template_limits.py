@@ -17,7 +17,7 @@ from models import DEMO_MODEL
 import moe_pack.runtime.helper
 from moe_pack.formats import RunError
 from moe_pack.runtime import ChatTemplate
-from moe_pack.runtime.helper import Helper, HelperError
+from moe_pack.runtime.helper import Helper, HelperBusyError, HelperError
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 DEEP = "{% macro f(x) %}{{ f(x.a) if x.a is defined else 'end' }}{% endmacro %}{{ f(messages[0].deep) }}"
@@ -63,6 +63,28 @@ def test_a_template_that_never_ends_is_given_up_and_the_next_one_runs() -> None:
     finally:
         helper.close()
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES, add_generation_prompt=False) == "Hello"
+
+
+def test_what_others_left_in_the_process_is_not_blamed_on_a_template() -> None:
+    """Compiled templates are kept, and these take most of the process's memory."""
+    helper, needs = Helper(memory_bytes=200 << 20), "{{ (a * n) | length }}"
+    try:
+        assert helper.render(needs, {"a": "a", "n": 10**8}) == "100000000"
+        for number in range(6):
+            helper.compile(f"{{{{ 'a' * 9000000 }}}}{number}")
+        assert helper.render(needs, {"a": "a", "n": 10**8}) == "100000000"
+        for _ in range(2):
+            with pytest.raises(HelperError, match="memory"):
+                helper.render(needs, {"a": "a", "n": 10**9})
+    finally:
+        helper.close()
+
+
+def test_a_machine_that_is_busy_is_not_blamed_on_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = Helper()
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(HelperBusyError, match="cannot start"):
+        helper.render("a", {})
 
 
 def test_a_text_that_is_too_long_is_refused() -> None:

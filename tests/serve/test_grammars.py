@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from waiting import HANG_S
 from moe_pack.formats import RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Sampler, SamplingOptions, Text
+from moe_pack.runtime.helper import Helper, HelperBusyError, HelperError
 from moe_pack.runtime.serve.grammars import GrammarCompiler, TokenGrammar
-from moe_pack.runtime.serve.requests import RequestError
+from moe_pack.runtime.serve.requests import QueueFullError, RequestError
 
 END = 1
 MAX_TOKENS = 2000
+LIMITS: dict[str, object] = {"max_lexer_states": 50_000, "initial_lexer_fuel": 500_000}  # as the server's
 PIECES = [TEXT.stream([5]).push(token) for token in range(TEXT.vocab_size)]
 
 PERSON: dict[str, Any] = {
@@ -275,6 +278,54 @@ def test_what_is_wrong_is_refused_with_the_name_of_its_field(compiler: GrammarCo
             message = str(caught.value)
             assert caught.value.param == "text.format" and message.startswith("text.format: ")
             assert said in message and "\n" not in message and len(message) < 400
+
+
+def tried_in_turn(helper: Helper, times: int, hostile: Callable[[int], tuple[str, str] | None]) -> None:
+    """Tries grammars, wrong ones and hostile ones in one helper: every harmless one passes."""
+    for number in range(times):
+        attack = hostile(number)
+        if attack is not None:
+            with case(number, attack[1][:100]), suppress(HelperError):
+                helper.try_grammar(*attack, LIMITS)
+        with case(number):
+            with pytest.raises(HelperError, match="unknown name"):
+                helper.try_grammar("lark", "start: missing", LIMITS)
+            helper.try_grammar("regex", f"[a-z]{{{number + 1}}}", LIMITS)
+            helper.try_grammar("gbnf", f'root ::= "{number}" root | "a"', LIMITS)
+
+
+def test_what_was_tried_before_is_not_blamed_on_a_grammar() -> None:
+    slow = ("lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(900)) + '\nr900: "a"')
+    large = ("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000)
+    helper = Helper(0.5, 1 << 30)
+    try:
+        tried_in_turn(helper, 100, lambda number: {30: slow, 60: large, 61: slow}.get(number))
+    finally:
+        helper.close()
+
+
+@pytest.mark.slow
+def test_hostile_grammars_are_not_blamed_on_others() -> None:
+    patterns = ("((a{1000}){1000}){1000}", "(a|b)*a(a|b){30}", r"(\p{L}{500}){300}", "(.{900}b?){50}")
+    grammar = '{"grammars": [{"json_schema": %s}]}'
+    schemas = [{"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(n)]} for n in (5, 10, 20, 60)]
+    attacks = [("regex", each) for each in patterns]
+    attacks += [("grammar", grammar % json.dumps(each)) for each in schemas]
+    attacks += [("grammar", grammar % json.dumps({"enum": [str(i * 7919) for i in range(18_000)]}))]
+    helper = Helper(3.0, 1 << 30)
+    try:
+        tried_in_turn(helper, 60, lambda number: attacks[number % len(attacks)])
+    finally:
+        helper.close()
+
+
+def test_a_busy_machine_is_no_error_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object) -> str:
+        raise HelperBusyError("it has not ended")
+
+    monkeypatch.setattr(Helper, "try_grammar", busy)
+    with pytest.raises(QueueFullError, match="try again"):
+        GrammarCompiler(TEXT, {END}).regex("a")
 
 
 def test_schemas_at_their_limits_pass(compiler: GrammarCompiler) -> None:
