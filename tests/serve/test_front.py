@@ -112,8 +112,10 @@ class SlowGrammars(NamedGrammars):
 
 
 @contextmanager
-def served_with(grammars: NamedGrammars, scripts: tuple[Script, ...] = ()) -> Iterator[Served]:
-    with served(*scripts, loading=True) as server:
+def served_with(
+    grammars: NamedGrammars, scripts: tuple[Script, ...] = (), options: ServeOptions | None = None
+) -> Iterator[Served]:
+    with served(*scripts, loading=True, options=options) as server:
         server.app.state.service = service_with(server.scheduler, grammars)
         yield server
 
@@ -422,6 +424,47 @@ def test_bodies_of_very_many_values_are_not_read(monkeypatch: pytest.MonkeyPatch
         ):
             with case(name):
                 assert server.http.post("/v1/completions", json=body).status_code == status
+
+
+def test_large_bodies_wait_for_room_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bodies fill the room: one whose client sends the rest later, and one that becomes a prompt slowly."""
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.2)
+    grammars, large = SlowGrammars(), {"prompt": "a", "metadata": {"a": "a" * 9000}}
+    with served_with(grammars, options=ServeOptions(drain_s=1, max_body_bytes=10_000)) as server, ExitStack() as stack:
+
+        def status(body: dict[str, Any], **how: Any) -> int:
+            content = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **how.pop("headers", {})}
+            for change in how.values():
+                content = change(content)
+            return server.http.post("/v1/completions", content=content, headers=headers).status_code
+
+        packed = {"pack": gzip.compress, "headers": {"Content-Encoding": "gzip"}}
+        pieces: dict[str, Any] = {"cut": lambda content: iter([content[:500], content[500:]])}
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [200, 200, 200]
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9500\r\n\r\n{"
+        slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
+        slow.sendall(head.encode())
+        stack.enter_context(asked(server, {**large, "grammar": GBNF}, "/v1/completions"))
+        wait_until(lambda: bool(grammars.compiled))
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [429, 429, 429]
+        for _ in range(3):
+            assert [status({"prompt": "a"}), status({"prompt": "a"}, **packed)] == [200, 200]
+        monkeypatch.setattr(bodies, "ROOM_SECONDS", HANG_S)
+        slow.close()  # its place is free
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [200, 200, 200]
+        grammars.goes_on.set()
+
+
+def test_the_room_is_given_back_when_the_answer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
+    large = {"prompt": "a", "metadata": {"a": "a" * 9000}, "stream": True}
+    with served(options=ServeOptions(drain_s=1, max_body_bytes=10_000)) as server, ExitStack() as stack:
+        server.scheduler.speaks.clear()
+        for _ in range(5):
+            assert stack.enter_context(server.http.stream("POST", "/v1/completions", json=large)).status_code == 200
+        server.scheduler.speaks.set()
 
 
 def test_head_is_get_without_a_body() -> None:
