@@ -60,7 +60,7 @@ class PlainEngine(Engine):
     def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         self.inputs = super()._gpu_inputs(ram_bytes, most_bytes)
         self.gpu_memory.least_bytes = self.inputs.least_bytes
-        self.gpu_memory.expert_bytes = expert_bytes_for(self._pack, self.share, self.inputs.misses)
+        self.gpu_memory.expert_bytes = expert_bytes_for(self.pack, self.share, self.inputs.misses)
         return self.inputs
 
 

@@ -70,7 +70,7 @@ def test_refusals_say_why_without_the_clients_words() -> None:
         server.http.headers["x-api-key"] = "key-of-the-server"
         post = server.http.post
         statuses = [
-            post("/v1/chat/completions", json={"messages": HELLO, "model": SECRET}).status_code,
+            post("/v1/chat/completions", json={"messages": HELLO, "suffix": SECRET}).status_code,
             post("/v1/chat/completions", json={"messages": HELLO, "logit_bias": {SECRET: 1}}).status_code,
             post("/v1/chat/completions", json={"messages": [{"role": SECRET}]}).status_code,
             post("/v1/chat/completions", content=SECRET, headers={"Content-Type": "application/json"}).status_code,
@@ -83,7 +83,7 @@ def test_refusals_say_why_without_the_clients_words() -> None:
         found = lines(written, len(statuses))
         for hidden in (SECRET, SECRET.upper(), "forged", "key-of-the-server", "\x1b"):
             assert hidden not in written.getvalue()
-    assert [one["status"] for one in found] == statuses == [404, 400, 400, 400, 404, 405, 400, 401, 413]
+    assert [one["status"] for one in found] == statuses == [400, 400, 400, 400, 404, 405, 400, 401, 413]
     assert all(one["code"] for one in found)
     assert found[1]["param"] == "logit_bias" and "9000 bytes" in found[6]["message"]
 

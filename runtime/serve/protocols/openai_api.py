@@ -483,11 +483,12 @@ def _offered_tools(body: ChatRequest) -> tuple[list[OfferedTool], list[str]]:
     if isinstance(body.tool_choice, AllowedChoice):
         wanted = [each.get("function") or each for each in body.tool_choice.allowed_tools.tools]
         names = [each.get("name") if isinstance(each, dict) else None for each in wanted]
-        missing = next((name for name in names if name not in [tool.name for tool in offered]), None)
+        known, allowed = {tool.name for tool in offered}, set(map(str, names))
+        missing = next((name for name in names if name is not None and str(name) not in known), None)
         if missing is not None:
             param = "tool_choice"
             raise RequestError(f"tool_choice allows {ascii(missing)[:80]}, which is not in tools; add it", param)
-        offered = [tool for tool in offered if tool.name in names]
+        offered = [tool for tool in offered if tool.name in allowed]
     return some_tools(offered, unknown)
 
 

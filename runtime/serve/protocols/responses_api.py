@@ -22,10 +22,8 @@ from moe_pack.runtime.serve.protocols.answers import (
     BlockEvent,
     BlockKind,
     ChatQuestion,
-    OfferedTool,
     Prepared,
     Problem,
-    ToolChoice,
     Usage,
     event_of,
     prepare_chat,
@@ -46,58 +44,24 @@ from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Toke
 from moe_pack.runtime.serve.protocols.formed import new_id
 from moe_pack.runtime.serve.protocols.openai_api import (
     OPENAI_ERRORS,
-    FunctionTool,
     effort_kwargs,
-    function_tool,
     openai_error,
-    some_tools,
-    template_call,
-    unknown_tool,
     warned,
+)
+from moe_pack.runtime.serve.protocols.response_items import (
+    InputItem,
+    ResponseChoice,
+    ResponseTool,
+    Tools,
+    chosen,
+    conversation,
+    custom_input,
+    known_tools,
 )
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 router = APIRouter()
-
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-class InputPart(Body):
-    """A part of an item's content; text alone is taken."""
-
-    type: str
-    text: str | None = None
-
-
-class InputItem(Body):
-    """An item of the conversation: a message, a tool call, its result, or reasoning."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Many[InputPart] | None = None
-    summary: Many[InputPart] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | Many[InputPart] | None = None
-
-
-class ResponseTool(Body):
-    """A tool; functions alone are taken."""
-
-    type: str
-    name: str | None = Field(None, min_length=1, max_length=256)
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class ResponseChoice(Body):
-    """A tool that the answer has to call."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -166,14 +130,15 @@ async def create_response(http: HttpRequest, body: ResponsesRequest) -> Response
 
 
 async def _answered(service: Service, body: ResponsesRequest) -> Response:
-    prepared = await prepare_chat(service, _question(service, body))
-    writer = _Writer(service, body)
+    tools = known_tools(body.tools or (), [] if isinstance(body.input, str) else body.input)
+    prepared = await prepare_chat(service, _question(service, body, tools))
+    writer = _Writer(service, body, tools)
     if body.stream:
         return await stream(writer.streamed(prepared), writer.broken)
     return await writer.written(prepared)
 
 
-def _question(service: Service, body: ResponsesRequest) -> ChatQuestion:
+def _question(service: Service, body: ResponsesRequest, tools: Tools) -> ChatQuestion:
     """Returns the question of a request.
 
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
@@ -190,36 +155,19 @@ def _question(service: Service, body: ResponsesRequest) -> ChatQuestion:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs = {**effort_kwargs(body.reasoning.effort), **kwargs}
-    choice = body.tool_choice or "auto"
-    found = ToolChoice("required", choice.name) if isinstance(choice, ResponseChoice) else ToolChoice(choice)
-    tools, unknown = _offered_tools(body)
-    stricts = [tool.strict for tool in body.tools or ()]
+    messages, left_out = conversation(body.instructions, body.input)
+    choice, offered = chosen(body.tool_choice, tools)
     return ChatQuestion(
-        messages=_messages(body),
+        messages=messages,
         sampling=body.over(service.default_sampling, service.vocab_size),
         limits=limits(service, body, body.max_tokens),
-        tools=tools,
-        choice=found,
+        tools=offered,
+        choice=choice,
         several_calls=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
         grammar=grammar_source(body, _text_format(body)),
-        warnings=(*warnings, *unknown, *strict_warning(stricts, found.kind == "required")),
+        warnings=(*warnings, *tools.warnings, *left_out, *strict_warning(tools.stricts, choice.kind == "required")),
     )
-
-
-def _offered_tools(body: ResponsesRequest) -> tuple[list[OfferedTool], list[str]]:
-    """Returns the functions that the model may call, and what to say about tools of other types."""
-    offered: list[OfferedTool] = []
-    unknown: list[str] = []
-    for i, tool in enumerate(body.tools or ()):
-        if tool.type != "function":
-            unknown.append(unknown_tool(f"tools[{i}]", tool.type))
-        elif tool.name is None:
-            raise RequestError(f"tools[{i}]: has no name; add it", "tools")
-        else:
-            function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.parameters)
-            offered.append(OfferedTool(function_tool(function), f"tools[{i}].parameters"))
-    return some_tools(offered, unknown)
 
 
 def _text_format(body: ResponsesRequest) -> GrammarSource | None:
@@ -233,81 +181,14 @@ def _text_format(body: ResponsesRequest) -> GrammarSource | None:
     return GrammarSource("json_schema", wanted.schema_, "text.format.schema")
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Returns the conversation as templates read it.
-
-    Reasoning, content and calls of one answer are items of their own; to templates they are one message.
-    Raises:  RequestError if an item has what this server cannot read, or there is none.
-    """
-    made: list[dict[str, Any]] = []
-    if body.instructions:
-        made.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*made, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise RequestError("input: has no items; add a message", "input")
-    names: dict[str, str] = {}
-    for i, item in enumerate(body.input):
-        place = f"input[{i}]"
-        if item.type == "message" and item.role != "assistant":
-            made.append(_other_message(item, place))
-        elif item.type == "function_call_output":
-            made.append(_result_message(item, place, names))
-        else:
-            _add_to_answer(made, item, place, names)
-    return made
-
-
-def _other_message(item: InputItem, place: str) -> dict[str, Any]:
-    if item.role is None or item.content is None:
-        raise RequestError(f"{place}: a message needs role and content", "input")
-    role = "system" if item.role == "developer" else item.role
-    return {"role": role, "content": _text(item.content, place)}
-
-
-def _result_message(item: InputItem, place: str, names: dict[str, str]) -> dict[str, Any]:
-    if item.call_id is None or item.output is None:
-        raise RequestError(f"{place}: a function_call_output needs call_id and output", "input")
-    made = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, place)}
-    return {**made, "name": names[item.call_id]} if item.call_id in names else made
-
-
-def _add_to_answer(made: list[dict[str, Any]], item: InputItem, place: str, names: dict[str, str]) -> None:
-    """Adds an item to the assistant's last message, or to a new one after another's."""
-    if not made or made[-1]["role"] != "assistant":
-        made.append({"role": "assistant", "content": ""})
-    answer = made[-1]
-    if item.type == "message":
-        answer["content"] += _text(item.content or "", place)
-    elif item.type == "reasoning":
-        answer["reasoning_content"] = _text(item.content or item.summary or "", place)
-    else:
-        if item.call_id is None or item.name is None:
-            raise RequestError(f"{place}: a function_call needs call_id and name", "input")
-        names[item.call_id] = item.name
-        calls = answer.setdefault("tool_calls", [])
-        calls.append(template_call(item.call_id, item.name, item.arguments or "{}"))
-
-
-def _text(content: str | list[InputPart], place: str) -> str:
-    if isinstance(content, str):
-        return content
-    for i, part in enumerate(content):
-        if part.type not in _TEXT_PARTS or part.text is None:
-            raise RequestError(
-                f"{place}.content[{i}]: type {part.type[:40]!r} is not supported; this server reads text alone", "input"
-            )
-    return "\n".join(part.text or "" for part in content)
-
-
 _ITEM_PREFIXES: dict[BlockKind, str] = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class _Writer:
     """Writes one response, whole or as events with numbers."""
 
-    def __init__(self, service: Service, body: ResponsesRequest) -> None:
-        self._service = service
+    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools) -> None:
+        self._service, self._tools = service, tools
         sampling = body.over(service.default_sampling, service.vocab_size)
         choice = body.tool_choice or "auto"
         wanted = body.text.format if body.text is not None else None
@@ -326,8 +207,8 @@ class _Writer:
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if wanted is None else _written_format(wanted)},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [{"strict": False, **tool.model_dump(exclude_none=True)} for tool in body.tools or []],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": tools.written,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -338,7 +219,7 @@ class _Writer:
         """Returns the response with a whole answer."""
         (answer,) = await whole_answers(self._service, prepared)
         for block in answer.blocks:
-            block.item_id = new_id(_ITEM_PREFIXES[block.kind])
+            block.item_id = self._new_item_id(block)
         return JSONResponse({**self._ended(answer), **warned(prepared)})
 
     async def streamed(self, prepared: Prepared) -> AsyncGenerator[ServerSentEvent, None]:
@@ -355,7 +236,7 @@ class _Writer:
                             yield event
             except AnswerError as fault:
                 error = {"code": "server_error", "message": str(fault)}
-                output = [_item(block, "incomplete") for block in answer.blocks]
+                output = [self._item(block, "incomplete") for block in answer.blocks]
                 failed = {**self._frame, "status": "failed", "error": error, "output": output}
                 yield self._event("response.failed", response=failed)
                 return
@@ -372,9 +253,9 @@ class _Writer:
         found = Usage.of([answer])
         is_whole = answer.ended.reason != "length"
         status = "completed" if is_whole else "incomplete"
-        items = [_item(block, "completed") for block in answer.blocks]
+        items = [self._item(block, "completed") for block in answer.blocks]
         if items and not is_whole:
-            items[-1] = _item(answer.blocks[-1], "incomplete")
+            items[-1] = self._item(answer.blocks[-1], "incomplete")
         return {
             **self._frame,
             "status": status,
@@ -398,21 +279,30 @@ class _Writer:
         """Yields the events for a change of a block: an item is opened, added to, or closed."""
         block = change.block
         if change.change == "open":
-            block.item_id = new_id(_ITEM_PREFIXES[block.kind])
-            item = _item(block, "in_progress", is_empty=True)
+            block.item_id = self._new_item_id(block)
+            item = self._item(block, "in_progress", is_empty=True)
             yield self._event("response.output_item.added", output_index=block.index, item=item)
             if block.kind != "call":
                 yield self._part_event("response.content_part.added", block, part=_part(block.kind, ""))
         elif change.change == "add":
-            yield self._text_event("delta", block, delta=change.text)
+            if not self._tools.is_custom(block):  # whose text is known at the end of its arguments alone
+                yield self._text_event("delta", block, delta=change.text)
         else:
-            if block.kind == "call":
+            if self._tools.is_custom(block):
+                yield from self._input_events(block)
+            elif block.kind == "call":
                 yield self._text_event("done", block, arguments=block.text, name=block.name)
             else:
                 yield self._text_event("done", block, text=block.text)
                 yield self._part_event("response.content_part.done", block, part=_part(block.kind, block.text))
-            item = _item(block, "completed")
+            item = self._item(block, "completed")
             yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _input_events(self, block: Block) -> Iterator[ServerSentEvent]:
+        """Yields the events of the text of a custom tool's call."""
+        text, place = custom_input(block.text), {"item_id": block.item_id, "output_index": block.index}
+        yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
+        yield self._event("response.custom_tool_call_input.done", **place, input=text)
 
     def _part_event(self, name: str, block: Block, /, **values: object) -> ServerSentEvent:
         return self._event(name, item_id=block.item_id, output_index=block.index, content_index=0, **values)
@@ -425,6 +315,20 @@ class _Writer:
             return self._part_event(f"response.reasoning_text.{what}", block, **values)
         return self._part_event(f"response.output_text.{what}", block, logprobs=[], **values)
 
+    def _new_item_id(self, block: Block) -> str:
+        return new_id("ctc_" if self._tools.is_custom(block) else _ITEM_PREFIXES[block.kind])
+
+    def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
+        """Returns a block as an output item; `is_empty`: without its text, as it begins."""
+        text = "" if is_empty else block.text
+        if block.kind == "call":
+            return self._tools.item(block, status, text)
+        made: dict[str, Any] = {"id": block.item_id, "status": status}
+        content = [] if is_empty else [_part(block.kind, text)]
+        if block.kind == "reasoning":
+            return {**made, "type": "reasoning", "summary": [], "content": content}
+        return {**made, "type": "message", "role": "assistant", "content": content}
+
 
 def _written_format(wanted: TextFormat) -> dict[str, Any]:
     if wanted.type != "json_schema":
@@ -436,15 +340,3 @@ def _part(kind: BlockKind, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _item(block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
-    """Returns a block as an output item; `is_empty`: without its text, as it begins."""
-    made: dict[str, Any] = {"id": block.item_id, "status": status}
-    text = "" if is_empty else block.text
-    if block.kind == "call":
-        return {**made, "type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
-    content = [] if is_empty else [_part(block.kind, text)]
-    if block.kind == "reasoning":
-        return {**made, "type": "reasoning", "summary": [], "content": content}
-    return {**made, "type": "message", "role": "assistant", "content": content}

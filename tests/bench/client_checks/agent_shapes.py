@@ -149,6 +149,14 @@ def codex_first_turn() -> None:
 @check(CODEX, "tool of type custom")
 def codex_custom_tool() -> None:
     codex(DEVELOPER_ITEM, USER_ITEM, tools=[SHELL_TOOL, PATCH_TOOL])
+    choice = {"type": "custom", "name": "apply_patch"}
+    found = codex(USER_ITEM, tools=[SHELL_TOOL, PATCH_TOOL], tool_choice=choice)
+    (item,) = found[-1]["response"]["output"]
+    expect((item["type"], item["name"]) == ("custom_tool_call", "apply_patch") and item["call_id"], item)
+    names = ("delta", "done")
+    texts = [event for event in found if event["type"].removeprefix("response.custom_tool_call_input.") in names]
+    expect([texts[0]["delta"], texts[-1]["input"]] == [item["input"]] * 2, found)
+    codex(USER_ITEM, item, {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done."})
 
 
 @check(CODEX, "tools of types local_shell, web_search, namespace")
@@ -160,6 +168,14 @@ def codex_other_tools() -> None:
         except Exception as fault:
             faults.append(f"{tool['type']}: {fault}")
     expect(not faults, faults)
+
+
+@check(CODEX, "a call of a tool of a namespace, and its result")
+def codex_namespace() -> None:
+    tools = [{"type": "namespace", "name": "mcp__files__", "description": "Files.", "tools": [SHELL_TOOL]}]
+    (item,) = codex(USER_ITEM, tools=tools, tool_choice="required")[-1]["response"]["output"]
+    expect((item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__files__", "shell_command"), item)
+    codex(USER_ITEM, item, {"type": "function_call_output", "call_id": item["call_id"], "output": "a.txt"}, tools=tools)
 
 
 @check(CODEX, "later turn: reasoning, call, output")
