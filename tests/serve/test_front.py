@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import select
 import socket
 import threading
 import zlib
@@ -101,14 +102,14 @@ class SlowGrammars(NamedGrammars):
         self.compiled: list[str] = []
         self.goes_on = threading.Event()
 
-    def gbnf(self, text: str) -> NamedGrammar:
+    def gbnf(self, text: str, param: str = "") -> NamedGrammar:
         self.compiled.append(text)
         assert self.goes_on.wait(HANG_S)
-        return super().gbnf(text)
+        return super().gbnf(text, param)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> NamedGrammar:
+    def json_schema(self, schema: Mapping[str, Any], param: str = "") -> NamedGrammar:
         self.compiled.append(json.dumps(schema))
-        return super().json_schema(schema)
+        return super().json_schema(schema, param)
 
 
 @contextmanager
@@ -143,12 +144,18 @@ def asked(server: Served, body: Mapping[str, Any], path: str = "/v1/chat/complet
         yield connection
 
 
+def wait_for_work(is_so: Callable[[], bool], connection: socket.socket) -> None:
+    """Waits until something is so before a connection has its answer, which would say why it is not."""
+    wait_until(lambda: is_so() or bool(select.select([connection], [], [], 0)[0]))
+    assert is_so(), connection.recv(1000)
+
+
 def test_nothing_waits_for_grammars_and_those_of_clients_that_left_never_begin() -> None:
     grammars = SlowGrammars()
     with served_with(grammars) as server:
         try:
-            with asked(server, {"messages": HELLO, "grammar": GBNF}):
-                wait_until(lambda: len(grammars.compiled) == 1)
+            with asked(server, {"messages": HELLO, "grammar": GBNF}) as first:
+                wait_for_work(lambda: len(grammars.compiled) == 1, first)
                 for number in range(30):  # their clients leave at once
                     with asked(server, {"messages": HELLO, "grammar": f"{GBNF} # {number}"}):
                         pass
@@ -287,7 +294,7 @@ class LimitedGrammar(TokenGrammar):
 
 
 class LimitedGrammars(NamedGrammars):
-    def gbnf(self, text: str) -> Any:
+    def gbnf(self, text: str, param: str = "") -> Any:
         return LimitedGrammar()
 
 
@@ -311,7 +318,7 @@ def test_idle_connections_give_way_to_new_ones(monkeypatch: pytest.MonkeyPatch) 
     with served(Script("slow")) as server, ExitStack() as stack:
         server.scheduler.speaks.clear()
         busy = stack.enter_context(asked(server, {"messages": HELLO}))
-        wait_until(lambda: bool(server.scheduler.tickets))
+        wait_for_work(lambda: bool(server.scheduler.tickets), busy)
         opened = []
         for number in range(60):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
@@ -331,7 +338,7 @@ def test_busy_connections_do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> No
     with served(Script("slow")) as server, ExitStack() as stack:
         server.scheduler.speaks.clear()
         busy = [stack.enter_context(asked(server, {"messages": HELLO})) for _ in range(4)]
-        wait_until(lambda: len(server.scheduler.tickets) == 4)
+        wait_for_work(lambda: len(server.scheduler.tickets) == 4, busy[-1])
         with socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
             assert one.recv(100).startswith(b"HTTP/1.1 503")
         server.scheduler.speaks.set()
@@ -446,8 +453,8 @@ def test_large_bodies_wait_for_room_and_small_ones_do_not(monkeypatch: pytest.Mo
         head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9500\r\n\r\n{"
         slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
         slow.sendall(head.encode())
-        stack.enter_context(asked(server, {**large, "grammar": GBNF}, "/v1/completions"))
-        wait_until(lambda: bool(grammars.compiled))
+        second = stack.enter_context(asked(server, {**large, "grammar": GBNF}, "/v1/completions"))
+        wait_for_work(lambda: bool(grammars.compiled), second)
         assert [status(large), status(large, **packed), status(large, **pieces)] == [429, 429, 429]
         for _ in range(3):
             assert [status({"prompt": "a"}), status({"prompt": "a"}, **packed)] == [200, 200]
