@@ -6,6 +6,7 @@ import json
 import select
 import socket
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -221,6 +222,16 @@ def test_a_grammar_is_compiled_once() -> None:
         assert grammars.compiled.count(GBNF) == 2
 
 
+def test_the_grammar_that_was_not_used_for_longest_makes_room() -> None:
+    grammars = SlowGrammars()
+    grammars.goes_on.set()
+    with served_with(grammars) as server:
+        for number in range(20):
+            for grammar in (GBNF, f"{GBNF} # {number}"):
+                server.http.post("/v1/completions", json={"prompt": "a", "grammar": grammar})
+    assert len(grammars.compiled) == 21 and grammars.compiled.count(GBNF) == 1
+
+
 def test_a_prompt_far_beyond_the_context_is_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,048 tokens of 4 bytes at most: 8,192 bytes may fit, and one more does not."""
     encoded: list[int] = []
@@ -356,6 +367,14 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
                         pass
 
 
+def test_a_connection_without_another_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", HANG_S)
+    monkeypatch.setattr("moe_pack.runtime.serve.http.app.KEEP_ALIVE_SECONDS", 0)
+    with served() as server, socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"".join(iter(lambda: one.recv(1000), b"")).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for the page, of some 50 kB, so often that the answers fill all buffers between server and client."""
     monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
@@ -394,6 +413,19 @@ def test_bodies_may_be_compressed_and_have_the_same_limit() -> None:
                 headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
                 answer = server.http.post("/v1/chat/completions", content=body, headers=headers)
                 assert answer.status_code == status, answer.text
+
+
+def test_a_body_is_unpacked_up_to_its_limit_alone() -> None:
+    bomb = gzip.compress(b" " * 50_000_000)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    with served(options=ServeOptions(drain_s=1, max_body_bytes=1_000_000)) as server:
+        tracemalloc.start()
+        try:
+            assert server.http.post("/v1/completions", content=bomb, headers=headers).status_code == 413
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 20_000_000
 
 
 def test_bodies_are_json_in_utf_8() -> None:
