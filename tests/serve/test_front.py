@@ -3,8 +3,10 @@
 import asyncio
 import gzip
 import json
+import select
 import socket
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,19 +103,21 @@ class SlowGrammars(NamedGrammars):
         self.compiled: list[str] = []
         self.goes_on = threading.Event()
 
-    def gbnf(self, text: str) -> NamedGrammar:
+    def gbnf(self, text: str, param: str = "") -> NamedGrammar:
         self.compiled.append(text)
         assert self.goes_on.wait(HANG_S)
-        return super().gbnf(text)
+        return super().gbnf(text, param)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> NamedGrammar:
+    def json_schema(self, schema: Mapping[str, Any], param: str = "") -> NamedGrammar:
         self.compiled.append(json.dumps(schema))
-        return super().json_schema(schema)
+        return super().json_schema(schema, param)
 
 
 @contextmanager
-def served_with(grammars: NamedGrammars, scripts: tuple[Script, ...] = ()) -> Iterator[Served]:
-    with served(*scripts, loading=True) as server:
+def served_with(
+    grammars: NamedGrammars, scripts: tuple[Script, ...] = (), options: ServeOptions | None = None
+) -> Iterator[Served]:
+    with served(*scripts, loading=True, options=options) as server:
         server.app.state.service = service_with(server.scheduler, grammars)
         yield server
 
@@ -141,12 +145,18 @@ def asked(server: Served, body: Mapping[str, Any], path: str = "/v1/chat/complet
         yield connection
 
 
+def wait_for_work(is_so: Callable[[], bool], connection: socket.socket) -> None:
+    """Waits until something is so before a connection has its answer, which would say why it is not."""
+    wait_until(lambda: is_so() or bool(select.select([connection], [], [], 0)[0]))
+    assert is_so(), connection.recv(1000)
+
+
 def test_nothing_waits_for_grammars_and_those_of_clients_that_left_never_begin() -> None:
     grammars = SlowGrammars()
     with served_with(grammars) as server:
         try:
-            with asked(server, {"messages": HELLO, "grammar": GBNF}):
-                wait_until(lambda: len(grammars.compiled) == 1)
+            with asked(server, {"messages": HELLO, "grammar": GBNF}) as first:
+                wait_for_work(lambda: len(grammars.compiled) == 1, first)
                 for number in range(30):  # their clients leave at once
                     with asked(server, {"messages": HELLO, "grammar": f"{GBNF} # {number}"}):
                         pass
@@ -210,6 +220,16 @@ def test_a_grammar_is_compiled_once() -> None:
             server.http.post("/v1/completions", json={"prompt": "a", "grammar": f"{GBNF} # {number}"})
         server.http.post("/v1/completions", json={"prompt": "a", "grammar": GBNF})
         assert grammars.compiled.count(GBNF) == 2
+
+
+def test_the_grammar_that_was_not_used_for_longest_makes_room() -> None:
+    grammars = SlowGrammars()
+    grammars.goes_on.set()
+    with served_with(grammars) as server:
+        for number in range(20):
+            for grammar in (GBNF, f"{GBNF} # {number}"):
+                server.http.post("/v1/completions", json={"prompt": "a", "grammar": grammar})
+    assert len(grammars.compiled) == 21 and grammars.compiled.count(GBNF) == 1
 
 
 def test_a_prompt_far_beyond_the_context_is_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +305,7 @@ class LimitedGrammar(TokenGrammar):
 
 
 class LimitedGrammars(NamedGrammars):
-    def gbnf(self, text: str) -> Any:
+    def gbnf(self, text: str, param: str = "") -> Any:
         return LimitedGrammar()
 
 
@@ -309,7 +329,7 @@ def test_idle_connections_give_way_to_new_ones(monkeypatch: pytest.MonkeyPatch) 
     with served(Script("slow")) as server, ExitStack() as stack:
         server.scheduler.speaks.clear()
         busy = stack.enter_context(asked(server, {"messages": HELLO}))
-        wait_until(lambda: bool(server.scheduler.tickets))
+        wait_for_work(lambda: bool(server.scheduler.tickets), busy)
         opened = []
         for number in range(60):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
@@ -329,7 +349,7 @@ def test_busy_connections_do_not_give_way(monkeypatch: pytest.MonkeyPatch) -> No
     with served(Script("slow")) as server, ExitStack() as stack:
         server.scheduler.speaks.clear()
         busy = [stack.enter_context(asked(server, {"messages": HELLO})) for _ in range(4)]
-        wait_until(lambda: len(server.scheduler.tickets) == 4)
+        wait_for_work(lambda: len(server.scheduler.tickets) == 4, busy[-1])
         with socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
             assert one.recv(100).startswith(b"HTTP/1.1 503")
         server.scheduler.speaks.set()
@@ -345,6 +365,14 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
                 with suppress(ConnectionError):
                     while one.recv(1000):
                         pass
+
+
+def test_a_connection_without_another_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", HANG_S)
+    monkeypatch.setattr("moe_pack.runtime.serve.http.app.KEEP_ALIVE_SECONDS", 0)
+    with served() as server, socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
+        one.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"".join(iter(lambda: one.recv(1000), b"")).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +415,19 @@ def test_bodies_may_be_compressed_and_have_the_same_limit() -> None:
                 assert answer.status_code == status, answer.text
 
 
+def test_a_body_is_unpacked_up_to_its_limit_alone() -> None:
+    bomb = gzip.compress(b" " * 50_000_000)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    with served(options=ServeOptions(drain_s=1, max_body_bytes=1_000_000)) as server:
+        tracemalloc.start()
+        try:
+            assert server.http.post("/v1/completions", content=bomb, headers=headers).status_code == 413
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert most < 20_000_000
+
+
 def test_bodies_are_json_in_utf_8() -> None:
     text = '{"messages": [{"role": "user", "content": "Grüße"}]}'
     with served() as server:
@@ -422,6 +463,47 @@ def test_bodies_of_very_many_values_are_not_read(monkeypatch: pytest.MonkeyPatch
         ):
             with case(name):
                 assert server.http.post("/v1/completions", json=body).status_code == status
+
+
+def test_large_bodies_wait_for_room_and_small_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bodies fill the room: one whose client sends the rest later, and one that becomes a prompt slowly."""
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(bodies, "ROOM_SECONDS", 0.2)
+    grammars, large = SlowGrammars(), {"prompt": "a", "metadata": {"a": "a" * 9000}}
+    with served_with(grammars, options=ServeOptions(drain_s=1, max_body_bytes=10_000)) as server, ExitStack() as stack:
+
+        def status(body: dict[str, Any], **how: Any) -> int:
+            content = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **how.pop("headers", {})}
+            for change in how.values():
+                content = change(content)
+            return server.http.post("/v1/completions", content=content, headers=headers).status_code
+
+        packed = {"pack": gzip.compress, "headers": {"Content-Encoding": "gzip"}}
+        pieces: dict[str, Any] = {"cut": lambda content: iter([content[:500], content[500:]])}
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [200, 200, 200]
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9500\r\n\r\n{"
+        slow = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), HANG_S))
+        slow.sendall(head.encode())
+        second = stack.enter_context(asked(server, {**large, "grammar": GBNF}, "/v1/completions"))
+        wait_for_work(lambda: bool(grammars.compiled), second)
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [429, 429, 429]
+        for _ in range(3):
+            assert [status({"prompt": "a"}), status({"prompt": "a"}, **packed)] == [200, 200]
+        monkeypatch.setattr(bodies, "ROOM_SECONDS", HANG_S)
+        slow.close()  # its place is free
+        assert [status(large), status(large, **packed), status(large, **pieces)] == [200, 200, 200]
+        grammars.goes_on.set()
+
+
+def test_the_room_is_given_back_when_the_answer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SMALL_BYTES", 1000)
+    large = {"prompt": "a", "metadata": {"a": "a" * 9000}, "stream": True}
+    with served(options=ServeOptions(drain_s=1, max_body_bytes=10_000)) as server, ExitStack() as stack:
+        server.scheduler.speaks.clear()
+        for _ in range(5):
+            assert stack.enter_context(server.http.stream("POST", "/v1/completions", json=large)).status_code == 200
+        server.scheduler.speaks.set()
 
 
 def test_head_is_get_without_a_body() -> None:

@@ -2,6 +2,9 @@
 
 A body may be compressed with gzip or deflate; what it unpacks to has the same limit. A body has to say that it is
 JSON: a page of another site can send any other type from a browser without being asked.
+
+A body becomes several copies until its answer begins: bytes, values, a prompt. So large bodies are let in while there
+is room for their bytes together; the others wait, unread, and are refused after some time. Small ones never wait.
 """
 
 import asyncio
@@ -18,6 +21,9 @@ from moe_pack.runtime.serve.protocols.answers import Problem
 
 # Of a body: to read 4 million of them took 8 s, in which nobody was served. A context of 262,144 tokens fits.
 MAX_VALUES = 300_000
+SMALL_BYTES = 256 << 10  # bodies that need no room
+ROOM_BODIES = 2  # of the largest size, and smaller ones instead
+ROOM_SECONDS = 30.0
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _UNPACKED = ("gzip", "x-gzip", "deflate")
 _ANY_HEADER, _NO_HEADER = 47, -15  # zlib's wbits: gzip or zlib by the header; deflate without one, as some send it
@@ -47,14 +53,22 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, limits: BodyLimits, refusal: Callable[[Scope, Problem], Response]) -> None:
         self._app, self._limits, self._refusal = app, limits, refusal
+        self._room = _Room(ROOM_BODIES * limits.max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application on a request with its whole body, or answers with what is wrong with the body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        place = _Place(self._room)
         try:
-            body = await self._body(scope, receive)
+            await self._run(scope, receive, send, place)
+        finally:
+            place.leave()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, place: "_Place") -> None:
+        try:
+            body = await self._body(scope, receive, place)
         except ConnectionError:
             return  # the client left
         except RefusedError as fault:
@@ -68,22 +82,34 @@ class Bodies:
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self._app(scope, replay, send)
+        async def send_and_leave(message: Message) -> None:
+            place.leave()
+            await send(message)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        await self._app(scope, replay, send_and_leave)
+
+    async def _body(self, scope: Scope, receive: Receive, place: "_Place") -> bytes:
         headers, most = Headers(scope=scope), self._limits.max_bytes
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > most:
+        num_bytes = int(length[:20]) if length.isdecimal() else 0
+        if num_bytes > most:
             raise RefusedError(_too_large(most))
+        await place.enter(num_bytes)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                body = await _read(receive, most)
+                body = await _read(receive, most, place)
         except TimeoutError as fault:
             late = f"the body did not arrive within {self._limits.timeout_s:g} s; try again"
             raise RefusedError(Problem(408, late, code="body_too_slow")) from fault
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
-            body = _unpacked(body, encoding, most)
+            packed = body
+            body = _unpacked(packed, encoding, min(most, SMALL_BYTES))
+            if len(body) > SMALL_BYTES:
+                await place.enter(most)
+                body = _unpacked(packed, encoding, most)
+            if len(body) > most:
+                raise RefusedError(_too_large(most))
             changed = MutableHeaders(scope=scope)
             del changed["content-encoding"]
             changed["content-length"] = str(len(body))
@@ -92,7 +118,53 @@ class Bodies:
         return body
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+class _Room:
+    """Bytes that large bodies may have together; who comes first is let in first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = num_bytes
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+
+    async def take(self, num_bytes: int) -> None:
+        """Waits for room."""
+        async with self._turn:
+            while self._left < num_bytes:
+                self._changed.clear()
+                await self._changed.wait()
+            self._left -= num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """Gives room back."""
+        self._left += num_bytes
+        self._changed.set()
+
+
+class _Place:
+    """What one body has of the room: `num_bytes`."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room, self.num_bytes = room, 0
+
+    async def enter(self, num_bytes: int) -> None:
+        """Takes room for a body, in place of what it had, unless it is small. Raises: RefusedError after some time."""
+        if num_bytes <= max(SMALL_BYTES, self.num_bytes):
+            return
+        self.leave()  # a body that waits for more would keep others from it
+        try:
+            async with asyncio.timeout(ROOM_SECONDS):
+                await self._room.take(num_bytes)
+        except TimeoutError as fault:
+            full = "the server reads as many large bodies as it takes; try again later"
+            raise RefusedError(Problem(429, full, code="queue_full")) from fault
+        self.num_bytes = num_bytes
+
+    def leave(self) -> None:
+        """Gives the room back."""
+        self._room.give(self.num_bytes)
+        self.num_bytes = 0
+
+
+async def _read(receive: Receive, most: int, place: _Place) -> bytes:
     """Returns a body.
 
     Raises:  RefusedError if it has more than `most` bytes; ConnectionError if the client leaves.
@@ -106,6 +178,8 @@ async def _read(receive: Receive, most: int) -> bytes:
         total += len(piece)
         if total > most:
             raise RefusedError(_too_large(most))
+        if total > place.num_bytes:  # of a body that does not say its size
+            await place.enter(most if total > SMALL_BYTES else 0)
         pieces.append(piece)
         more = message.get("more_body", False)
     return b"".join(pieces)
@@ -116,7 +190,7 @@ def _too_large(most: int) -> Problem:
 
 
 def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
-    """Returns a body without its compression, which may not be larger than `most` bytes. Raises: RefusedError."""
+    """Returns a body without its compression, or one byte more than `most` of a larger one. Raises: RefusedError."""
     if encoding not in _UNPACKED:
         wrong = "this Content-Encoding is not supported; send the body with gzip or deflate, or as it is"
         raise RefusedError(Problem(415, wrong, code="unsupported_encoding"))
@@ -127,7 +201,7 @@ def _unpacked(body: bytes, encoding: str, most: int) -> bytes:
     except zlib.error as fault:
         raise RefusedError(Problem(400, f"the body is no {encoding}; send it as its Content-Encoding says")) from fault
     if len(found) > most:
-        raise RefusedError(_too_large(most))
+        return found
     if not unpacker.eof or unpacker.unused_data:
         raise RefusedError(
             Problem(400, f"the body's {encoding} is not whole, or has more behind it; send it once more")
