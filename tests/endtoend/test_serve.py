@@ -308,7 +308,7 @@ def test_a_signal_ends_a_server_that_still_loads(packed: Path, tmp_path: Path) -
     finally:
         loading.kill()
         _, errors = loading.communicate()
-    assert errors == ""
+    assert "stopping" in errors and "Traceback" not in errors
 
 
 def health_of(port: int) -> tuple[int, dict[str, str]] | None:

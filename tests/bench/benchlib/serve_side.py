@@ -52,15 +52,23 @@ class Numbers:
 class NoGrammars:
     """Refuses every grammar."""
 
-    def json_object(self) -> NoReturn:
+    def json_object(self, param: str = "") -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 
-    def json_schema(self, schema: object) -> NoReturn:
+    def json_schema(self, schema: object, param: str = "") -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 
-    def gbnf(self, text: str) -> NoReturn:
+    def regex(self, pattern: str, param: str = "") -> NoReturn:
+        """Refuses it."""
+        raise NotImplementedError
+
+    def choice(self, texts: object, param: str = "") -> NoReturn:
+        """Refuses it."""
+        raise NotImplementedError
+
+    def gbnf(self, text: str, param: str = "") -> NoReturn:
         """Refuses it."""
         raise NotImplementedError
 
