@@ -36,7 +36,6 @@ _TEMPLATES_KEPT = 16
 _GRAMMAR_NICENESS = 10
 _STACK_BYTES = 256 << 20  # address space, besides the limit: llguidance follows references by recursion
 _BUSY_SECONDS = 60.0  # that a question may take besides its own, where the machine has other work
-_NO_MEMORY = 3  # the code with which the process ends itself
 
 
 class HelperError(Exception):
@@ -207,7 +206,7 @@ def serve(questions: IO[bytes], answers: IO[bytes], nowhere: IO[str]) -> None:
                 answer = f"it writes more than {_MOST_TEXT_BYTES >> 20} MiB".encode()
         except MemoryError:
             if num_answered:
-                os._exit(_NO_MEMORY)  # what others left may be at fault
+                return  # what others left may be at fault; a new process gets the question
             is_fault, answer = True, b"it needs too much memory"
         except BaseException as fault:  # a panic of the tokenizers library is no Exception
             text = " ".join(str(fault)[:2000].split()) or type(fault).__name__
