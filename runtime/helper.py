@@ -206,7 +206,7 @@ def serve(questions: IO[bytes], answers: IO[bytes], nowhere: IO[str]) -> None:
                 answer = f"it writes more than {_MOST_TEXT_BYTES >> 20} MiB".encode()
         except MemoryError:
             if num_answered:
-                return  # without an answer: what others left may be at fault
+                return  # what others left may be at fault; a new process gets the question
             is_fault, answer = True, b"it needs too much memory"
         except BaseException as fault:  # a panic of the tokenizers library is no Exception
             text = " ".join(str(fault)[:2000].split()) or type(fault).__name__

@@ -136,7 +136,10 @@ def broken(server: Served) -> Any:
 
 def test_a_request_without_an_answer_is_one_of_a_client_that_left() -> None:
     with logged() as written:
-        RequestRecord.of("abc").write("BREW\n", "other", 0)
+        record = RequestRecord.of("abc")
+        record.refuse(400, SECRET, f"metadata.{SECRET}", "invalid")
+        record.write("BREW\n", "other", 0)
         found = lines(written, 1)
     assert (found[0]["id"], found[0]["method"], found[0]["status"]) == ("abc", "other", 499)
+    assert found[0]["param"] == "metadata" and SECRET not in written.getvalue()
     assert printable("a\tb\u2028ü") == r"a\tb\u2028ü"

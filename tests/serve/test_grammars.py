@@ -295,11 +295,14 @@ def tried_in_turn(helper: Helper, times: int, hostile: Callable[[int], tuple[str
 
 
 def test_what_was_tried_before_is_not_blamed_on_a_grammar() -> None:
-    slow = ("lark", "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(900)) + '\nr900: "a"')
+    patterns = {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(60)]}
+    slow = ("grammar", json.dumps({"grammars": [{"json_schema": patterns}]}))
     large = ("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000)
     helper = Helper(0.5, 1 << 30)
     try:
         tried_in_turn(helper, 100, lambda number: {30: slow, 60: large, 61: slow}.get(number))
+        with pytest.raises(HelperError, match=r"longer than 0\.5 seconds"):
+            helper.try_grammar(*slow, LIMITS)
     finally:
         helper.close()
 
