@@ -1,5 +1,7 @@
 """Random requests by the API's own description: the server never fails, and every answer has its described shape."""
 
+import logging
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -43,4 +45,4 @@ def test_random_requests_get_answers_of_the_described_shape(examples: int, caplo
                 try_one()
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
         assert {(path, 200), (path, 400)} <= statuses, "some of them are answered, and some refused"
-    assert caplog.text == ""
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -86,7 +86,7 @@ class ScriptedScheduler:
             self.tickets.append(ticket)
             thread = threading.Thread(target=self._play, args=(request, script, ticket, on_event))
             self._threads.append(thread)
-        thread.start()
+            thread.start()  # before `close` can wait for it
         return ticket
 
     def counts(self) -> SchedulerCounts:
@@ -96,10 +96,12 @@ class ScriptedScheduler:
 
     def close(self) -> None:
         """Ends all that still runs."""
-        for ticket in self.tickets:
+        with self._lock:
+            tickets, threads = list(self.tickets), list(self._threads)
+        for ticket in tickets:
             ticket.cancel()
         self.speaks.set()
-        for thread in self._threads:
+        for thread in threads:
             thread.join(HANG_S)
 
     def _play(self, request: Request, script: Script, ticket: PlayedTicket, on_event: Callable[[Event], None]) -> None:
