@@ -63,7 +63,7 @@ class PromptScores:
 
     @contextmanager
     def following(self, sequence: CachedSequence) -> Iterator[None]:
-        """Follows a sequence in a block, and whoever follows it goes on."""
+        """Follows a sequence in a block; another follower goes on as well."""
         self._other, sequence.follower = sequence.follower, self
         try:
             yield
@@ -71,7 +71,7 @@ class PromptScores:
             sequence.follower = self._other
 
     def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
-        """See `Follower`. The state of a token says what comes after it; the prompt's last has nothing after it."""
+        """Scores the tokens that come after some positions of the prompt; its last has nothing after it."""
         if self._other is not None:
             self._other.follow(ids, first, hidden)
         tokens = self._prompt_ids[first + 1 : first + 1 + len(hidden)]

@@ -8,7 +8,7 @@ until the answer is cut off. So `closed` writes what clients leave out:
 - `anyOf` for `oneOf`, where no value can match two of its schemas, so that both mean the same
 - no `format` that is an annotation alone, as `int32` or `password`: JSON Schema checks none of them
 
-Schemas that are combined (`allOf`, or `properties` beside `anyOf`) stay open: each of them would forbid the other's
+Schemas that are combined (`allOf`, or `properties` next to `anyOf`) stay open: each of them would forbid the other's
 properties. Sources: JSON Schema 2020-12, sections 6.5, 7.2.1 and 10; OpenAI's guide to structured outputs.
 """
 

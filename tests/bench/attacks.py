@@ -1,8 +1,8 @@
-"""Whether a server answers while it is attacked: seconds of a plain chat beside each attack, memory, and its end.
+"""Whether a server answers while it is attacked: seconds of a plain chat during each attack, memory, and its end.
 
     python tests/bench/attacks.py PACK
 
-Each attack meets a server of its own, with `ulimit -n 256` and a context of 512 tokens. Beside it a client chats, four
+Each attack meets a server of its own, with `ulimit -n 256` and a context of 512 tokens. Meanwhile a client chats, four
 tokens a time. Then the attack begins once more, and SIGTERM has to end the server within the time for answers.
 """
 
@@ -59,7 +59,7 @@ def attacked(pack: Path, name: str, log: Path, num_chats: int) -> list[str]:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.argument("pack", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--attack", "names", multiple=True, type=click.Choice(list(ATTACKS)), help="One attack.  [default: all]")
-@click.option("--chats", default=15, show_default=True, type=click.IntRange(1), help="Chats beside each attack.")
+@click.option("--chats", default=15, show_default=True, type=click.IntRange(1), help="Chats during each attack.")
 def main(pack: Path, names: tuple[str, ...], chats: int) -> None:
     rows = list[list[str]]()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A real server under attack: a plain chat is answered beside each attack, and SIGTERM ends it whatever runs."""
+"""A real server under attack: a plain chat is answered during each attack, and SIGTERM ends it whatever runs."""
 
 import random
 import signal

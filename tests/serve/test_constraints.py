@@ -101,6 +101,12 @@ def test_two_forms_and_wrong_ones_are_refused_by_name(plain: Served) -> None:
         ({"response_format": {"type": "json_object", "schema": wrong}}, "response_format.schema", "no type 'wrong'"),
         ({"structured_outputs": {"json": wrong}}, "structured_outputs.json", "no type 'wrong'"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "is not supported"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
+            "structured_outputs",
+            "whitespace_pattern",
+        ),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "structured_outputs", "white space"),
         ({"json_schema": "{"}, "json_schema", "is no JSON"),
         ({"guided_json": "[1]"}, "guided_json", "is no JSON object"),
         ({"guided_grammar": "nonsense"}, "guided_grammar", "no ::="),
@@ -195,6 +201,19 @@ def test_taste_and_unknown_fields_are_named_in_warnings(plain: Served) -> None:
             answer = plain.http.post("/v1/responses", json={"input": "Hi", name: 0.37})
             assert warnings_in(answer) == [f"{name} changes nothing here"]
             assert warnings_in(plain.http.post("/v1/responses", json={"input": "Hi", name: TASTE[name][0]})) == []
+
+
+def test_a_budget_of_thoughts_is_never_dropped_in_silence(plain: Served) -> None:
+    chat = {"messages": HELLO}
+    for path, body, name in (
+        ("/v1/chat/completions", {**chat, "thinking_budget": 0}, "thinking_budget"),
+        ("/v1/chat/completions", {**chat, "reasoning_budget": 0}, "reasoning_budget"),
+        ("/v1/chat/completions", {**chat, "reasoning": {"max_tokens": 100}}, "reasoning.max_tokens"),
+        ("/v1/messages", {**BODIES["/v1/messages"], "thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking."),
+    ):
+        with case(path, name):
+            (warning,) = warnings_in(plain.http.post(path, json=body))
+            assert warning.startswith(name)
 
 
 def test_lengths_and_ends(plain: Served) -> None:

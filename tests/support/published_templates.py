@@ -1,6 +1,6 @@
 """Chat templates with the rules of published ones: what they refuse, and what they leave out without a word.
 
-They are written anew, and shorter; the rules are those of the templates that the models' publishers give.
+They are our own, and shorter; the rules are those of the templates that the models' publishers give.
 """
 
 # One system message at the beginning, a message of the user somewhere; results of tools are the user's.

@@ -277,7 +277,7 @@ def _output_form(body: MessagesRequest) -> GrammarSource | None:
 
 
 def _thinking_warning(body: MessagesRequest) -> list[str]:
-    if body.thinking is None or not body.thinking.budget_tokens:
+    if body.thinking is None or body.thinking.budget_tokens is None:
         return []
     return ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
 

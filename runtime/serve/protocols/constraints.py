@@ -31,7 +31,6 @@ from moe_pack.runtime.serve.rules import TokenRules, sequences_of
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_WORDS = 256
-MAX_TOKENS_NAMED = 4096
 
 _LOG = logging.getLogger("moe_pack.serve")
 _logged: set[str] = set()  # names of TASTE alone: the log has no text of a client
@@ -65,6 +64,7 @@ REFUSED: dict[str, str] = {
     "cfg_scale": "this server has no guidance by a negative prompt",
     "negative_prompt": "this server has no guidance by a negative prompt",
     "structural_tag": "use a grammar, or tools",
+    "guided_whitespace_pattern": "white space is bounded here; use a grammar for another form",
     "logits_processors": "this server runs no code of a request; use logit_bias or bad_words",
     "logits_processor": "this server runs no code of a request; use logit_bias or bad_words",
     "custom_logit_processor": "this server runs no code of a request; use logit_bias or bad_words",
@@ -183,10 +183,11 @@ TASTE: dict[str, tuple[object, ...]] = {
     "samplers": _NOTHING,
     "sampler_order": _NOTHING,
     "temperature_last": (*_NOTHING, True),
-    "thinking_token_budget": (*_NOTHING, -1),
-    "thinking_budget_tokens": (*_NOTHING, -1),
-    "thinking_budget": (*_NOTHING, -1),
-    "reasoning_budget": (*_NOTHING, -1),
+    # 0 asks for no thoughts.
+    "thinking_token_budget": (None, -1),
+    "thinking_budget_tokens": (None, -1),
+    "thinking_budget": (None, -1),
+    "reasoning_budget": (None, -1),
     "reasoning_format": (*_NOTHING, "deepseek", "parsed"),
     "include_reasoning": (None, True),
     "separate_reasoning": (None, True),
@@ -197,16 +198,16 @@ _HARMLESS = frozenset(
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options
     prediction moderation
     cache_control inference_geo workspace_id speed betas fallbacks diagnostics user_profile_id
-    client_metadata include stream_options background_options
+    client_metadata include stream_options
     cache_prompt id_slot slot_id n_keep n_discard n_cache_reuse timings_per_token preserved_tokens backend_sampling
     speculative dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold mirostat_tau
     mirostat_eta dynatemp_exponent dynatemp_low dynatemp_high adaptive_decay
     priority request_id cache_salt kv_transfer_params rid bootstrap_host bootstrap_port bootstrap_room
-    data_parallel_rank stream_reasoning session_params media_io_kwargs guided_decoding_backend guided_whitespace_pattern
+    data_parallel_rank stream_reasoning session_params media_io_kwargs guided_decoding_backend
     min_temp max_temp temp_exponent smoothing_curve
     keep_alive num_ctx num_keep num_batch num_gpu main_gpu num_thread numa use_mmap use_mlock low_vram f16_kv vocab_only
-    ttl draft_model model_options tool_stream provider models route transforms usage
-    custom_llm_provider api_key api_base api_version timeout extra_headers extra_body extra_query drop_params
+    ttl draft_model tool_stream provider models route transforms usage
+    custom_llm_provider api_key api_base api_version timeout drop_params
     """.split()  # noqa: SIM905  # a table of words
 )
 
@@ -236,6 +237,8 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | JsonObject | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class AnswerFields(SamplingFields):
@@ -378,6 +381,10 @@ def _structured(wanted: StructuredOutputs | None) -> Iterator[GrammarSource]:
     if wanted.structural_tag is not None:
         advice = REFUSED["structural_tag"]
         raise RequestError(f"structured_outputs.structural_tag is not supported: {advice}", "structured_outputs")
+    if wanted.whitespace_pattern is not None or wanted.disable_any_whitespace:
+        name = "whitespace_pattern" if wanted.whitespace_pattern is not None else "disable_any_whitespace"
+        advice = REFUSED["guided_whitespace_pattern"]
+        raise RequestError(f"structured_outputs.{name} is not supported: {advice}", "structured_outputs")
     if wanted.json_ is not None:
         yield schema_source(wanted.json_, "structured_outputs.json")
     if wanted.regex is not None:

@@ -369,7 +369,7 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
         grammar=grammar_source(body),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_answers=body.n or 1,
-        warnings=(*warnings, *unknown, *strict_warning(stricts, choice.kind == "required")),
+        warnings=(*warnings, *_budget_warning(body), *unknown, *strict_warning(stricts, choice.kind == "required")),
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -400,6 +400,12 @@ def _continues(body: ChatRequest) -> bool:
     if last.role != "assistant":
         raise RequestError(f"{param} needs a last message of the assistant", param)
     return True
+
+
+def _budget_warning(body: ChatRequest) -> list[str]:
+    if body.reasoning is None or body.reasoning.max_tokens is None:
+        return []
+    return ["reasoning.max_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
