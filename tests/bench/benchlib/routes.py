@@ -113,7 +113,7 @@ class RoutedModel:
         decoder, num_experts = Decoder(weights, WINDOW_TOKENS), weights.spec.router.num_experts
         for window in _windows(self.ids[:num_learned]):
             decoder.reset()
-            decoder.next_logits(window)
+            decoder.logits(window)  # of every token, so that the last layer routes all of them
         learned = _routes_of(weights.taken())
         popularity = popularity_of(learned, num_experts)
         chunks = run_chat(decoder, self.ids[num_learned:num_tokens], is_chat)
@@ -139,7 +139,7 @@ def run_chat(decoder: Decoder, ids: list[int], is_chat: bool = True) -> list[int
         decoder.reset()
         prompt = window[:PROMPT_TOKENS] if is_chat else window
         for piece in (prompt, *([token] for token in window[len(prompt) :])):
-            decoder.next_logits(piece)
+            decoder.logits(piece)
             chunks.append(len(piece))
     return chunks
 
