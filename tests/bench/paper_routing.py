@@ -544,23 +544,31 @@ def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
 @click.option(
     "--model", "models", type=click.Path(path_type=Path, exists=True), multiple=True, help="Others to measure."
 )
-def all_command(folder: Path, models: tuple[Path, ...]) -> None:
+@click.option(
+    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Of the usual tokens and rounds."
+)
+def all_command(folder: Path, models: tuple[Path, ...], share: float) -> None:
     """Prints everything: for the demo model and each other model, then the time of predictors."""
     for model in (DEMO_MODEL, *models):
         click.echo(f"# {model.name}\n")
-        show(model_findings(model), as_json=False)
-    show(time_findings(folder, _ROUNDS, _TIMED_TOKENS), as_json=False)
+        show(model_findings(model, share), as_json=False)
+    rounds, tokens = (max(1, round(share * number)) for number in (_ROUNDS, _TIMED_TOKENS))
+    show(time_findings(folder, rounds, tokens), as_json=False)
 
 
-def model_findings(model: Path) -> Iterator[Finding]:
-    """Returns all findings about a model, with the usual numbers of tokens."""
+def model_findings(model: Path, share: float) -> Iterator[Finding]:
+    """Returns all findings about a model, with this share of the usual numbers of tokens."""
+    many, chat, few, (profiled,) = (
+        [max(least, round(share * number)) for number in usual]
+        for least, usual in ((1024, _MANY), (128, _CHAT), (128, _FEW), (1024, (_PROFILED,)))
+    )
     with routed_model(model, BOOK, _SIXTEEN) as routed:
         if has_routing(routed):
-            yield from path_findings(routed, *_MANY)
-            yield from eviction_findings(routed, *_CHAT)
-            yield from popularity_findings(routed, *_MANY)
-        yield from activation_findings(routed, *_FEW)
-    yield from correlation_findings(model, _PROFILED)
+            yield from path_findings(routed, *many)
+            yield from eviction_findings(routed, *chat)
+            yield from popularity_findings(routed, *many)
+        yield from activation_findings(routed, *few)
+    yield from correlation_findings(model, profiled)
 
 
 if __name__ == "__main__":
