@@ -50,7 +50,7 @@ SMALL = {
     "gguf_files.py convert": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
     "gguf_files.py export": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
     "gguf_files.py losses": Small("--bits 2 --tokens 512", ("source | MB | bits | KL of the pack",)),
-    "gpu_numerics.py": Small("--folder FOLDER --tokens 2", ("numerics | KL, nats | same likeliest token",)),
+    "gpu_numerics.py": Small("--folder SCRATCH --tokens 2", ("numerics | KL, nats | same likeliest token",)),
     "host_decisions.py": Small("--tokens 2 --model mixtral-8x7b-mixed", ("model | pulled | ms, median",)),
     "host_share.py": Small("--rounds 1 --threads 1 --model Qwen3-30B-A3B", ("model | stored as | tokens/s",)),
     "kernels.py experts": Small(
