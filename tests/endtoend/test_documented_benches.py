@@ -87,6 +87,7 @@ def test_the_benchmark_runs_and_prints_its_tables(
             result = CliRunner().invoke(module.main, arguments)
             assert result.exception is None or isinstance(result.exception, SystemExit), result.output
             assert result.exit_code in ((0, 1) if SMALL[name].judges else (0,)), result.output
+            assert result.stdout.strip(), result.output
             found = tables_of(result.stdout)
             for expected in SMALL[name].tables:
                 rows = [rows for header, rows in found if set(expected.split(" | ")) <= set(header)]

@@ -84,7 +84,7 @@ SMALL = {
         f"--layers 2 --experts 4 --workers 1 --tokens 512 {_SIZES}", ("run | anonymous GiB | bytes",)
     ),
     "memory.py profile": Small(
-        f"--layers 2,3 --experts 4 --tokens 512 {_SIZES} --sensitivity none --only plain",
+        f"--layers 2 --experts 4 --tokens 256 {_SIZES} --sensitivity none --only plain",
         ("run | anonymous GiB | bytes",),
     ),
     "neighbours.py": Small("--folder FOLDER --model gpt-oss-20b --layers 1", ("model | largest difference",)),
@@ -163,7 +163,7 @@ SMALL = {
     "serving.py": Small(
         "--folder FOLDER --requests 1 --rounds 1 --decode-tokens 2", ("pack | requests | server | tokens/s",)
     ),
-    "serving_load.py": Small("--folder FOLDER --requests 4 --clients 2 --no-faults", ("client | 200 | 400 | left",)),
+    "serving_load.py": Small("--folder FOLDER --requests 4 --clients 2 --no-faults", ("client | 200",)),
     "trellis_tables.py": Small("--rounds 1", ("bits | 4^-bits | error",), judges=True),
 }
 
