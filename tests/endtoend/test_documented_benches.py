@@ -11,7 +11,7 @@ from cases import case
 from click.testing import CliRunner
 from models import BOOK
 from shown_commands import PAGES, Shown, makefile_commands, shown_commands, with_options
-from small_commands import SMALL
+from small_commands import NOT_HERE, SMALL, reasons
 from small_runs import SmallRuns
 
 # Options of programs that are not there: what is measured without them is ours.
@@ -30,7 +30,7 @@ def shown_benches() -> Iterator[Shown]:
         yield from commands
 
 
-SHOWN = list(shown_benches())
+SHOWN = [shown for shown in shown_benches() if not reasons(shown, NOT_HERE)]
 
 
 def small_runs(name: str) -> list[Shown]:

@@ -194,6 +194,7 @@ NOT_HERE = {
     "python tests/bench/vllm_logits.py": "needs vLLM, which needs a GPU",
     "python tests/bench/harness.py": "needs lm-evaluation-harness",
     "python tests/bench/clients.py": "installs packages of PyPI and npm",
+    "python tests/bench/family_table.py --docs": "writes docs/families.md; tests/formats/test_expert_types.py makes the same",
     "python tests/support/messages.py": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
     "python -m references": "writes tests/data/references; tests/endtoend/test_references.py makes the same files",
     "python -c": "prints texts of Python's own documentation",
