@@ -1,14 +1,22 @@
 """The packs that offloading is measured on; made where they are not there.
 
 Synthetic ones have 4 bit throughout and 4 to 5 GB: few large experts, many small ones, and a whole OLMoE; and the same
-with a tenth of the neurons running. One more is the demo model's.
+with a tenth of the neurons running. Others store experts as a paper does. One more is the demo model's.
 """
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchlib import DEMO_MODEL, FLOE_BITS, PACK_BITS, moe_pack
-from moe_pack.formats import Pack
+from moe_pack.calib.profile import assumed_losses
+from moe_pack.convert import skewed_popularity
+from moe_pack.convert.plan import Decision, PlanningModel, preset_decision
+from moe_pack.convert.plan.plan_file import plan_bytes
+from moe_pack.formats import Pack, dense_roles
+from moe_pack.formats.families import model_spec
 from moe_pack.runtime.offload import divide_budget, expert_pages
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
 
@@ -22,7 +30,8 @@ _BOUNDLESS = 1 << 60
 class SyntheticPack:
     """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before.
 
-    `sparsity`: the share of neurons that do not run.   `bits`: the options of `synth` that say how weights are stored.
+    `sparsity`: the share of neurons that do not run.   `bits`: the options of `synth` that say how weights are stored;
+    none: as CORM stores them, with the more popular half of each layer's experts in 4 bits and the others in 2.
     """
 
     model: str
@@ -37,7 +46,15 @@ class SyntheticPack:
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
         sparsity = ["--sparsity", str(self.sparsity)]
-        return [self.model, "--layers", str(self.layers), *vocab, *self.bits, "--skew", str(SKEW), *paths, *sparsity]
+        stored = (*self.bits, *sparsity) if self.bits else ()
+        return [self.model, "--layers", str(self.layers), *vocab, *stored, "--skew", str(SKEW), *paths]
+
+    def corm_plan(self) -> bytes:
+        """Returns CORM's plan as a file, with `sparsity` in place of the threshold."""
+        spec = model_spec(self.model, self.layers, self.vocab)
+        losses = replace(assumed_losses(spec), popularity=skewed_popularity(spec, SKEW, seed=0))
+        plan = preset_decision("corm", PlanningModel(spec, ("BF16",) * len(dense_roles(spec)), losses)).plan
+        return plan_bytes(Decision(plan, np.full(losses.popularity.shape, self.sparsity)), spec)
 
 
 def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
@@ -64,6 +81,18 @@ FLOE = {
     "olmoe-8-layers-floe": SyntheticPack("olmoe-1b-7b", 8, 8192, None, 0.9, FLOE_BITS),
 }
 
+# As CORM stores experts, and all of them in its 4 bits. 45% of the neurons run: theta 0.25 leaves out 55% (Fig. 2).
+_CORM_INT4 = ("--selector", "gate", "--selector-bits", "4", "--record-bits", "4", "--scale-bits", "8")
+_CORM_MODELS = {"mixtral-5-layers": ("mixtral-8x7b", 5), "deepseek-11-layers": ("deepseek-moe-16b", 11)}
+CORM = {
+    f"{name}-{suffix}": SyntheticPack(model, layers, 8192, None, 0.55, bits)
+    for name, (model, layers) in _CORM_MODELS.items()
+    for suffix, bits in (("int4", _CORM_INT4), ("corm", ()))
+}
+# In 16 bit, as importance's experts are; the first layer has none.
+_WHOLE = ("--selector", "none", "--record-bits", "16")
+IMPORTANCE = {"deepseek-7-layers-16-bit": SyntheticPack("deepseek-moe-16b", 7, 8192, None, 0.0, _WHOLE)}
+
 
 def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYNTHETIC | LARGE) -> Path:
     """Returns the pack of this name in `folder`, made unless it is there; `DEMO` or one of `synthetic`."""
@@ -71,7 +100,11 @@ def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYN
     if not (pack / "manifest.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         asked = ["convert", DEMO_MODEL, *PACK_BITS] if name == DEMO else ["synth", *synthetic[name].arguments()]
-        moe_pack(*asked, "-o", pack)
+        with tempfile.NamedTemporaryFile(suffix=".json") as plan:
+            if name != DEMO and not synthetic[name].bits:
+                Path(plan.name).write_bytes(synthetic[name].corm_plan())
+                asked += ["--plan", plan.name]
+            moe_pack(*asked, "-o", pack)
     return pack
 
 
