@@ -36,7 +36,7 @@ from benchlib.confined import (
     tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import CORM, DEMO, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import CORM, DEMO, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
@@ -369,8 +369,7 @@ def overlap_command(
     task, rows, faults = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
     for name in packs:
         pack = make_pack(name, folder)
-        with Pack(pack) as opened:
-            budget = budget_with(opened, int(share * opened.index.size.size), prompt_tokens + decode_tokens + 1)
+        budget = share_budget(pack, share, prompt_tokens + decode_tokens + 1)
         ways = [("lru", True), *((policy, ahead) for policy in policies for ahead in (False, True))]
         runs: dict[tuple[str, bool], list[ConfinedRun]] = {way: [] for way in ways}
         for _ in range(rounds):
@@ -444,6 +443,20 @@ def corm_lines(model: str, published: tuple[str, str, str]) -> list[Line]:
     ]
 
 
+def edgemoe_lines(name: str) -> list[Line]:
+    """Returns EdgeMoE's parts: Q, P and C of Fig. 18, from whole experts that are used once (its IO-EXP)."""
+    whole, mixed, edgemoe = f"{name}-16-bit", f"{name}-edgemoe", PRESETS["edgemoe"]
+    once = replace(edgemoe.without_prediction(), eviction="lru", keeps=False)
+    predicted = replace(edgemoe, prediction="router", starts_filled=False)
+    return [
+        Line("16 bit, read when needed", whole, Parts(once), "1"),
+        Line("+Q: INT2 and INT4 by importance", mixed, Parts(once), "2.01"),
+        Line("+P: up to 3 experts predicted", mixed, Parts(replace(predicted, eviction="lru", keeps=False)), "2.59"),
+        Line("+C: experts kept", mixed, Parts(replace(predicted, starts_filled=True)), "3.22"),
+        Line("moe-run by default", mixed, None),
+    ]
+
+
 def importance_lines(pack: str) -> list[Line]:
     """Returns importance's parts of Fig. 16 that need no second processor; §6.2 has alphas of 0.25 to 0.35."""
     importance = PRESETS["importance"]
@@ -463,9 +476,10 @@ _PAPERS: dict[str, list[list[Line]]] = {
         corm_lines("mixtral-5-layers", ("1.25", "1.59", "2.07")),
         corm_lines("deepseek-11-layers", ("1.40", "1.84", "2.14")),
     ],
+    "edgemoe": [edgemoe_lines("minicpm-8-layers")],
     "importance": [importance_lines(pack) for pack in IMPORTANCE],
 }
-_STORED = FLOE | CORM | IMPORTANCE
+_STORED = FLOE | CORM | EDGEMOE | IMPORTANCE
 _PART_PACKS = tuple(lines[0].pack for tables in _PAPERS.values() for lines in tables)
 
 
@@ -504,10 +518,10 @@ def parts_command(
     folder: Path, packs: tuple[str, ...], papers: tuple[str, ...], share: float, rounds: int, prompt_tokens: int,
     decode_tokens: int, threads: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measures the papers' parts apart and together, in their formats: FloE's, CORM's and importance's.
+    """Measures the papers' parts apart and together, in their formats: FloE's, CORM's, EdgeMoE's, importance's.
 
     Interleaved, in a memory cgroup of the budget and 400 MB, from an empty page cache; medians of the rounds. The
-    budget has space for a share of the first line's experts. The next layer's router predicts experts: synthetic packs
+    budget has space for a share of each pack's experts. The next layer's router predicts experts: synthetic packs
     have no learned networks, and their layers change the hidden state little, so that nearly all predictions are right.
     Hits: chosen experts that have their pages; where rows are read, with some rows or none. Rows right: of the rows
     predicted for chosen experts, those that ran; rows found: of the rows that these experts ran, those predicted. Of a
@@ -519,14 +533,13 @@ def parts_command(
     wanted = [lines for paper in papers or _PAPERS for lines in _PAPERS[paper] if lines[0].pack in packs]
     for lines in wanted:
         made = {line.pack: make_pack(line.pack, folder, _STORED) for line in lines}
-        with Pack(made[lines[0].pack]) as opened:
-            budget = budget_with(opened, int(share * opened.index.size.size), prompt_tokens + decode_tokens + 1)
-        runs = dict[Line, list[ConfinedRun]]()
+        budgets = {name: share_budget(pack, share, prompt_tokens + decode_tokens + 1) for name, pack in made.items()}
+        runs: dict[Line, list[ConfinedRun]] = {line: [] for line in lines}
         for _ in range(rounds):
             machine = measure_disk(made[lines[0].pack])
-            for line in lines:
-                run = part_run(line, made[line.pack], task, budget, machine)
-                runs.setdefault(line, []).append(finished(run))
+            for line, done in runs.items():
+                run = part_run(line, made[line.pack], task, budgets[line.pack], machine)
+                done.append(finished(run))
                 tell(line.pack, run)
         base = middle(run.tokens_per_s or 0.0 for run in runs[lines[0]])
         for line, done in runs.items():
@@ -538,6 +551,12 @@ def parts_command(
         "waiting, ms", "hits", "substituted", "rows right", "rows found", "published",
     )  # fmt: skip
     finish({"task": asdict(task), "runs": every}, table(header, rows), as_json)
+
+
+def share_budget(pack: Path, share: float, context_tokens: int) -> int:
+    """Returns the budget with space for a share of a pack's experts."""
+    with Pack(pack) as opened:
+        return budget_with(opened, int(share * opened.index.size.size), context_tokens)
 
 
 def part_run(line: Line, pack: Path, task: Task, budget: int, machine: MachineFacts) -> ConfinedRun:
