@@ -11,7 +11,7 @@ from click import Choice, Command, Context, Group
 from click.testing import CliRunner
 
 from moe_pack.convert.cli.main import main as moe_pack
-from moe_pack.formats.families import SHORT_NAMES
+from moe_pack.formats.families import short_names
 from moe_pack.formats.families.published import published_names
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
@@ -172,7 +172,7 @@ def test_the_lines_for_shells_give_a_script_for_each_program() -> None:
 
 
 def test_a_list_has_the_names_that_commands_take() -> None:
-    for command, names in (("convert", SHORT_NAMES), ("synth", published_names())):
+    for command, names in (("convert", short_names()), ("synth", published_names())):
         assert typed(f"moe-pack {command} --list") == (0, "".join(f"{name}\n" for name in sorted(names)))
 
 
