@@ -71,15 +71,18 @@ def substitute(
 
     Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` has those of all
              tokens. Of its other experts, those that are resident or in `top` stay. The rest are replaced, lowest
-             first, by the best expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as
-             long as there is one. Of equal chosen experts the later is replaced first, of the others the earlier is
-             taken first.
+    num_tokens = np.bincount(chosen.ravel(), minlength=num_experts)
+             first, by an expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as long as
+             there is one: by the one that the most tokens have chosen, since it runs for them anyway, and of several
+             by that with the best score. Of equal chosen experts the later is replaced first, of the others the
+             earlier is taken first.
     Args:    scores: [T, E], of the routers, of all experts; not negative.   chosen: [T, k].   is_resident: [E].
              alpha: 0 to 1.
     Returns: [T, k]; a substitute is in the place of the expert that it replaces.
-    Source:  Importance-Driven Expert Scheduling §5.1 and Algorithm 1. As printed, the algorithm counts the expert of
-             rank k + 1 (score beta) among the active ones, so that k + 1 are returned; it replaces low-score experts in
-             fast memory, which the text keeps; and a score of exactly (1 + alpha) beta belongs nowhere.
+    Source:  Importance-Driven Expert Scheduling §5.1, Algorithm 1, and §5.4 for the most tokens. As printed, the
+             algorithm counts the expert of rank k + 1 (score beta) among the active ones, so that k + 1 are returned;
+             it replaces low-score experts in fast memory, which the text keeps; and a score of exactly (1 + alpha) beta
+             belongs nowhere.
     """
     assert 0 <= alpha <= 1, "alpha is a share"
     num_experts, k = scores.shape[1], chosen.shape[1]
@@ -95,7 +98,8 @@ def substitute(
         row, token_scores = replaced[token], scores[token]
         fits = is_free & (token_scores >= (1 - alpha) * beta[token])
         fits[row] = False
-        successors = sorted(np.flatnonzero(fits).tolist(), key=lambda expert: (-token_scores[expert], expert))
+        order = np.lexsort((-token_scores, -num_tokens))  # stable: of equals the earlier expert
+        successors = order[fits[order]].tolist()
         leaving = [place for place in range(k) if not (is_top[token, place] or is_free[row[place]])]
         leaving.sort(key=lambda place: (of_chosen[token, place], -row[place]))
         for place, expert in zip(leaving, successors, strict=False):
