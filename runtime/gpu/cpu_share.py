@@ -28,7 +28,8 @@ from moe_pack.runtime.offload.split import fastest
 
 Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
-_MEASURED_TIMES, _MEASURED_TOKENS, _MEASURED_BYTES = 5, 8, 64 << 20
+MEASURED_TOKENS = (1, 4, 16, 64)  # for 4 and more the kernels decode a row once, so that times are no line
+_MEASURED_TIMES, _MEASURED_BYTES = 5, 64 << 20
 _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measured
 
 
@@ -240,7 +241,7 @@ class PromptShare:
         Args:    num_tokens: of each expert.   num_bytes: of each, that the GPU lacks.
         """
         sizes, rates = self._sizes[layer_idx], self._rates
-        computing = [sizes[expert] * n / rates.prompt for expert, n in zip(experts, num_tokens, strict=True)]
+        computing = [rates.computing(sizes[expert], n) for expert, n in zip(experts, num_tokens, strict=True)]
         computed = fastest(computing, [n / rates.link for n in num_bytes]).computed
         return [expert for place, expert in enumerate(experts) if place in computed]
 
@@ -261,22 +262,31 @@ class PromptShare:
 class Rates:
     """Bytes a second, measured. `link`: that the link brings.   `cpu`: of records that the CPU computes for one token.
 
-    `prompt`: of whole experts that the CPU computes for one of several tokens.
+    `prompt`: seconds for a byte of a whole expert on the CPU, with each of `MEASURED_TOKENS`.
     """
 
     link: float
     cpu: float
-    prompt: float
+    prompt: tuple[float, ...]
 
     @property
     def pulled_share(self) -> float:
         """The share of missing bytes that the link brings in the time in which the CPU computes the others."""
         return self.link / (self.link + self.cpu)
 
+    def computing(self, num_bytes: int, num_tokens: int) -> float:
+        """Returns the seconds of the CPU for an expert of so many bytes: on lines between what was measured.
+
+        For more tokens the time is in proportion to theirs.
+        """
+        known, times = (0, *MEASURED_TOKENS), (0.0, *self.prompt)
+        beyond = max(num_tokens / known[-1], 1.0)
+        return num_bytes * beyond * float(np.interp(num_tokens, known, times))
+
     @classmethod
     def measure(cls, pack: Pack, host: HostArena, kernels: Kernels, device: torch.device) -> "Rates":
         """Measures all, each the median of some runs."""
-        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_rate(pack, host, kernels))
+        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_times(pack, host, kernels))
 
 
 def link_rate(host: HostArena, device: torch.device) -> float:
@@ -322,13 +332,18 @@ def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
     return num_bytes / seconds
 
 
-def _prompt_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
-    """Returns the bytes of whole experts a second that the CPU computes, for each of a few tokens."""
-    x = torch.randn(_MEASURED_TOKENS, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    tokens, weights = np.arange(_MEASURED_TOKENS), np.ones(_MEASURED_TOKENS, np.float32)
-    works = [(rows, tokens, weights) for rows in host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]]
-    sizes = [expert.num_bytes for expert in pack.layout.experts[0]]
-    return _MEASURED_TOKENS / _median_seconds([partial(kernels.experts, x, [work]) for work in works], sizes)
+def _prompt_times(pack: Pack, host: HostArena, kernels: Kernels) -> tuple[float, ...]:
+    """Returns the CPU's seconds for a byte of a whole expert, with each of `MEASURED_TOKENS`."""
+    sizes = [expert.num_bytes for expert in pack.layout.experts[0][: _MEASURED_TIMES + 1]]
+    all_rows = host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]
+    draw, times = torch.Generator().manual_seed(0), list[float]()
+    for number in MEASURED_TOKENS:
+        x = torch.randn(number, pack.spec.hidden_size, generator=draw)
+        tokens, weights = np.arange(number), np.ones(number, np.float32)
+        times.append(
+            _median_seconds([partial(kernels.experts, x, [(rows, tokens, weights)]) for rows in all_rows], sizes)
+        )
+    return tuple(times)
 
 
 def _median_seconds(actions: Sequence[Callable[[], object]], sizes: Sequence[int] | None = None) -> float:

@@ -1,6 +1,7 @@
 """The share that the link brings of what a GPU lacks, chosen by the time of tokens."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import pytest
 import torch
 from gpu_runs import TOLERANCE, GpuRun, gpu_decoder, reference_logits
 from models import TinyMixtral, pack
+from native import kernels_limited_to
 
+from moe_pack.formats import Pack
 from moe_pack.runtime.gpu import token_step
+from moe_pack.runtime.gpu.cpu_share import PromptShare, Rates
+from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.kernels.tables import LEFT, MISSING, PULLED, RunningNeurons
 from moe_pack.runtime.offload.split import fastest_share
 
@@ -52,6 +57,26 @@ def test_tuning_leaves_the_share_it_found_and_no_trace_of_its_tokens(
     with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.25)) as decoder:
         plain = torch.stack([decoder.next_logits([token]).clone() for token in (5, 7)])
     torch.testing.assert_close(tuned, plain, rtol=0, atol=TOLERANCE)
+
+
+def test_the_time_of_an_expert_lies_on_lines_between_the_measured_ones() -> None:
+    rates = Rates(link=1.0, cpu=1.0, prompt=(2.0, 5.0, 17.0, 40.0))  # for 1, 4, 16 and 64 tokens
+    found = [rates.computing(10, number) for number in (1, 2, 4, 10, 64, 128)]
+    assert found == pytest.approx([20.0, 30.0, 50.0, 110.0, 400.0, 800.0])
+
+
+def test_what_the_cpu_takes_follows_the_bytes_of_each_expert(tmp_path: Path) -> None:
+    """Two experts with four tokens each, of which one is nearly all in GPU memory: the link brings its rest."""
+    pack(TinyMixtral(num_experts=3).write(tmp_path / "source"), tmp_path / "packed")
+    with Pack(tmp_path / "packed") as opened, closing(HostArena(opened, torch.device("cpu"))) as host:
+        size = opened.layout.experts[0][0].num_bytes
+        kernels = kernels_limited_to("portable")
+        rates = Rates(link=1.0, cpu=1.0, prompt=(0.25, 1.0, 4.0, 16.0))
+        with closing(PromptShare(opened, host, kernels, rates)) as share:
+            assert share.choose(0, [2, 0], [4, 4], [size, size]) == [0]
+            assert share.choose(0, [2, 0], [4, 4], [size, size // 8]) == [2]
+            assert share.choose(0, [2, 0], [4, 4], [size // 8, size]) == [0]
+            assert share.choose(0, [2, 0], [1, 16], [size, size]) == [2]
 
 
 def test_algorithm_2_splits_each_layer_of_a_token_by_rates_alone(

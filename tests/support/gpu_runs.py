@@ -10,7 +10,7 @@ import torch
 from native import kernels_limited_to
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.gpu.cpu_share import Rates
+from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
@@ -64,6 +64,10 @@ def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
     return least.num_bytes + round(share * (total + least.other_bytes))
 
 
+def _rates(cpu_share: float) -> Rates:
+    return Rates(link=1.0, cpu=1.0, prompt=tuple(cpu_share * number for number in MEASURED_TOKENS))
+
+
 @contextmanager
 def gpu_engine(
     folder: Path,
@@ -88,7 +92,7 @@ def gpu_engine(
             host=host,
             tier=tier,
             kernels=None if run.misses == "pull" else kernels,
-            rates=None if run.cpu_share is None else Rates(1.0, 1.0, 1 / run.cpu_share),
+            rates=None if run.cpu_share is None else _rates(run.cpu_share),
             pulled_share=run.pulled_share,
             link_rate=float("inf"),
             popularity=np.ones(pack.index.size.shape),
