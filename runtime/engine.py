@@ -446,17 +446,16 @@ class Engine:
     def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         """Decides who has what is missing on the GPU, and by which policy records come and go there."""
         from moe_pack.runtime.choices import popularity_shares
-        from moe_pack.runtime.gpu.cpu_share import Rates, Split, link_rate
+        from moe_pack.runtime.gpu.cpu_share import Rates, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
         from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, offset_bytes_for
         from moe_pack.runtime.offload.eviction import eviction_of
-        from moe_pack.runtime.offload.split import balanced, fastest
 
         pack, options, host = self.pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
         # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
         preset = PRESETS["lru" if options.policy == "auto" else options.policy]
-        tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
+        tier, prompt_rates, share, rate = None, cast(Rates | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"
         if host is None:
             tier, misses = self._cpu_tier(ram_bytes, kernels), "disk"
@@ -468,9 +467,10 @@ class Engine:
             rate = link_rate(host, self.device)
         elif host.is_layer_locked(0):
             rates = Rates.measure(pack, host, kernels, self.device)
-            rate, rule = rates.link, balanced if preset.name == "importance" else fastest
+            rate = rates.link
             if options.misses == "auto":
-                share, split = rates.pulled_share, rates.split(pack.layout.experts[0][0].num_bytes, rule)
+                share = rates.pulled_share
+                prompt_rates = None if preset.balances else rates
         routing = offload.Routing.open(pack)
         if not options.prefetches or not (share or misses == "pull"):  # nothing comes over the link
             preset = preset.without_prediction()
@@ -482,7 +482,7 @@ class Engine:
             host=host,
             tier=tier,
             kernels=kernels,
-            split=split,
+            rates=prompt_rates,
             pulled_share=share,
             link_rate=rate,
             popularity=popularity_shares(pack, routing),
@@ -492,6 +492,7 @@ class Engine:
             needs_scores=preset.needs_scores,
             prediction=prediction,
             alpha=options.approximations.substitute,
+            by_expert=preset.balances and share > 0,
             offset_bytes=offset_bytes_for(pack.layout, most_bytes),
         )
 

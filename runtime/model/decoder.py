@@ -242,15 +242,14 @@ class Decoder:
         if is_again:
             # From here on every position has other angles, and everything that was computed depends on them.
             new, cache.num_tokens = sequence.ids, 0
-        kept, num_left = cache.num_tokens, len(new)
+        kept = cache.num_tokens
         ends_early = last_only and self._may_end_early(sequence)
         hidden: list[Tensor] = []
         try:
             with closing(self._chunks(sequence.ids, len(new))) as chunks, self._told(is_prompt=len(new) > 1):
                 for tokens, rows in chunks:
-                    num_left -= len(tokens)
                     batch = _Pass([sequence], [rows], len(tokens), [len(sequence.ids)])
-                    piece = self._pass(batch, tokens, ends_early and not num_left and len(tokens) > MAX_CALL_TOKENS)
+                    piece = self._pass(batch, tokens, ends_early and len(tokens) > MAX_CALL_TOKENS)
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
@@ -259,7 +258,7 @@ class Decoder:
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
     def _may_end_early(self, sequence: CachedSequence) -> bool:
-        """Whether the last layer's experts may run for the last token of a prompt alone.
+        """Whether the last layer's experts may run for the last token of each pass of a prompt alone.
 
         Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
         number of tokens at most; a GPU computes whole passes. Passes that calls of layers may take are whole, too, so
@@ -349,6 +348,8 @@ class Decoder:
         Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
         """
         weights, last = self._weights, self.spec.num_hidden_layers - 1
+        if isinstance(weights, ExpertRunner):
+            weights.begin_pass(ids, 1 if ends_early else len(ids))
         x = embed(ids, weights)
         layer = 0
         while layer < self.spec.num_hidden_layers:

@@ -404,6 +404,13 @@ class ExpertRunner(ABC):
     is_batch = False
     is_prompt = False
 
+    def begin_pass(self, ids: Tensor, num_last: int) -> None:
+        """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.
+
+        Args:    num_last: so many of them, the last, run in the model's last layer.
+        """
+        return None
+
     @abstractmethod
     def run_experts(
         self,

@@ -10,7 +10,8 @@ and token; therefore everything that can be prepared is.
     partial      the next layer's router on the hidden state as far as it is known, "partial state": importance §5.2
     best         for each layer the prediction with the best recall in the profile; without a profile the next router
 
-`Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass.
+`Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass. Nothing is predicted
+where a table names the experts of each token: exactly these are prefetched (EdgeMoE §III-A).
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,11 +56,13 @@ class PredictionInput:
     partial: float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now. The layer
         before has added only its shared experts and its resident ones; the layers in between and the predicted layer's
         attention have run on that, and the true keys and values will replace theirs. None if it was not computed.
+    named: int64 [T, k], the experts of the predicted layer, which a table names; None where the router chooses.
     """
 
     x: Tensor
     routes: NDArray[np.int64]
     partial: Tensor | None = None
+    named: NDArray[np.int64] | None = None
 
 
 class Prediction(Protocol):
@@ -307,6 +310,8 @@ class Prefetcher:
     def predict(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
         """Returns the experts of MoE layer `layer_idx` to prefetch."""
         num_tokens = len(observed.x)
+        if observed.named is not None:
+            return most_chosen(observed.named, self._num_experts)
         if self.expects_nearly_all(num_tokens):
             return range(self._num_experts)  # in the order of the file
         scores = self._prediction.scores(layer_idx, observed) if self._prediction else None
@@ -315,14 +320,14 @@ class Prefetcher:
         if num_tokens == 1:
             likeliest: list[int] = ranked(scores, self._num_predicted)[0].tolist()
             return likeliest
-        return _most_chosen(ranked(scores, self._num_active), self._num_experts)
+        return most_chosen(ranked(scores, self._num_active), self._num_experts)
 
     def expects_nearly_all(self, num_tokens: int) -> bool:
         """Returns whether so many tokens would choose nearly all experts if choices were independent and uniform."""
         return num_tokens > 1 and 1 - (1 - self._num_active / self._num_experts) ** num_tokens > _NEARLY_ALL
 
 
-def _most_chosen(chosen: Array, num_experts: int) -> list[int]:
+def most_chosen(chosen: Array, num_experts: int) -> list[int]:
     """Returns the experts in the choices [T, k], those of most tokens first."""
     counts = np.bincount(chosen.ravel(), minlength=num_experts)
     order: list[int] = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist()

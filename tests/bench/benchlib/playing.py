@@ -46,7 +46,7 @@ class SecondProcessor:
     one token on the CPU.
     """
 
-    split: Callable[[Sequence[int], float, float], LoadOrCompute]
+    split: Callable[[Sequence[float], Sequence[float]], LoadOrCompute]
     token_time: float
 
 
@@ -151,8 +151,9 @@ class Play:
         if self.second is None:
             counted.time += len(missing)
             return experts
-        split = self.second.split([1] * len(missing), self.second.token_time, 1.0)
-        counted.time += split.seconds([1] * len(missing), self.second.token_time, 1.0)
+        times = [self.second.token_time] * len(missing), [1.0] * len(missing)
+        split = self.second.split(*times)
+        counted.time += split.seconds(*times)
         computed = {missing[place] for place in split.computed}
         counted.computed += len(computed)
         counted.needed += len(computed)
