@@ -6,10 +6,9 @@ module of a family is imported when a `config.json` names it: a pack has its spe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.commands import did_you_mean
@@ -99,8 +98,6 @@ LOADED: dict[str, Family] = {}  # those that have been used
 
 # The keys for the number of experts in all known checkpoints. A config without any of them is that of a dense model.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
-# The keys for the text model in multimodal checkpoints. In a config without any of them, the whole is the text model.
-TEXT_KEYS = frozenset({"text_config", "thinker_config"})
 
 
 def family_of(model_type: str) -> Family | None:
@@ -123,17 +120,6 @@ def all_families() -> list[Family]:
 def short_names() -> dict[str, str]:
     """Returns the name on the hub of each model by its short names; it imports all families."""
     return {short: hub_id for family in all_families() for short, hub_id in family.short_names.items()}
-
-
-def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the object of a `config.json` that describes the text model: a part of it in a multimodal checkpoint."""
-    family = None if TEXT_KEYS.isdisjoint(values) else family_of(str(values.get("model_type")))
-    for key in () if family is None else family.text_keys:
-        inner = values.get(key)
-        if not isinstance(inner, dict):
-            break
-        values = inner
-    return values
 
 
 def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:

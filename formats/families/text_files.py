@@ -28,6 +28,8 @@ _LISTED = "added_tokens_decoder"
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SENTINEL = re.compile(r"<extra_id_\d+>")
+# The keys for the text model in multimodal checkpoints. In a config without any of them, the whole is the text model.
+TEXT_KEYS = frozenset({"text_config", "thinker_config"})
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -43,6 +45,21 @@ class TextFiles(Protocol):
     def read_file(self, name: str) -> NDArray[np.uint8]:
         """Reads a whole file: u8 [bytes]."""
         ...
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the object of a `config.json` that describes the text model: a part of it in a multimodal checkpoint."""
+    if TEXT_KEYS.isdisjoint(values):
+        return values
+    from moe_pack.formats.families.registry import family_of
+
+    family = family_of(str(values.get("model_type")))
+    for key in () if family is None else family.text_keys:
+        inner = values.get(key)
+        if not isinstance(inner, dict):
+            break
+        values = inner
+    return values
 
 
 def error_of(files: TextFiles) -> type[MoePackError]:
