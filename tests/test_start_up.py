@@ -10,7 +10,6 @@ from cases import case
 from click import Choice, Command, Context, Group
 from click.testing import CliRunner
 from loaded_modules import Loaded
-from loaded_modules import loaded_by as loaded_by_command
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats.families import short_names
@@ -142,7 +141,7 @@ def command_of(name: str) -> Command:
 # What a pack of Mixtral needs on a CPU, in lines of our Python, with some air. If a run loads more, `python
 # tests/bench/loaded.py --modules` shows every module and who imported it first. Load what is new where it is used, or
 # raise the bound and say in docs/install.md what it is for.
-MOST_LINES = {"--read map": 18_000, "--budget": 20_500}
+MOST_LINES = {"moe-run PACK --prompt TEXT": 18_000, "moe-run PACK --prompt TEXT --budget 16M": 20_500}
 # Modules for what this run does not do, by the beginnings of their names.
 NOT_NEEDED = (
     "calib", "convert", "formats.codecs", "formats.gguf", "formats.hub.packs", "formats.hub.repository",
@@ -159,7 +158,9 @@ NOT_NEEDED = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
-    from models import DEMO_MODEL, pack  # not above: this file is imported where torch may not be
+    # Not above: this file is imported where torch may not be.
+    from loaded import CASES, loaded_by_case
+    from models import DEMO_MODEL, pack
 
     from moe_pack.runtime.cpu import is_available
 
@@ -167,11 +168,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
         pytest.skip("native kernels were not built: torch computes, and needs more of our modules")
     folder = tmp_path_factory.mktemp("runs") / "packed"
     pack(DEMO_MODEL, folder)
-    given = (folder, "--prompt", "It was a dark night, and the wind blew over the long road", "--max-tokens", 4)
-    return {
-        "--read map": loaded_by_command("moe-run", *given, "--read", "map"),
-        "--budget": loaded_by_command("moe-run", *given, "--budget", "16M"),
-    }
+    return {each.name: loaded_by_case(each, folder) for each in CASES if each.name in MOST_LINES}
 
 
 def test_a_run_loads_what_its_pack_needs(runs: dict[str, Loaded]) -> None:
@@ -181,10 +178,13 @@ def test_a_run_loads_what_its_pack_needs(runs: dict[str, Loaded]) -> None:
             assert {name for name in names if f"{name}.".startswith(NOT_NEEDED)} == set()
             assert [name for name in names if name.startswith("formats.families.")] == ["formats.families.text_files"]
             assert HEAVY & set(loaded.packages) - {"triton"} == {"numpy", "tokenizers", "torch", "tqdm"}
-            assert any(name.startswith("runtime.offload.expert_store") for name in names) == (run == "--budget")
+            assert any(name.startswith("runtime.offload.expert_store") for name in names) == ("--budget" in run)
 
 
 def test_a_run_loads_few_lines(runs: dict[str, Loaded]) -> None:
+    from loaded import sizes
+
+    assert all(f"`{run}`" in sizes(runs) for run in MOST_LINES)
     for run, loaded in runs.items():
         assert loaded.lines <= MOST_LINES[run], f"{loaded.table()}\n{run}: see MOST_LINES"
 

@@ -56,6 +56,11 @@ def native_lines() -> tuple[int, int]:
     return len(lines), sum(_NO_CODE.fullmatch(line) is None for line in lines)
 
 
+def loaded_by_case(case: Case, pack: Path) -> Loaded:
+    """Returns what a command loads for a pack."""
+    return loaded_by(case.program, pack, *case.arguments, exit_code=case.exit_code)
+
+
 def cpu_seconds(case: Case, pack: Path) -> float:
     """Returns the CPU seconds of a command, with all its threads, to its end."""
     script = f"from {PROGRAMS[case.program]} import main; main(prog_name={case.program!r})"
@@ -102,7 +107,7 @@ def main(pack: Path | None, shows_modules: bool, rounds: int, as_json: bool) -> 
 
 
 def measure(pack: Path, shows_modules: bool, rounds: int, as_json: bool) -> None:
-    found = {case.name: loaded_by(case.program, pack, *case.arguments, exit_code=case.exit_code) for case in CASES}
+    found = {case.name: loaded_by_case(case, pack) for case in CASES}
     texts = [f"{name}\n{loaded.table()}\n" for name, loaded in found.items() if shows_modules]
     texts.append(sizes(found))
     seconds: dict[str, list[float]] = {case.name: [] for case in TIMED}
