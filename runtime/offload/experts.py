@@ -9,6 +9,7 @@ Therefore the answer is the same to the bit, whatever was resident and whenever 
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,8 +33,9 @@ from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
 from moe_pack.runtime.offload.presets import EXACT, Approximations
-from moe_pack.runtime.offload.record import Recorder
-from moe_pack.runtime.offload.split import substitute
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.offload.record import Recorder
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         scores_matter: bool = False,
         reuses_selector: bool = False,
         approximations: Approximations = EXACT,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         trace: Trace | None = None,
     ) -> None:
         super().__init__(pack, torch.device("cpu"), operations)
@@ -265,6 +267,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             if num_wrong:
                 chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
         elif alpha is not None and self._is_decoding(len(x)):
+            from moe_pack.runtime.offload.split import substitute
+
             chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit

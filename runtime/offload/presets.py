@@ -18,6 +18,10 @@ PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
 EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
 
+ROUTING_FILE = "routing.safetensors"  # next to a pack; routing_file.py reads it
+# Those of which this file has recalls, in its order.
+PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers", "partial state")
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:

@@ -23,7 +23,7 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.offload import ExpertCache, PathStatistics, Predictor, Recorder
 from moe_pack.runtime.offload.cache import ComputeEvent, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.prefetch import ranked
 from moe_pack.runtime.offload.split import LoadOrCompute, substitute
 
 Floats = NDArray[np.float64]
