@@ -452,9 +452,10 @@ def _preset_pack(bench: Bench, name: str, *options: object, profile: Path | None
     """
     out = bench.folder / name
     if not out.exists():
-        text = () if "--eval-data" in options else ("--eval-tokens", bench.grid.tokens_limited)
+        # Only EdgeMoE's widths depend on the loss that the command measures.
+        num_tokens = bench.grid.tokens_limited if options[0] in PAPERS_LIMITS else SEQUENCE_LENGTH
         source = ("convert", bench.checkpoint.folder, "-o", out, "--profile", profile or bench.profile())
-        moe_pack(*source, *text, "--preset", *options)
+        moe_pack(*source, "--eval-tokens", num_tokens, "--preset", *options)
     with Pack(out) as pack:
         rule, num_bytes = OfPack(pack), pack.manifest.totals.content
         expert_bytes = sum(expert.num_bytes for layer in pack.layout.experts for expert in layer)
@@ -564,8 +565,7 @@ def _of_the_book(bench: Bench) -> tuple[Measured, float, int]:
         str(learned), None, Text(FolderFiles(bench.checkpoint.folder)), bench.learned.sequences.size, SEQUENCE_LENGTH
     )
     profile = bench.profile_of(tokens, "profile-book")
-    limit = ("--eval-data", limited, "--eval-tokens", bench.grid.tokens_limited)
-    return _preset_pack(bench, "edgemoe-book", "edgemoe", *limit, profile=profile)
+    return _preset_pack(bench, "edgemoe-book", "edgemoe", "--eval-data", limited, profile=profile)
 
 
 _TEXT_PARTS = 3  # the judged tokens are in the first part of the text, the profile is of the second
