@@ -10,10 +10,8 @@ import pytest
 import torch
 from benchlib.pruning import AllRun, Batch, ByExpert, Cats, Chess, ChoiceTrees, OfPack, Rule, Theta, quantile, run_by
 from cases import case
-from click.testing import CliRunner
 from models import DEMO_MODEL, TinyMixtral
 from paper_quality import TASKS, Suite, passages
-from paper_quality import main as bench
 from profiles import Recorder, random_tokens
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds, read_tasks, task_score
@@ -212,32 +210,3 @@ def test_the_plain_questions_have_four_different_choices_and_answers_in_all_plac
     assert len({task["prompt"] for task in tasks}) == len(tasks)
     places = np.bincount([task["answer"] for task in tasks])
     assert places.max() - places.min() <= 1
-
-
-# --- packs of presets
-
-
-@pytest.mark.slow
-def test_presets_are_measured_on_the_packs_that_the_command_makes(tmp_path: Path) -> None:
-    """On a small random model; what CORM and EdgeMoE store depends on its profile, and is between their widths."""
-    shape = TinyMixtral(num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
-    source = shape.write_with_tokenizer(tmp_path / "source")
-    sizes = ("--tokens", "512", "--tokens-learned", "512", "--tokens-limited", "512", "--passages", "0", "--no-plain")
-    asked = ["all", "--only", "tasks", "--only", "widths", "--tolerated", "2", "--model", str(source), *sizes]
-    done = CliRunner().invoke(bench, [*asked, "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    bits = {row["preset"]: row["bits"] for row in found["tasks"]}
-    assert list(bits) == ["floe, 80%", "floe, 90%", "corm", "edgemoe", "fiddler"]
-    running = {row["preset"]: np.mean(row["running"]) for row in found["tasks"]}
-    assert running["floe, 80%"] == pytest.approx(0.2, abs=0.05) and running["floe, 90%"] == pytest.approx(0.1, abs=0.05)
-    assert running["edgemoe"] == running["fiddler"] == 1
-    # Codes and scales of rows of 64 weights; CRCs and padding come on top.
-    least = {"floe, 80%": (2.5 + 32) / 3, "floe, 90%": (2.5 + 32) / 3, "corm": 3.5, "edgemoe": 2.5, "fiddler": 16.0}
-    assert all(least[name] <= bits[name] < 2 * least[name] + 8 for name in least), bits
-    names = ("sizes", "tolerated", "texts")
-    groups = {group: [row for row in found["widths"] if row["group"] == group] for group in names}
-    assert [row["pack"] for row in groups["sizes"]] == ["16 bit", "experts in INT4", "all in INT4", "edgemoe"]
-    whole, experts, everything, edgemoe = (row["bytes"] for row in groups["sizes"])
-    assert whole > experts > everything and edgemoe < whole
-    assert groups["tolerated"][0]["bytes"] == edgemoe and [row["pack"] for row in groups["texts"]][1] == "the sample"
