@@ -44,8 +44,8 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
-from moe_pack.convert.plan.options import PresetName
-from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY
+from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
+from moe_pack.convert.plan.papers import FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
@@ -242,7 +242,7 @@ def edgemoe(subject: Subject) -> Iterator[Part]:
     alone = play(routes, Play(_in_passing(facts)))
     sizes, widths = subject.preset_sizes("edgemoe")
     yield Part(name, "16 bit, read when needed", alone, subject.uniform_sizes(_BF16, "none"), "1")
-    yield Part(name, f"+Q: by importance within {EDGEMOE_LOSS:.0%} ({widths})", alone, sizes, "2.01")
+    yield Part(name, f"+Q: by importance within {PAPERS_LIMITS['edgemoe'].percent} ({widths})", alone, sizes, "2.01")
     predicted = play(routes, Play(_in_passing(facts)), ahead)
     yield Part(name, "+P: up to 3 experts predicted from paths", predicted, sizes, "2.59")
     cached = play(routes, Play(expert_cache_for(PRESETS["edgemoe"], facts)), ahead)
