@@ -6,6 +6,7 @@ python tests/bench/paper_routing.py popularity
 python tests/bench/paper_routing.py activations
 python tests/bench/paper_routing.py correlation
 python tests/bench/paper_routing.py predictor-time
+python tests/bench/paper_routing.py batch-time
 python tests/bench/paper_routing.py all
 
 Each table says what the paper reports, and whether that holds here. Routes are those of the original's 16 bits, on a
@@ -35,6 +36,7 @@ from benchlib import (
     sample_and_unseen,
     table,
 )
+from benchlib.batch_times import batch_times
 from benchlib.playing import Play, play
 from benchlib.predictor_times import CORM_PREDICTOR, SYNTHETIC_MODELS, predictor_times
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
@@ -44,8 +46,9 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.statistics import accumulated_frequency, learn_paths
-from moe_pack.formats import NO_PROGRESS
+from moe_pack.formats import BF16, NO_PROGRESS, part_format
 from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.model import CheckpointWeights
 from moe_pack.runtime.offload import PREDICTORS, CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import Eviction
@@ -461,6 +464,36 @@ def time_findings(folder: Path, rounds: int, tokens: int) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+# --- Fiddler, appendix B
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_EXPERT_PARTS = {"16 bit": BF16, "4 bit": part_format(4, 64)}
+_LINEAR = 0.1  # how far the time of a token may be from that in the largest batch
+
+
+def batch_findings(rounds: int, threads: int) -> Iterator[Finding]:
+    """Fiddler appendix B: whether the time of an expert on the CPU is in proportion to its tokens."""
+    for name, part in _EXPERT_PARTS.items():
+        times = batch_times(part, _BATCHES, rounds, threads)
+        largest = _BATCHES[-1]
+        each = times[largest] / largest
+        rows = [
+            (number, f"{1e3 * taken:.1f}", f"{1e3 * taken / number:.2f}", f"{taken / (number * times[1]):.2f}")
+            for number, taken in times.items()
+        ]
+        linear = [number for number in _BATCHES if all(
+            abs(times[n] / n / each - 1) <= _LINEAR for n in _BATCHES if n >= number
+        )]  # fmt: skip
+        yield Finding(
+            f"Time of one expert on the CPU by its tokens, Mixtral's dimensions, {name}, {threads} threads (Fiddler "
+            "appendix B)",
+            ("tokens", "ms", "ms a token", "of so many single tokens"), rows,
+            "on the CPU the latency tends to increase linearly with the number of tokens (PyTorch, 16 bit, no figures)",
+            verdict(linear[0] == 1, f"in proportion from {linear[0]} tokens on; {largest} tokens take "
+                    f"{times[largest] / times[1]:.0f} times as long as one"),
+        )  # fmt: skip
+
+
 # --- commands
 
 
@@ -539,17 +572,27 @@ def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
     show(time_findings(folder, rounds, tokens), as_json)
 
 
+@main.command("batch-time")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Of all batches, in turn.")
+@click.option("--threads", default=num_cpus(), type=click.IntRange(1), help="Of the CPU.  [default: one a CPU]")
+@json_option
+def batch_command(rounds: int, threads: int, as_json: bool) -> None:
+    """Prints the time of one expert on the CPU by the number of its tokens: medians, interleaved."""
+    show(batch_findings(rounds, threads), as_json)
+
+
 @main.command("all")
 @folder_option
 @click.option(
     "--model", "models", type=click.Path(path_type=Path, exists=True), multiple=True, help="Others to measure."
 )
 def all_command(folder: Path, models: tuple[Path, ...]) -> None:
-    """Prints everything: for the demo model and each other model, then the time of predictors."""
+    """Prints everything: for the demo model and each other model, then the times."""
     for model in (DEMO_MODEL, *models):
         click.echo(f"# {model.name}\n")
         show(model_findings(model), as_json=False)
     show(time_findings(folder, _ROUNDS, _TIMED_TOKENS), as_json=False)
+    show(batch_findings(_ROUNDS, num_cpus()), as_json=False)
 
 
 def model_findings(model: Path) -> Iterator[Finding]:
