@@ -15,8 +15,8 @@ regression fits all down projections to what the dense model gives, layer by lay
 everything but the embeddings learns from the dense model's predictions (KL divergence), for a fixed number of steps.
 
 `num_experts_per_tok` is the smallest of --tried whose perplexity is within --within of the dense model's, otherwise the
-largest. Training is on the given texts and on the shipped sample, never on the text that judges. Checkpoints of the
-training are in --work: a run that was killed goes on.
+first of --chosen. Training is on the given texts and on the shipped sample, never on the text that judges. Checkpoints
+of the training are in --work: a run that was killed goes on.
 """
 
 import copy
@@ -410,17 +410,17 @@ def _sequences(folder: Path, texts: Sequence[Path], number: int, length: int) ->
     return in_turn([tokens_of(folder, text, number * length, length) for text in (None, *texts)], number)
 
 
-def _chosen(student: Model, dense: Model, judged: Tensor, candidates: Sequence[int], within: float) -> int:
-    """Prints perplexities by k; returns the smallest k that is good enough, or the largest."""
+def _good_enough(student: Model, dense: Model, judged: Tensor, tried: Sequence[int], within: float) -> int | None:
+    """Prints perplexities by k; returns the smallest k that is good enough, if there is one."""
     wanted = perplexity(dense, judged)
     click.echo(f"dense: perplexity {wanted:.2f}")
-    for k in sorted(candidates):
+    for k in sorted(tried):
         choose(student, k)
         growth = perplexity(student, judged) / wanted - 1
         click.echo(f"{k} experts a token: perplexity {wanted * (1 + growth):.2f}, {growth:+.1%}")
         if growth <= within:
-            break
-    return k
+            return k
+    return None
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -441,7 +441,7 @@ _PATH, _FOLDER = click.Path(path_type=Path, exists=True, dir_okay=False), click.
 @click.option("--neurons", default=64, show_default=True, help="An expert.")
 @click.option("--shared", default=768, show_default=True, help="Neurons of the shared expert.")
 @click.option("--chosen", default="8,10", show_default=True, callback=_numbers, help="Experts of a token, in training.")
-@click.option("--tried", default="6,7,8,9,10,11,12,14,16", show_default=True, callback=_numbers, help="After it.")
+@click.option("--tried", default="4,6,8,10,12,16", show_default=True, callback=_numbers, help="After it.")
 @click.option("--within", default=0.15, show_default=True, help="Of the dense model's perplexity.")
 @click.option("--spread", default=0.5, show_default=True, help="Of a token's first router logits.")
 @click.option("--start", default=20, show_default=True, help="Sequences for the start.")
@@ -465,8 +465,8 @@ def main(wheel: Path, work: Path, folder: Path, **options: Any) -> None:
         student = torch.load(work / "start.pt", weights_only=False)["model"]
         train(teacher, student, sequences[number:], training, work / "training.pt")
         judged = tokens_of(folder, options["judge"], options["judged"], length)
-        chosen = _chosen(student, teacher, judged, options["tried"], options["within"])
-        write_config(source, shape, chosen, folder)
+        k = _good_enough(student, teacher, judged, options["tried"], options["within"])
+        write_config(source, shape, k or shape.chosen, folder)
     save_file(tensors_of(student), folder / "model.safetensors", metadata={"format": "pt"})
 
 
