@@ -27,6 +27,7 @@ from paper_routing import Finding, needs_routing, percent, show, verdict
 from torch import Tensor
 
 from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import ComputeEvent
 from moe_pack.runtime.offload.eviction import Importance
@@ -140,7 +141,7 @@ def played(model: RoutedModel, facts: CacheFacts, sizes: Sizes, alpha: float | N
     decoder, logits = Decoder(weights, WINDOW_TOKENS), list[Tensor]()
     for window in windows(model, sizes):
         decoder.reset()
-        decoder.next_logits(window[:PROMPT_TOKENS])
+        decoder.logits(window[:PROMPT_TOKENS])  # of every token, so that the last layer routes all of them
         logits += [decoder.next_logits([token]).clone() for token in window[PROMPT_TOKENS:]]
     return Played(torch.stack(logits).float().log_softmax(dim=1), run.counted, weights.scored)
 
@@ -176,7 +177,7 @@ def ahead_finding(model: RoutedModel, facts: CacheFacts, routes: ModelRoutes, si
     pairs = [(one.guessed, one.scores) for one in run.scored if one.guessed is not None]
     singles = np.repeat(routes.passes.chunks == 1, routes.passes.chunks)
     logits = torch.from_numpy(routes.ahead[singles, 1:])
-    by_residual = logits.softmax(dim=-1).numpy().reshape(-1, routes.scores.shape[2])
+    by_residual = expert_scores(logits.flatten(0, 1), model.checkpoint.spec.router).numpy()
     own = routes.scores[singles, 1:].reshape(by_residual.shape)
     methods = {
         "partial state (§5.2)": (

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from benchlib import BOOK, DEMO_MODEL
 from benchlib.playing import Play, play
-from benchlib.routes import ModelRoutes, popularity_of
+from benchlib.routes import ModelRoutes, popularity_of, routed_model
 from numpy.typing import NDArray
-from paper_scores import accuracies, batched, misses
+from paper_scores import Sizes, accuracies, batched, misses, played
 
 from moe_pack.calib.statistics import learn_paths
-from moe_pack.runtime.offload import ExpertCache, Passes
+from moe_pack.runtime.offload import CacheFacts, ExpertCache, Passes
 from moe_pack.runtime.offload.eviction import Importance
 
 N, L, E, K = 40, 3, 6, 2
@@ -70,3 +71,16 @@ def test_a_batch_is_of_parts_of_the_text_and_shares_its_top_experts() -> None:
     facts = routes.facts(7)
     counts = {way: misses(facts, pair, taken, way) for way in ("off", "alone", "together")}
     assert counts == {"off": 4, "alone": 4, "together": 2}
+
+
+def test_a_partial_state_that_lacks_no_expert_predicts_the_scores() -> None:
+    """Every expert fits, and the prompt brings nearly all."""
+    with routed_model(DEMO_MODEL, BOOK, 16) as model:
+        spec = model.checkpoint.spec
+        shape = len(spec.moe_layers), spec.router.num_experts
+        facts = CacheFacts(np.ones(shape, np.int64), shape[0] * shape[1], 2, np.zeros(shape, np.float32))
+        run = played(model, facts, Sizes(0, 80, 1.0), alpha=None, num_predicted=2)
+    assert len(run.log_probs) == 16 and len(run.scored) == 16 * shape[0]
+    assert [one.guessed is None for one in run.scored] == [True, *[False] * (shape[0] - 1)] * 16
+    close = [np.allclose(one.guessed, one.scores, atol=1e-4) for one in run.scored if one.guessed is not None]
+    assert np.mean(close) > 0.8

@@ -324,8 +324,9 @@ class PlayedWeights(MappedPackWeights):
             assert partial_state is not None, "the next layer has experts"
             y = super_run(layer_idx, x, experts[:, here], router_weights[:, here]) if here.any() else x * 0
             state, following = partial_state(y), layers[layer_idx + 1]
-            guessed = router_scores(mlp_input(state, self, following), self, following).numpy()
-            self._guessed = guessed[0]
+            state = mlp_input(state, self, following)
+            self._guessed = expert_scores(router_logits(state, self, following), self.spec.router).numpy()[0]
+            guessed = router_scores(state, self, following).numpy()
             likeliest: list[int] = ranked(guessed, self._num_predicted)[0].tolist()
             return likeliest
 
