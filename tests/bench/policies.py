@@ -21,6 +21,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from balanced import balanced
 from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
 from benchlib.packs import budget_with, make_demo, make_profiled_demo
 from benchlib.playing import (
@@ -70,7 +71,7 @@ from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEvict
 from moe_pack.runtime.offload.prefetch import MethodName
 from moe_pack.runtime.offload.presets import SIMPLEST_FIRST, PredictionName
 from moe_pack.runtime.offload.replay import optimum, replay
-from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
+from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
 _NO_SECOND = "needs a second processor"
 
@@ -255,9 +256,9 @@ _FIDDLER_TOKEN_TIME = 1 / 3 / 50 / 0.050
 _IMPORTANCE_TOKEN_TIMES = (1 / 3, 1.0)
 
 
-def _all_computed(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
+def _all_computed(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
     """Computes every missing expert on the second processor (Fiddler §3.2, decode)."""
-    return LoadOrCompute((), tuple(range(len(num_tokens))))
+    return LoadOrCompute((), tuple(range(len(computing))))
 
 
 def fiddler(subject: Subject) -> Iterator[Part]:
@@ -291,7 +292,8 @@ def prompt_times(routes: ModelRoutes, is_placed: NDArray[np.bool_], token_time: 
             tokens = [int(n) for n, placed in zip(counts, is_placed[layer_idx], strict=True) if n and not placed]
             loaded += len(tokens)
             computed += sum(tokens) * token_time
-            split += fastest(tokens, token_time, 1.0).seconds(tokens, token_time, 1.0)
+            times = [number * token_time for number in tokens], [1.0] * len(tokens)
+            split += fastest(*times).seconds(*times)
     return loaded, computed, split
 
 

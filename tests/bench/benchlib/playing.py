@@ -23,7 +23,7 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.offload import ExpertCache, PathStatistics, Predictor, Recorder
 from moe_pack.runtime.offload.cache import ComputeEvent, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.prefetch import ranked
 from moe_pack.runtime.offload.split import LoadOrCompute, substitute
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ class SecondProcessor:
     one token on the CPU.
     """
 
-    split: Callable[[Sequence[int], float, float], LoadOrCompute]
+    split: Callable[[Sequence[float], Sequence[float]], LoadOrCompute]
     token_time: float
 
 
@@ -151,8 +151,9 @@ class Play:
         if self.second is None:
             counted.time += len(missing)
             return experts
-        split = self.second.split([1] * len(missing), self.second.token_time, 1.0)
-        counted.time += split.seconds([1] * len(missing), self.second.token_time, 1.0)
+        times = [self.second.token_time] * len(missing), [1.0] * len(missing)
+        split = self.second.split(*times)
+        counted.time += split.seconds(*times)
         computed = {missing[place] for place in split.computed}
         counted.computed += len(computed)
         counted.needed += len(computed)
