@@ -88,6 +88,11 @@ def percent(share: float) -> str:
     return f"{share:.1%}"
 
 
+def counted(number: int) -> str:
+    """Returns a count, of more than nine digits the power of ten."""
+    return f"{number:,}" if number < 10**9 else f"{float(number):.0e}"
+
+
 def has_routing(model: RoutedModel) -> bool:
     """Returns whether tokens choose experts; false if every token runs all."""
     router = model.checkpoint.spec.router
@@ -154,7 +159,7 @@ def coverage_finding(learned: Routes, num_experts: int, k: int) -> Finding:
             shares = [covered(counts, len(counts) * percent_ / 100) for percent_ in _PERCENTS]
             of_possible = covered(counts, num_possible / 5)
             rows.append(
-                (name + suffix, f"{len(counts):,}", f"{num_possible:,}", *map(percent, shares), percent(of_possible))
+                (name + suffix, f"{len(counts):,}", counted(num_possible), *map(percent, shares), percent(of_possible))
             )
             top[name + suffix] = shares[_PERCENTS.index(20)], of_possible
     header = ("path", "distinct", "possible", *(f"top {p}%" for p in _PERCENTS), "top 20% of possible")
@@ -239,13 +244,14 @@ def accumulated_finding(routes: ModelRoutes, num_experts: int) -> Finding:
         paths = learn_paths(learned, num_experts, 1 << 22)
         for text, taken in (("", learned), (", held out", judged)):
             shares = accumulated_frequency(paths, taken)[:, 2:].mean(axis=1)  # of layers with two before them
+            most = min(num_experts - 1, shares.shape[1])  # a path knows only its likeliest
             for known, row in enumerate(shares):
-                rows.append((f"{name}{text}", known, *(percent(share) for share in row[: num_experts - 1])))
+                rows.append((f"{name}{text}", known, *map(percent, row[:most])))
             first[name + text] = [float(row[0]) for row in shares]
     zero, one, two = first["best expert, held out"]
     return Finding(
         "Choices on the n likeliest experts, mean of layers with two before them (EdgeMoE Fig. 8, right)",
-        ("routes", "layers known", *(f"n = {n}" for n in range(1, num_experts))), rows,
+        ("routes", "layers known", *(f"n = {n}" for n in range(1, most + 1))), rows,
         "the more layers are known, the fewer experts have most of the activations (the text gives no figure)",
         verdict(zero < one < two, f"{percent(zero)}, {percent(one)} and {percent(two)} for the likeliest expert, with "
                 "0, 1 and 2 layers known, on held-out text"),

@@ -1,4 +1,4 @@
-"""The papers' parts and every cache policy, by replay on the demo model's routes; and what trusting predictions costs.
+"""The papers' parts and every cache policy, by replay on a model's routes; and what trusting predictions costs.
 
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
@@ -6,9 +6,9 @@
     python tests/bench/policies.py gpu
     python tests/bench/policies.py gpu --ahead 1
 
-The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
-neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
-tokens, and the others are played.
+A model, the demo model by default, is profiled on the shipped sample, which gives the learned networks, the plan of
+EdgeMoE and how well neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are
+learned from the first tokens, and the others are played.
 """
 
 import tempfile
@@ -130,8 +130,8 @@ _INT2_UP = ExpertFormat(BF16, part_format(2, 64), BF16)
 
 
 def profiled(checkpoint: Checkpoint, num_tokens: int) -> tuple[Losses, dict[int, Predictor]]:
-    """Profiles the demo model on the shipped sample: its losses, and its networks by the layer that each predicts."""
-    sample, _ = sample_and_unseen(DEMO_MODEL, num_tokens, SEQUENCE_LENGTH)
+    """Profiles a model on the shipped sample: its losses, and its networks by the layer that each predicts."""
+    sample, _ = sample_and_unseen(checkpoint.folder, num_tokens, SEQUENCE_LENGTH)
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
         options = ProfileOptions("fast", keeps_inputs=False)
         profile = make_profile(checkpoint, sample, Path(folder) / "profile", options, NO_PROGRESS)
@@ -348,7 +348,10 @@ def main() -> None:
 
 
 def route_options(body: F) -> F:
-    """Adds the options of the demo model's run."""
+    """Adds the options of a model's run."""
+    path = click.Path(path_type=Path, exists=True)
+    text = "A checkpoint.  [default: the demo model]"
+    body = click.option("--model", "folder", type=path, default=DEMO_MODEL, help=text)(body)
     body = click.option("--tokens", default=2048, show_default=True, help="Tokens that are played.")(json_option(body))
     body = click.option("--sample", default=16384, show_default=True, help="Tokens of the sample that are profiled.")(
         body
@@ -358,9 +361,11 @@ def route_options(body: F) -> F:
 
 @main.command("parts")
 @route_options
-@click.option("--experts", default=12, show_default=True, help="That fit into fast memory.")
+@click.option("--share", default=0.375, show_default=True, help="Of all experts, that fit into fast memory.")
 @click.option("--dimensions", default="mixtral-8x7b", show_default=True, help="Published model: sizes of experts.")
-def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensions: str, as_json: bool) -> None:
+def parts_command(
+    folder: Path, learned: int, sample: int, tokens: int, share: float, dimensions: str, as_json: bool
+) -> None:
     """Turns each paper's parts on one after the other, and prints the published factors with them.
 
     A token's reads are in experts of 16 bit; experts have the bytes that the paper's format has at the dimensions of a
@@ -370,9 +375,10 @@ def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensio
     for an expert on the CPU; of importance one third of a load (its §6.3), and a whole one. Published factors are of
     whole systems' times on other models and machines.
     """
-    with routed_model(DEMO_MODEL) as model:
+    with routed_model(folder) as model:
         losses, networks = profiled(model.checkpoint, sample)
         routes = model.routes(learned, tokens)
+        experts = round(share * routes.passes.popularity.size)
         subject = Subject(model, routes, losses, networks, experts, dimensions, learned, tokens)
         rows = []
         for paper in PAPERS:
@@ -385,7 +391,7 @@ def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensio
 
 # --- hit rates
 
-_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+_SHARES = "0.125,0.25,0.375,0.5,0.625,0.75"
 _HOT = (0.25, 0.5, 0.75)
 
 
@@ -423,17 +429,18 @@ def predicted_hit_rates(
 
 @main.command("hits")
 @route_options
-def hits_command(learned: int, sample: int, tokens: int, as_json: bool) -> None:
+@click.option("--shares", default=_SHARES, show_default=True, help="Of all experts, that fit.")
+def hits_command(folder: Path, learned: int, sample: int, tokens: int, shares: str, as_json: bool) -> None:
     """Prints the hit rate in decode of every policy by the number of experts that fit, with Belady's optimum.
 
     Each policy alone, then each paper's with its own prediction: a prefetched expert is a hit. FIFO and random are not
     in the product. A hot set is a share of the pages for the most popular experts, permanently; the rest goes by last
     use.
     """
-    with routed_model(DEMO_MODEL) as model:
+    with routed_model(folder) as model:
         _, networks = profiled(model.checkpoint, sample)
         routes = model.routes(learned, tokens)
-        sizes = [round(share * routes.passes.popularity.size) for share in _SHARES]
+        sizes = [round(share * routes.passes.popularity.size) for share in map(float, shares.split(","))]
         tallies = [
             dict(hit_rates(routes, routes.facts(size)))
             | dict(predicted_hit_rates(model, routes, routes.facts(size), networks, learned))
