@@ -22,7 +22,7 @@ def _copies(part: PartFormat) -> list[ExpertRows]:
     """Returns a random expert more than once, in memory of its own, so that no cache keeps it for the next turn."""
     spec = ExpertSpec("silu", INTERMEDIATE_SIZE, ("gate", "up", "down"), (), 0)
     layout = expert_layout(ExpertFormat(part, part, part), "up", spec, HIDDEN_SIZE)
-    spreads = dict.fromkeys(spec.matrices, WeightDistribution(0.0, 0.02))
+    spreads = dict.fromkeys(("gate", "up", "down"), WeightDistribution(0.0, 0.02))
     stream = random_stream(0)
     sections = [
         random_rows(rows, INTERMEDIATE_SIZE, spreads, stream) for rows in (layout.selector, layout.records) if rows
