@@ -57,7 +57,6 @@ LONGEST_FIRST = (
     "test_compiled.py",
     "test_fuzz.py",
     "test_coded_memory.py",
-    "test_documentation.py",
     "test_target_kills.py",
     "test_gpu_check.py",
 )

@@ -10,7 +10,6 @@ token by token, 32 greedy tokens); every published config is read and counted; e
 Exit code 1 if anything fails.
 """
 
-import argparse
 import json
 import tempfile
 import warnings
@@ -19,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import benchlib  # noqa: F401  # first: it puts tests/support on the path
+import benchlib  # first: it puts tests/support on the path
+import click
 import torch
 from close_configs import CLOSE, refusal
 from close_rows import Close
@@ -168,35 +168,34 @@ def write_docs() -> None:
     PAGE.write_text(with_generated(PAGE.read_text("utf-8")), encoding="utf-8")
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.option("--family", type=click.Choice(sorted(FAMILIES)), help="This one alone.")
+@click.option("--docs", is_flag=True, help="Write the count and the reasons into docs/families.md.")
+@benchlib.json_option
+def main(family: str | None, docs: bool, as_json: bool) -> None:
     """Measures and prints; exit code 1 if anything fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=sorted(FAMILIES), help="this one alone")
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
-    parser.add_argument("--docs", action="store_true", help="write the count and the reasons into docs/families.md")
-    options = parser.parse_args()
-    if options.docs:
+    if docs:
         write_docs()
         return
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if not options.json:
+    if not as_json:
         print(f"{count_line()}\n".replace("**", ""))
         print(f"{'family':12} {'':5} {'shapes':>6} {'prefill':>9} {'by token':>9} {'greedy':>9} {'refused':>8}")
     rows = []
-    for family in [options.family] if options.family else FAMILIES:
-        rows.append(measure(family))
-        if not options.json:
+    for name in [family] if family else FAMILIES:
+        rows.append(measure(name))
+        if not as_json:
             print_row(rows[-1])
-    if options.json:
+    if as_json:
         refused = [asdict(reason) for reason in REASONS]
         measured = [asdict(row) | {"passes": row.passes} for row in rows]
         print(json.dumps({"families": measured, "refused": refused}, indent=2))
     else:
         print_models(rows)
-        if not options.family:
+        if not family:
             print_reasons()
-    raise SystemExit(0 if all(row.passes for row in rows) and (options.family or not faults()) else 1)
+    raise SystemExit(0 if all(row.passes for row in rows) and (family or not faults()) else 1)
 
 
 if __name__ == "__main__":

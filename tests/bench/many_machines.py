@@ -94,12 +94,12 @@ class Rates:
     tokens_per_expert: int
 
 
-def measured_rates(num_experts: int, num_tokens: int) -> Rates:
-    """Measures a dense and an MoE layer of DeepSeek-V3's dimensions with a few experts."""
+def measured_rates(num_experts: int, num_tokens: int, hidden: int | None, intermediate: int | None) -> Rates:
+    """Measures a dense and an MoE layer of DeepSeek-V3's dimensions, or of these, with a few experts."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as work:
         source = Path(work) / "source"
-        generate(source, Shape(_MODEL, layers=2, experts=num_experts, vocab=4096))
+        generate(source, Shape(_MODEL, 2, num_experts, hidden, intermediate, 4096))
         checkpoint = Checkpoint(source)
         spec = checkpoint.spec
         tokens: Tokens = random_tokens(max(num_tokens // 128, 2), 128, 4096)
@@ -227,13 +227,20 @@ def main() -> None:
 @click.option("--cores", default=16, show_default=True, help="Of a machine; each works on an expert of its own.")
 @click.option("--experts", default=3, show_default=True, type=click.IntRange(2), help="Measured for each quantizer.")
 @click.option("--tokens", default=512, show_default=True, help="Measured; all go through each expert.")
+@click.option("--hidden", type=int, help="Hidden size that is measured.  [default: DeepSeek-V3's]")
+@click.option("--intermediate", type=int, help="Neurons of a measured expert.  [default: DeepSeek-V3's]")
 @click.option("--seed", default=0, show_default=True, help="Of the machines' speeds.")
 @click.option("--rates", type=click.Path(exists=True, dir_okay=False), help="Rates that an earlier run kept (--keep).")
 @click.option("--keep", type=click.Path(dir_okay=False), help="Where to write the rates.")
 @json_option
-def hours(cores: int, experts: int, tokens: int, seed: int, rates: str | None, keep: str | None, as_json: bool) -> None:
+def hours(
+    cores: int, experts: int, tokens: int, hidden: int | None, intermediate: int | None, seed: int, rates: str | None,
+    keep: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Measures rates and computes the hours of DeepSeek-V3."""
-    known = Rates(**json.loads(Path(rates).read_text())) if rates else measured_rates(experts, tokens)
+    known = (
+        Rates(**json.loads(Path(rates).read_text())) if rates else measured_rates(experts, tokens, hidden, intermediate)
+    )
     if keep:
         Path(keep).write_text(json.dumps(asdict(known)))
     spec = spec_of(next(each for each in PUBLISHED if each.name == _MODEL))

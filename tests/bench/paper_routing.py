@@ -477,18 +477,18 @@ _EXPERT_PARTS = {"16 bit": BF16, "4 bit": part_format(4, 64)}
 _LINEAR = 0.1  # how far the time of a token may be from that in the largest batch
 
 
-def batch_findings(rounds: int, threads: int) -> Iterator[Finding]:
+def batch_findings(rounds: int, threads: int, batches: Sequence[int] = _BATCHES) -> Iterator[Finding]:
     """Fiddler appendix B: whether the time of an expert on the CPU is in proportion to its tokens."""
     for name, part in _EXPERT_PARTS.items():
-        times = batch_times(part, _BATCHES, rounds, threads)
-        largest = _BATCHES[-1]
+        times = batch_times(part, batches, rounds, threads)
+        largest = batches[-1]
         each = times[largest] / largest
         rows = [
             (number, f"{1e3 * taken:.1f}", f"{1e3 * taken / number:.2f}", f"{taken / (number * times[1]):.2f}")
             for number, taken in times.items()
         ]
-        linear = [number for number in _BATCHES if all(
-            abs(times[n] / n / each - 1) <= _LINEAR for n in _BATCHES if n >= number
+        linear = [number for number in batches if all(
+            abs(times[n] / n / each - 1) <= _LINEAR for n in batches if n >= number
         )]  # fmt: skip
         yield Finding(
             f"Time of one expert on the CPU by its tokens, Mixtral's dimensions, {name}, {threads} threads (Fiddler "
@@ -581,10 +581,11 @@ def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
 @main.command("batch-time")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Of all batches, in turn.")
 @click.option("--threads", default=num_cpus(), type=click.IntRange(1), help="Of the CPU.  [default: one a CPU]")
+@click.option("--most", default=_BATCHES[-1], show_default=True, type=click.IntRange(2), help="Tokens of an expert.")
 @json_option
-def batch_command(rounds: int, threads: int, as_json: bool) -> None:
+def batch_command(rounds: int, threads: int, most: int, as_json: bool) -> None:
     """Prints the time of one expert on the CPU by the number of its tokens: medians, interleaved."""
-    show(batch_findings(rounds, threads), as_json)
+    show(batch_findings(rounds, threads, [number for number in _BATCHES if number <= most]), as_json)
 
 
 @main.command("all")
@@ -592,24 +593,32 @@ def batch_command(rounds: int, threads: int, as_json: bool) -> None:
 @click.option(
     "--model", "models", type=click.Path(path_type=Path, exists=True), multiple=True, help="Others to measure."
 )
-def all_command(folder: Path, models: tuple[Path, ...]) -> None:
+@click.option(
+    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Of the usual tokens and rounds."
+)
+def all_command(folder: Path, models: tuple[Path, ...], share: float) -> None:
     """Prints everything: for the demo model and each other model, then the times."""
     for model in (DEMO_MODEL, *models):
         click.echo(f"# {model.name}\n")
-        show(model_findings(model), as_json=False)
-    show(time_findings(folder, _ROUNDS, _TIMED_TOKENS), as_json=False)
-    show(batch_findings(_ROUNDS, num_cpus()), as_json=False)
+        show(model_findings(model, share), as_json=False)
+    rounds, tokens = (max(1, round(share * number)) for number in (_ROUNDS, _TIMED_TOKENS))
+    show(time_findings(folder, rounds, tokens), as_json=False)
+    show(batch_findings(rounds, num_cpus(), _BATCHES[: max(2, round(share * len(_BATCHES)))]), as_json=False)
 
 
-def model_findings(model: Path) -> Iterator[Finding]:
-    """Returns all findings about a model, with the usual numbers of tokens."""
+def model_findings(model: Path, share: float) -> Iterator[Finding]:
+    """Returns all findings about a model, with this share of the usual numbers of tokens."""
+    many, chat, few, (profiled,) = (
+        [max(least, round(share * number)) for number in usual]
+        for least, usual in ((1024, _MANY), (128, _CHAT), (128, _FEW), (1024, (_PROFILED,)))
+    )
     with routed_model(model, BOOK, _SIXTEEN) as routed:
         if has_routing(routed):
-            yield from path_findings(routed, *_MANY)
-            yield from eviction_findings(routed, *_CHAT)
-            yield from popularity_findings(routed, *_MANY)
-        yield from activation_findings(routed, *_FEW)
-    yield from correlation_findings(model, _PROFILED)
+            yield from path_findings(routed, *many)
+            yield from eviction_findings(routed, *chat)
+            yield from popularity_findings(routed, *many)
+        yield from activation_findings(routed, *few)
+    yield from correlation_findings(model, profiled)
 
 
 if __name__ == "__main__":

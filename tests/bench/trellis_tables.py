@@ -27,7 +27,6 @@ from moe_pack.formats.plan import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import TrellisRows, TrellisTables, search_trellis
 
 _ROWS, _COLUMNS, _TRAINING_ROWS = 200, 1024, 60
-_ROUNDS = 14  # of Lloyd's algorithm
 _SPREAD = 1.25  # of the first levels: quantiles of a normal distribution so much wider than the weights'
 _PRIOR = 2  # weights that a level counts as having besides those it was given
 _SETS = 16
@@ -69,14 +68,14 @@ def first_levels(number: int) -> Tensor:
     return torch.tensor([_SPREAD * normal.inv_cdf((n + 0.5) / number) for n in range(number)])
 
 
-def trained_levels(hashes: Tensor, sizes: tuple[int, int]) -> tuple[TrellisTables, float]:
+def trained_levels(hashes: Tensor, sizes: tuple[int, int], rounds: int) -> tuple[TrellisTables, float]:
     """Returns integer levels for a hash, and the unit that they are for.
 
-    Args:    sizes: levels of the first and of the second weight.
+    Args:    sizes: levels of the first and of the second weight.   rounds: of Lloyd's algorithm.
     """
     weights = random_weights(_TRAINING_SEED, _TRAINING_ROWS)
     tables = TrellisTables(hashes, *(first_levels(size) for size in sizes))
-    for _ in tqdm(range(_ROUNDS), desc=f"{sizes[0]} and {sizes[1]} levels", disable=None):
+    for _ in tqdm(range(rounds), desc=f"{sizes[0]} and {sizes[1]} levels", disable=None):
         values = rounded(weights, tables, 1.0)
         moved = []
         for place, levels in enumerate((tables.first_levels, tables.second_levels)):
@@ -99,8 +98,9 @@ def trained_levels(hashes: Tensor, sizes: tuple[int, int]) -> tuple[TrellisTable
 @click.command(help=__doc__)
 @click.option("--train", is_flag=True, help="Make levels too.")
 @click.option("--hash", "seed", type=int, help="Train for random hashes of this seed instead of the format's.")
+@click.option("--rounds", default=14, show_default=True, help="Of Lloyd's algorithm.")
 @json_option
-def main(train: bool, seed: int | None, as_json: bool) -> None:
+def main(train: bool, seed: int | None, rounds: int, as_json: bool) -> None:
     """Measures, trains, prints, and judges."""
     hashes = torch.tensor([list(bytes.fromhex(table)) for table in TRELLIS_HASH], dtype=torch.uint8)
     trained_hashes = hashes
@@ -113,7 +113,8 @@ def main(train: bool, seed: int | None, as_json: bool) -> None:
         levels, unit, other = trellis_levels(width), trellis_unit(width), None
         tables = TrellisTables(hashes, *levels)
         if train or seed is not None:
-            other = error(weights, *trained_levels(trained_hashes, (len(levels[0]), len(levels[1]))))
+            sizes = len(levels[0]), len(levels[1])
+            other = error(weights, *trained_levels(trained_hashes, sizes, rounds))
         rows.append(Row(width / 2, 2.0**-width, error(weights, tables, unit), other))
     cells = [(f"{r.bits:g}", f"{r.bound:.4f}", f"{r.error:.4f}", figure(r.trained, ".4f")) for r in rows]
     faults = [

@@ -2,17 +2,24 @@
 
 import re
 import shlex
+import shutil
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from cases import case
+from chat_model import CHAT_TEMPLATE
 from click import Context, Group, Parameter
 from click.testing import CliRunner
 from hub_server import ask_here, running_hub
-from models import DEMO_MODEL, TESTS
+from models import BOOK, TESTS, TinyMixtral
+from shown_commands import PRODUCT, Shown, shown_commands, with_options
+from small_commands import NOT_HERE, RUN_ELSEWHERE, reasons
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats.plan import TRELLIS_WIDTHS, WIDTHS
@@ -20,16 +27,12 @@ from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
 ROOT = TESTS.parent
-PAGES = [ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "export.md")]
 CI_PAGE = ROOT / "docs" / "ci.md"
-LONG = ("moe-pack.md", "export.md")  # two minutes; half of one
-IN_README = {"moe-pack", "--target-vram"}  # a minute, which `make demo` takes already
-PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
+IN_README = "--target-vram"  # of convert: half a minute, which `make demo` takes already
 
 
-def shown_commands(page: Path) -> list[list[str]]:
-    lines = re.findall(r"^    (moe-(?:pack|run) .*)$", page.read_text("utf-8"), re.MULTILINE)
-    return [shlex.split(line, comments=True) for line in lines]
+def commands_of(page: Path) -> list[list[str]]:
+    return [list(shown.words) for shown in shown_commands(page) if shown.words[0] in ("moe-pack", "moe-run")]
 
 
 def options_of(command: list[str]) -> set[str]:
@@ -38,7 +41,7 @@ def options_of(command: list[str]) -> set[str]:
 
 
 def test_make_demo_runs_the_commands_of_the_readme() -> None:
-    shown = shown_commands(ROOT / "README.md")
+    shown = commands_of(ROOT / "README.md")
     makefile = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
     lines = re.findall(r"^\t\$\(BIN\)/(moe-(?:pack|run) .*)$", makefile, re.MULTILINE)
     for command in shown:
@@ -46,22 +49,58 @@ def test_make_demo_runs_the_commands_of_the_readme() -> None:
     assert len(shown) == 2
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.name in LONG else []) for page in PAGES],
-    ids=lambda page: page.name,
-)
-def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of four small experts, which change the hidden state little, as those of trained models do."""
+
+    def small_outputs(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("w2.weight"):
+                tensor *= 0.2
+
+    config = {"max_position_embeddings": 4096}
+    tiny = TinyMixtral(64, 64, 2, 4, num_heads=4, num_kv_heads=2, vocab_size=4096, config=config)
+    folder = tiny.write_with_tokenizer(tmp_path_factory.mktemp("shown") / "model")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return tiny.write(folder, small_outputs)
+
+
+# The options of commands that take long otherwise.
+SMALL = {"profile": ["--tokens", "1024"], "eval": ["--tokens", "512"], "thresholds": ["--tokens", "512"]}
+
+
+@pytest.mark.parametrize("name", [name for name, how in RUN_ELSEWHERE.items() if how.endswith("test_documentation.py")])
+def test_every_command_on_the_page_runs(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("mixtral").symlink_to(DEMO_MODEL)  # a folder of that name comes before the short name
-    commands = [command for command in shown_commands(page) if options_of(command) != IN_README]
-    if not any("convert" in command for command in commands):
-        commands.insert(0, ["moe-pack", "convert", "mixtral", "-o", "packed/"])
-    assert len(commands) >= 2
-    for program, *arguments in commands:
-        result = CliRunner().invoke(PROGRAMS[program], arguments, prog_name=program)
-        assert result.exit_code == 0, (program, arguments, result.output)
+    for folder in ("mixtral", "smollm2_moe", "tests/models/tiny-mixtral"):  # which come before short names
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder).symlink_to(model)
+    Path("tests/data").symlink_to(BOOK.parent)
+    Path("code.jsonl").write_text('{"text": "x = 1; y = 2"}\n' * 200)
+    Path("prose.txt").symlink_to(BOOK)
+    run(Shown("", ("moe-pack", "convert", "mixtral", "-o", "packed/")))
+    found = [shown for shown in shown_commands(ROOT / name) if shown.words[0] in ("moe-pack", "moe-run")]
+    assert len(found) >= 2
+    for shown in found:
+        is_left_out = shown.words[1] == "convert" and IN_README in shown.words
+        if not is_left_out and not reasons(shown, NOT_HERE):
+            with case(shown.text):
+                run(shown)
+
+
+def run(shown: Shown) -> None:
+    shown = replace(shown, words=tuple(word.replace("/shared", "shared") for word in shown.words))
+    out = next((word for before, word in pairwise(shown.words) if before == "-o"), "")
+    if out in ("packed/", "profile/"):  # which a page makes more than once
+        shutil.rmtree(out, ignore_errors=True)
+    # With other sources of a text or of figures they take no number of tokens.
+    takes_tokens = "--tokens" in shown.words or (shown.words[1] == "profile" and "--imatrix" not in shown.words)
+    small = with_options(shown, SMALL.get(shown.words[1], []) if takes_tokens else [], ())
+    result = CliRunner().invoke(PRODUCT[small.words[0]], small.words[1:], prog_name=small.words[0])
+    assert result.exit_code == 0, result.output
 
 
 def params_of(name: str) -> list[Parameter]:
@@ -143,21 +182,23 @@ def workflow_of(page: Path) -> dict[str, Any]:
 def test_the_workflow_runs_the_commands_that_the_page_shows() -> None:
     steps = workflow_of(CI_PAGE)["jobs"]["check"]["steps"]
     lines = [step["run"].strip() for step in steps if step.get("run", "").startswith("moe-pack ")]
-    assert [shlex.split(line) for line in lines] == shown_commands(CI_PAGE)
+    in_workflow, before_it = commands_of(CI_PAGE)[:2], commands_of(CI_PAGE)[2:]
+    assert [shlex.split(line) for line in lines] == in_workflow == before_it
 
 
-@pytest.mark.slow
-def test_the_workflow_of_checks_runs_on_packs_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workflow_of_checks_runs_on_packs_of_the_hub(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names = {**workflow_of(CI_PAGE)["env"], "COMMIT": "main", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
     small = ("--quantizer", "nearest", "--record-bits", "8", "--selector-bits", "8")
-    assert CliRunner().invoke(moe_pack, ["convert", str(DEMO_MODEL), "-o", "packed", *small]).exit_code == 0
+    assert CliRunner().invoke(moe_pack, ["convert", str(model), "-o", "packed", *small]).exit_code == 0
     repository, _, variant = names["PACK"].partition(":")
     with running_hub() as server:
         server.add(repository, tmp_path / "packed", f"{variant}/")
-        server.add(names["SOURCE"], DEMO_MODEL)
+        server.add(names["SOURCE"], model)
         ask_here(server, tmp_path / "cache", monkeypatch)
-        for _, *arguments in shown_commands(CI_PAGE):
+        for _, *arguments in commands_of(CI_PAGE)[:2]:
             result = CliRunner(env=names).invoke(moe_pack, [Template(word).substitute(names) for word in arguments])
             assert result.exit_code == 0, (arguments, result.output)
     assert "| kl | ✅ passed |" in (tmp_path / "summary.md").read_text("utf-8")

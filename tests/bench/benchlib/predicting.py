@@ -14,7 +14,7 @@ from moe_pack.runtime import FixedCosts, MachineFacts, measure_disk
 from moe_pack.runtime.doctor import MeasurementSteps, measure_cpu
 from moe_pack.runtime.offload import Passes, divide_budget, routing_bytes
 
-_FIXED_SECONDS = 5.0
+_FIXED_MEASUREMENTS = 50  # fixed costs take as long as so many measurements of the machine: 5 s, with 0.1 s each
 _RECALL = 0.98  # a synthetic model's layers change the hidden state little: the next router predicts nearly all
 
 
@@ -32,7 +32,7 @@ def measured_fixed_costs(pack: Path, seconds: float) -> FixedCosts:
 
     Args:    seconds: of each measurement of the machine before.
     """
-    return measure_fixed_costs(measured_machine(pack, seconds), _FIXED_SECONDS)
+    return measure_fixed_costs(measured_machine(pack, seconds), _FIXED_MEASUREMENTS * seconds)
 
 
 def predicted_for(
