@@ -109,6 +109,7 @@ papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_quality.py all
 	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/paper_quality.py all --model $(SMALL_MODEL))
 	$(BIN)/python $(BENCH)/paper_routing.py all --folder $(BENCH_PACKS) $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
+	$(BIN)/python $(BENCH)/paper_scores.py all
 
 bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)

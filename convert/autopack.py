@@ -40,6 +40,7 @@ from moe_pack.convert.plan import (
     read_plan,
     two_digits,
 )
+from moe_pack.convert.plan.options import USUAL_LIMIT
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.families import Checkpoint
@@ -150,7 +151,7 @@ class AutoPackResult:
 
 def pack_goal(
     model: PlanningModel,
-    planner: Planner,
+    planner: Planner | None,
     profile: Profile,
     tokens: Tokens,
     target: Target,
@@ -158,16 +159,16 @@ def pack_goal(
 ) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
 
-    Args:    tokens: the text on which packs are measured.
+    Args:    planner: not used for a preset.   tokens: the text on which packs are measured.
     """
 
     def decide(nats: float) -> Decision:
         if target.preset is not None:
-            return preset_decision(target.preset, model, target.sparsity)
+            return preset_decision(target.preset, model, target.sparsity, nats)
+        assert planner is not None, "only a preset decides without one"
         return planner.plan(nats).decision
 
-    limit = target.limit
-    allowed = log1p(limit.value) if limit.kind == "perplexity" else limit.value
+    limit, measured_in = target.loss_limit, USUAL_LIMIT if target.loss_limit is None else target.loss_limit
     return PackGoal(
         identity={
             "source": profile.facts.source,
@@ -180,9 +181,9 @@ def pack_goal(
         },
         decide=decide,
         estimate=model.loss,
-        first_nats=limit.nats(model.losses.nll_per_kl),
-        allowed=None if target.preset is not None else allowed,
-        measure=lambda quality: measured_loss(quality, limit),
+        first_nats=0.0 if limit is None else limit.nats(model.losses.nll_per_kl),
+        allowed=None if limit is None else log1p(limit.value) if limit.kind == "perplexity" else limit.value,
+        measure=lambda quality: measured_loss(quality, measured_in),
         verdict=loss_text,
         rotation=model.rotation,
         is_sequential=is_sequential,

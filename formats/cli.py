@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib import import_module
@@ -244,9 +244,15 @@ def options_from(kind: type[Any]) -> Callable[[C], C]:
 
 
 class _Choice(click.Choice[str]):
-    """One of some texts; a text that is none of them gets the nearest ones."""
+    """One of some texts; a text that is none of them gets what to do `instead`, or the nearest ones."""
+
+    def __init__(self, choices: list[str], instead: Mapping[str, str]) -> None:
+        super().__init__(choices)
+        self._instead = instead
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        if str(value) in self._instead:
+            return self._instead[str(value)]
         return super().get_invalid_choice_message(value, ctx).removesuffix(".") + did_you_mean(str(value), self.choices)
 
 
@@ -291,7 +297,7 @@ class _CommandOption:
     def _type(self) -> Any:
         option = self.option
         if self._choices:
-            return _Choice(list(self._choices))
+            return _Choice(list(self._choices), option.instead)
         if option.parse is not None:
             return str
         if self.hint is Path:
@@ -357,12 +363,12 @@ def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
 
 
 def _is_left_out(group: list[_CommandOption], values: dict[str, Any]) -> bool:
-    """Returns whether the required option of a group is missing.
+    """Returns whether the required option of a group is missing, and each other option that begins it.
 
-    Raises:  UsageError if it is missing, but another option of the group is given.
+    Raises:  UsageError if they are missing, but another option of the group is given.
     """
     required = next(one for one in group if one.default is MISSING)
-    if values[required.place] is not None:
+    if any(values[one.place] is not None for one in group if one is required or one.option.begins):
         return False
     needed = required.option.name
     source = click.get_current_context().get_parameter_source

@@ -5,8 +5,8 @@ An option is spelled once: as a field of the dataclass that carries it. The fiel
 `formats/cli.py` derives the command line from these fields; this file does not import click.
 
 If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
-is None unless the user gives its option without a default. A class may have a method `check`, which is called once all
-its options are read.
+is None unless the user gives its option without a default, or one that `begins` it too. A class may have a method
+`check`, which is called once all its options are read.
 
 Long work reports its progress in stages, one after another. Sizes in bytes, which many options are, are formatted and
 parsed here too, and times. For a name that is not known, `did_you_mean` finds similar ones.
@@ -41,6 +41,8 @@ class Option:
     default_text: str | None
     path: Literal["any", "file", "folder"]
     mark: str | None
+    begins: bool
+    instead: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -60,6 +62,8 @@ def option(
     default_text: str | None = None,
     path: Literal["any", "file", "folder"] = "any",
     mark: str | None = None,
+    begins: bool = False,
+    instead: Mapping[str, str] | None = None,
 ) -> Mapping[str, Option]:
     """Returns a field's metadata: the option that sets the field.
 
@@ -70,9 +74,12 @@ def option(
              choices: the allowed texts, if the field's type does not list them.   parse: makes the field's value from
              the text; raises ValueError with a message that says what it expects.   default_text: the default as a
              user would type it, if there is a `parse`.   path: what a path may lead to, if it exists.
-             mark: a word by which `given` selects options.
+             mark: a word by which `given` selects options.   begins: whether a dataclass that may be None is there if
+             this option of it is given; its option without a default is then None.   instead: what to do for texts that
+             are no choice, but are known.
     """
-    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark)}
+    others = {} if instead is None else instead
+    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark, begins, others)}
 
 
 def option_of(field: "Field[Any]") -> Option | None:

@@ -5,6 +5,7 @@ key by key in `families/config.py`. docs/format.md specifies both the JSON and t
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -142,7 +143,7 @@ def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[Mo
         raise error(f"{place}: found {shortened(value)}, expected an object")
     if "kind" not in value:
         raise error(f"{place}: key 'kind' is missing")
-    by_kind = {typing.get_args(typing.get_type_hints(member)["kind"])[0]: member for member in known}
+    by_kind = {typing.get_args(_hint(member, "kind"))[0]: member for member in known}
     member = by_kind.get(value["kind"]) if isinstance(value["kind"], str) else None
     if member is None:
         raise error(f"{place}: kind: found {shortened(value['kind'])}, expected one of {', '.join(by_kind)}")
@@ -152,16 +153,23 @@ def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[Mo
 def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
     if not isinstance(value, dict):
         raise error(f"{place}: found {shortened(value)}, expected an object")
-    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in value:
-        if key not in hints:
+        if key not in fields:
             raise error(f"{place}: unknown key {shortened(key)}")
-    may_lack = {field.name for field in dataclasses.fields(kind) if is_added(field)}
-    for key in hints:
-        if key not in value and key not in may_lack:
+    for key, field in fields.items():
+        if key not in value and not is_added(field):
             raise error(f"{place}: key {key!r} is missing")
-    given = {key: hint for key, hint in hints.items() if key in value}
-    return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in given.items()})
+    given = [key for key in fields if key in value]
+    return kind(**{key: _load(_hint(kind, key), value[key], f"{place}: {key}", error) for key in given})
+
+
+@functools.cache
+def _hint(kind: Any, name: str) -> Any:
+    """Returns the type of a field. If it is written as text, only this looks it up, which may import its module."""
+    written = next(field.type for field in dataclasses.fields(kind) if field.name == name)
+    alone = type(kind.__name__, (), {"__annotations__": {name: written}, "__module__": kind.__module__})
+    return typing.get_type_hints(alone, include_extras=True)[name]
 
 
 def _first_line(fault: Exception) -> str:

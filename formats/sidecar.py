@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,12 @@ from moe_pack.formats.safetensors import (
     read_small,
     split_bytes,
 )
-from moe_pack.formats.writer import SteppedFolder, pass_step
 
 MAX_SIDECAR_BYTES = 16_000_000
 _CONTENT = "content"
+
+if TYPE_CHECKING:
+    from moe_pack.formats.writer import SteppedFolder
 
 T = TypeVar("T")
 
@@ -51,11 +53,13 @@ class _Frame:
 
 
 @contextmanager
-def locked_for(folder: Path, name: str) -> Iterator[SteppedFolder]:
+def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
     """Locks a pack's folder while its sidecar `name` is being written.
 
     Raises:  ConversionError if another command is writing in the folder.
     """
+    from moe_pack.formats.writer import SteppedFolder, pass_step
+
     assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
     disk = SteppedFolder(folder, pass_step)
     disk.lock(f"another command is writing in this folder; wait for it or stop it, then write {name} again")
@@ -228,7 +232,7 @@ def _lay_out(tensors: Iterable[StoredTensor], root: str) -> TensorFileLayout:
     return lay_out([[tensor] for tensor in tensors], _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
 
 
-def _write(disk: SteppedFolder, name: str, layout: TensorFileLayout, values: dict[str, Array]) -> None:
+def _write(disk: "SteppedFolder", name: str, layout: TensorFileLayout, values: dict[str, Array]) -> None:
     """Writes and syncs the whole file. The header comes last, when its digest is known."""
     digest = hashlib.sha256(layout.header)
     disk.open(name)

@@ -17,18 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from moe_pack.formats import parts
 from moe_pack.formats.parts import (
     AttentionSpec,
     CompressedSpec,
     DenseRole,
     GatedStreamsSpec,
     GroupedQuerySpec,
-    HalvesSpec,
     IndexerSpec,
     LatentSpec,
     MixedStreamsSpec,
-    MixerSpec,
-    NgramSpec,
     NormedResidualSpec,
     NormedStateSpec,
     OtherAttentionSpec,
@@ -50,8 +48,6 @@ from moe_pack.formats.parts.attention import (
     relative_roles,
     rope_fault,
 )
-from moe_pack.formats.parts.mixers import halves_fault, mixer_fault
-from moe_pack.formats.parts.ngrams import ngrams_fault
 from moe_pack.formats.parts.residual import (
     final_stream_roles,
     has_input_norm,
@@ -229,12 +225,12 @@ class ModelSpec:
     expert: ExpertSpec
     shared_expert: SharedExpertSpec | None
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
-    mixer: MixerSpec | None = added(None)  # noqa: RUF009
-    halves: HalvesSpec | None = added(None)  # noqa: RUF009
+    mixer: "parts.MixerSpec | None" = added(None)  # noqa: RUF009  # as text: imported for a model that has one
+    halves: "parts.HalvesSpec | None" = added(None)  # noqa: RUF009
     others: tuple[OtherAttentionSpec, ...] = added(())
     residual: ResidualSpec | None = added(None)  # noqa: RUF009
     logits_softcap: float | None = added(None)
-    ngrams: NgramSpec | None = added(None)  # noqa: RUF009
+    ngrams: "parts.NgramSpec | None" = added(None)  # noqa: RUF009
 
     @property
     def stream_width(self) -> int:
@@ -294,11 +290,11 @@ class ModelSpec:
         """Whether some layers depend on the tokens themselves, not on hidden states alone."""
         return self.ngrams is not None or bool(self.router.table_layers)
 
-    def mixer_of(self, layer: int) -> MixerSpec | None:
+    def mixer_of(self, layer: int) -> "parts.MixerSpec | None":
         """Returns the mixer of a layer; None if the layer has attention."""
         return self.mixer if self.mixer is not None and layer in self.mixer.layers else None
 
-    def ngrams_of(self, layer: int) -> NgramSpec | None:
+    def ngrams_of(self, layer: int) -> "parts.NgramSpec | None":
         """Returns the n-gram embeddings of a layer; None if it adds none."""
         return self.ngrams if self.ngrams is not None and layer in self.ngrams.layers else None
 
@@ -646,11 +642,11 @@ def _mixer_fault(spec: ModelSpec) -> str | None:
         return f"a norm that is unbiased needs kind layer, found {spec.norm.kind}"
     if spec.norm.zero_centered and (spec.norm.kind != "rms" or not is_grouped):
         return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
-    if spec.halves is not None and (fault := halves_fault(spec.halves, spec.num_hidden_layers)) is not None:
+    if spec.halves is not None and (fault := parts.halves_fault(spec.halves, spec.num_hidden_layers)) is not None:
         return fault
     if spec.mixer is not None and not all(map(spec.has_first, spec.mixer.layers)):
         return "mixer layers list a layer without a first half"
-    return None if spec.mixer is None else mixer_fault(spec.mixer, spec.num_hidden_layers)
+    return None if spec.mixer is None else parts.mixer_fault(spec.mixer, spec.num_hidden_layers)
 
 
 def _residual_fault(spec: ModelSpec) -> str | None:
@@ -694,7 +690,7 @@ def _ngrams_fault(spec: ModelSpec) -> str | None:
         return f"ngrams need a model without an encoder and a norm of kind rms, found {spec.norm.kind}"
     if isinstance(spec.residual, ShortcutResidualSpec | ParallelResidualSpec):
         return f"ngrams cannot enter a {spec.residual.kind} residual"
-    return ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
+    return parts.ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
 
 
 def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:

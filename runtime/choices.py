@@ -3,13 +3,17 @@
 If a choice needs something that is missing, there is another choice, and the engine lists it as a fallback.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.spec import first_moe_layers
+from moe_pack.runtime import offload
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.cpu.reads import Reads, open_reads, reads_directly
 from moe_pack.runtime.machine import USUAL_DISK, DiskFacts, MachineFacts, disk_cutover
@@ -18,22 +22,20 @@ from moe_pack.runtime.offload import (
     BudgetPlan,
     CacheFacts,
     ExpertCache,
-    OffloadedWeights,
-    Passes,
+    PolicyName,
     Prefetcher,
     Preset,
-    Recorder,
-    Routing,
-    auto_preset,
     expert_cache_for,
     expert_pages,
-    recorded_expert_cache_for,
+    routing_bytes,
 )
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
-from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 
+# If a token's experts of a layer have fewer bytes, `auto` predicts nothing: predicting takes longer than reading. With
+# experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).
+_LEAST_PREDICTED_BYTES = 1 << 20
 TOO_FEW_TO_TRUST = "--trust-experts changes nothing: fewer experts are predicted than a token uses"
 
 
@@ -53,11 +55,11 @@ class OffloadChoices:
         fall_back: Callable[[str], None],
         measure_disk: Callable[[], MachineFacts] | None = None,
     ) -> None:
-        self.routing = Routing.open(pack)
+        self.routing = offload.Routing.open(pack) if routing_bytes(pack.folder) else None
         self.preset: Preset | None = None
         self.reads: Reads | None = None
         self.is_direct = False
-        self.recorder: Recorder | None = None
+        self.recorder: offload.Recorder | None = None
         self._pack, self._options, self._fall_back = pack, options, fall_back
         self._machine, self._measure_disk = options.machine, measure_disk
 
@@ -72,12 +74,12 @@ class OffloadChoices:
             self.preset = auto_preset(self._profile_passes(facts), facts, self._pack.index.size, rows_below)
         return self.preset
 
-    def _profile_passes(self, facts: CacheFacts) -> Passes | None:
+    def _profile_passes(self, facts: CacheFacts) -> offload.Passes | None:
         """Returns the profile's routes as passes of one token each; None if there are none."""
         if self.routing is None or not len(self.routing.routes):
             return None
         pass_tokens = np.ones(len(self.routing.routes), np.uint32)
-        return Passes(self.routing.routes, pass_tokens, None, facts.popularity)
+        return offload.Passes(self.routing.routes, pass_tokens, None, facts.popularity)
 
     def open_cache(self, preset: Preset, facts: CacheFacts, budget_bytes: int, context_tokens: int) -> ExpertCache:
         """Returns an empty expert cache that follows a preset; with `--record`, one that `recorder` writes down.
@@ -88,10 +90,12 @@ class OffloadChoices:
         path = self._options.record
         if path is None:
             return expert_cache_for(preset, facts)
+        from moe_pack.runtime.offload.record import check_writable
+
         check_writable(path)
         root = self._pack.manifest.root
-        self.recorder = Recorder(facts, root, preset.name, budget_bytes, context_tokens, keeps_scores=True)
-        return recorded_expert_cache_for(preset, facts, self.recorder)
+        self.recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context_tokens, keeps_scores=True)
+        return offload.recorded_expert_cache_for(preset, facts, self.recorder)
 
     def write_record(self) -> None:
         """Writes the recording, once, if there is one.
@@ -106,7 +110,7 @@ class OffloadChoices:
         """Whether the policy or the recording uses the routers' scores of all experts."""
         return preset.needs_scores or self._options.record is not None
 
-    def prefetcher(self, preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
+    def prefetcher(self, preset: Preset, weights: offload.OffloadedWeights) -> Prefetcher | None:
         """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""
         router = self._pack.spec.router
         num_ahead = preset.num_predicted(router.num_experts_per_tok) if self._options.prefetches else 0
@@ -166,7 +170,25 @@ class OffloadChoices:
         return False
 
 
-def predicted_by(preset: Preset, routing: Routing | None, fall_back: Callable[[str], None]) -> PredictionName:
+def auto_preset(
+    passes: offload.Passes | None, facts: CacheFacts, extent_bytes: NDArray[np.int64], rows_below: float = 0.0
+) -> Preset:
+    """Returns the preset of `--policy auto`: the eviction with the most hits on such routes, and the best prediction.
+
+    Where single rows are read (`rows_below` above 0), the next layer's selectors predict them.
+
+    Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
+    Measured on synthetic packs (docs/benchmarks/offloading.md).
+    """
+    name: PolicyName = "edgemoe" if passes is None else offload.auto_policy(passes, facts, extent_bytes)[0]
+    token_bytes = facts.num_active * int(extent_bytes.max())
+    prediction: PredictionName = "best" if token_bytes >= _LEAST_PREDICTED_BYTES else "none"
+    return replace(
+        PRESETS[name], prediction=prediction, max_predicted=None, rows_below=rows_below, reuse_selector=rows_below > 0
+    )
+
+
+def predicted_by(preset: Preset, routing: offload.Routing | None, fall_back: Callable[[str], None]) -> PredictionName:
     """Returns the prediction of a preset, or what replaces one that needs a profile's routing.
 
     Args:    routing: of the pack's folder; None if there is none.   fall_back: notes a fallback; may raise RunError.
@@ -181,7 +203,7 @@ def predicted_by(preset: Preset, routing: Routing | None, fall_back: Callable[[s
 
 
 def cache_facts(
-    pack: Pack, plan: BudgetPlan, routing: Routing | None, has_selector: NDArray[np.bool_] | None = None
+    pack: Pack, plan: BudgetPlan, routing: offload.Routing | None, has_selector: NDArray[np.bool_] | None = None
 ) -> CacheFacts:
     """Returns what a policy knows about a pack inside a budget.
 
@@ -197,7 +219,7 @@ def runs_some_neurons(pack: Pack) -> bool:
     return pack.manifest.selector != "none" and bool(pack.thresholds.any())
 
 
-def popularity_shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
+def popularity_shares(pack: Pack, routing: offload.Routing | None) -> NDArray[np.float32]:
     """Returns the share of a layer's tokens that each expert gets, float32 [L, E]; equal shares without a profile."""
     counts = np.ones(pack.index.size.shape) if routing is None else routing.popularity
     shares: NDArray[np.float32] = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)

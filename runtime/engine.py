@@ -10,6 +10,8 @@ There are three ways to run a pack, and `Engine` has a method that builds each:
 If something that the options ask for is not possible, the engine does something else and lists it as a fallback.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -19,49 +21,27 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
-from moe_pack.formats.families import PredictionLayer
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, families, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.runtime import machine
-from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, OffloadChoices, cache_facts, popularity_shares, predicted_by
+from moe_pack.runtime import drafts, machine, model, offload
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.drafts import MOST_DRAFTED, Drafts, Gate, NgramDrafter
-from moe_pack.runtime.drafts.drafter import Drafter
-from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
-from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
-from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import (
-    BuiltEngine,
-    GpuCosts,
-    GpuMemoryUse,
-    GpuRequest,
-    fit_to_gpu,
-    gpu_needs,
-    usual_budget,
-)
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, offset_bytes_for
-from moe_pack.runtime.machine import GpuHere, MachineFacts, available_bytes
+from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
     TORCH,
     Decoder,
-    EncoderDecoder,
     NativeOperations,
     Operations,
     PackWeights,
     open_weights,
 )
-from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, chosen_mode, read_numerics
 from moe_pack.runtime.offload import (
     EXACT,
     ONE_SEQUENCE,
     PRESETS,
     Approximations,
-    BudgetPlan,
-    OffloadedWeights,
     Preset,
-    Routing,
     Sequences,
     divide_budget,
     expert_pages,
@@ -75,15 +55,18 @@ from moe_pack.runtime.offload.budget import (
     resident_selectors,
     selector_heat,
 )
-from moe_pack.runtime.offload.eviction import eviction_of
-from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
-from moe_pack.runtime.offload.prefetch import methods_by_layer
-from moe_pack.runtime.offload.split import balanced, fastest
 from moe_pack.runtime.options import Device, EngineOptions
 
 if TYPE_CHECKING:
+    from moe_pack.runtime.choices import OffloadChoices
+    from moe_pack.runtime.drafts.drafter import Drafter
+    from moe_pack.runtime.gpu.device import GpuMemory, HostArena
+    from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest
     from moe_pack.runtime.gpu.gpu_engine import GpuInputs
+    from moe_pack.runtime.gpu.placement import Misses
     from moe_pack.runtime.gpu.prefetch import PredictionPlan
+    from moe_pack.runtime.machine import GpuHere
+    from moe_pack.runtime.model.caches import KvDtype
 
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
 
@@ -134,18 +117,18 @@ class Engine:
         self.fallbacks: list[str] = []
         self.numerics: NumericsMode = "exact"
         self.numerics_loss: NumericsLoss | None = None
-        self.plan: BudgetPlan | None = None
+        self.plan: offload.BudgetPlan | None = None
         self.choices: OffloadChoices | None = None
-        self.offloaded: OffloadedWeights | None = None
+        self.offloaded: offload.OffloadedWeights | None = None
         self.misses: Literal["pull", "auto", "cpu", "disk"] | None = None
         self.gpu_memory: GpuMemory | None = None
         self.gpu_use: GpuMemoryUse | None = None
         self.gpu_preset: Preset | None = None
-        self.drafts: Drafts | None = None
+        self.drafts: drafts.Drafts | None = None
         self.why_no_drafts: str | None = None
-        self._layer: PredictionLayer | None = None
+        self._layer: families.PredictionLayer | None = None
         self.weights: PackWeights
-        self.decoder: Decoder | EncoderDecoder
+        self.decoder: Decoder | model.EncoderDecoder
         self.pack, self._progress, self._context_tokens = pack, progress, context_tokens
         kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
         self._sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
@@ -164,7 +147,7 @@ class Engine:
             self._open_drafts()
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(
@@ -275,8 +258,10 @@ class Engine:
 
     def _offloaded_weights(
         self, budget_bytes: int, operations: Operations, approximations: Approximations
-    ) -> OffloadedWeights:
+    ) -> offload.OffloadedWeights:
         """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
+        from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+
         pack, options = self.pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
@@ -293,9 +278,9 @@ class Engine:
         has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)
-        trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
+        trace = self._stack.enter_context(offload.Trace(options.trace)) if options.trace else None
         cache = choices.open_cache(preset, facts, budget_bytes, self._context_tokens)
-        store = ExpertStore(
+        store = offload.ExpertStore(
             pack,
             operations,
             self.plan,
@@ -306,7 +291,7 @@ class Engine:
             has_selector=has_selector,
             trace=trace,
         )
-        weights = OffloadedWeights(
+        weights = offload.OffloadedWeights(
             pack,
             operations,
             self._stack.enter_context(closing(store)),
@@ -322,11 +307,11 @@ class Engine:
         self.offloaded = weights
         return weights
 
-    def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
+    def _cpu_decoder(self, most_tokens: int) -> Decoder | model.EncoderDecoder:
         """Returns the decoder of the model, whose passes have at most `most_tokens`."""
         chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
         if self.pack.spec.encoder is not None:
-            return EncoderDecoder(self.weights, self._context_tokens, self.device, chunk_tokens)
+            return model.EncoderDecoder(self.weights, self._context_tokens, self.device, chunk_tokens)
         number, checkpoints = self._sequences.number, self._sequences.checkpoints
         return Decoder(
             self.weights,
@@ -344,11 +329,11 @@ class Engine:
         """Finds the prediction layer that drafts, if it does, and counts its memory; or says why nothing drafts."""
         self.why_no_drafts = None if self.options.draft == "off" else self._why_no_drafts()
         if self.options.draft == "mtp" and self.why_no_drafts is None:
-            self._layer = PredictionLayer.find(self.pack)
+            self._layer = families.PredictionLayer.find(self.pack)
             if self._layer is None:
                 self.why_no_drafts = "the pack has no prediction layer that runs; --draft ngram needs none"
             else:
-                num_bytes = prediction_bytes(self._layer, self._context_tokens)
+                num_bytes = drafts.prediction_bytes(self._layer, self._context_tokens)
                 self._sequences = replace(self._sequences, draft_bytes=num_bytes)
         if self.why_no_drafts is not None and self.options.draft != "auto":
             self._fall_back(f"nothing is drafted: {self.why_no_drafts}")
@@ -384,19 +369,21 @@ class Engine:
         if options.draft == "off" or self.why_no_drafts is not None:
             return
         assert isinstance(decoder, Decoder), "a model without an encoder"
-        drafter: Drafter = NgramDrafter()
+        drafter: Drafter = drafts.NgramDrafter()
         if self._layer is not None:
-            weights = PredictionWeights(self._layer, self.weights)
-            drafter = PredictionDrafter(weights, self._context_tokens, decoder.chunk_tokens)
+            weights = drafts.PredictionWeights(self._layer, self.weights)
+            drafter = drafts.PredictionDrafter(weights, self._context_tokens, decoder.chunk_tokens)
             decoder.sequences[0].follower = drafter
-        most = 1 + MOST_DRAFTED
+        most = 1 + drafts.MOST_DRAFTED
         if self.plan is not None:
             most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
-        self.drafts = Drafts(drafter, Gate(), most)
+        self.drafts = drafts.Drafts(drafter, drafts.Gate(), most)
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
+        from moe_pack.runtime.gpu.device import HostArena, host_bytes
+
         self.options.check_gpu(self.pack.spec)
         run = self._open_gpu()
         needed = host_bytes(self.pack)
@@ -423,6 +410,9 @@ class Engine:
 
     def _open_gpu(self) -> _GpuRun:
         """Opens the GPU, and returns what its engine is built for."""
+        from moe_pack.runtime.gpu.device import GpuMemory
+        from moe_pack.runtime.gpu.fit import GpuRequest
+
         options = self.options
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
         cache_dtype = _gpu_cache_dtype(options)
@@ -432,6 +422,7 @@ class Engine:
 
     def _build_gpu(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
         # Imported here, because they need triton, which comes with torch for GPUs only.
+        from moe_pack.runtime.gpu.fit import fit_to_gpu
         from moe_pack.runtime.gpu.gpu_engine import GpuEngine
         from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
@@ -452,16 +443,19 @@ class Engine:
 
         return fit_to_gpu(pack, device, run.memory, request, inputs.least_bytes, build, compile_kernels)
 
-    def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> "GpuInputs":
+    def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         """Decides who has what is missing on the GPU, and by which policy records come and go there."""
-        from moe_pack.runtime.gpu.cpu_share import Rates, Split, link_rate
+        from moe_pack.runtime.choices import popularity_shares
+        from moe_pack.runtime.gpu.cpu_share import Rates, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
+        from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, offset_bytes_for
+        from moe_pack.runtime.offload.eviction import eviction_of
 
         pack, options, host = self.pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
         # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
         preset = PRESETS["lru" if options.policy == "auto" else options.policy]
-        tier, split, share, rate = None, cast(Split | None, None), 0.0, 0.0
+        tier, prompt_rates, share, rate = None, cast(Rates | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"
         if host is None:
             tier, misses = self._cpu_tier(ram_bytes, kernels), "disk"
@@ -473,10 +467,11 @@ class Engine:
             rate = link_rate(host, self.device)
         elif host.is_layer_locked(0):
             rates = Rates.measure(pack, host, kernels, self.device)
-            rate, rule = rates.link, balanced if preset.name == "importance" else fastest
+            rate = rates.link
             if options.misses == "auto":
-                share, split = rates.pulled_share, rates.split(pack.layout.experts[0][0].num_bytes, rule)
-        routing = Routing.open(pack)
+                share = rates.pulled_share
+                prompt_rates = None if preset.balances else rates
+        routing = offload.Routing.open(pack)
         if not options.prefetches or not (share or misses == "pull"):  # nothing comes over the link
             preset = preset.without_prediction()
         self.gpu_preset, prediction = preset, self._gpu_prediction(preset, routing, misses)
@@ -487,7 +482,7 @@ class Engine:
             host=host,
             tier=tier,
             kernels=kernels,
-            split=split,
+            rates=prompt_rates,
             pulled_share=share,
             link_rate=rate,
             popularity=popularity_shares(pack, routing),
@@ -497,12 +492,15 @@ class Engine:
             needs_scores=preset.needs_scores,
             prediction=prediction,
             alpha=options.approximations.substitute,
+            by_expert=preset.balances and share > 0,
             offset_bytes=offset_bytes_for(pack.layout, most_bytes),
         )
 
-    def _gpu_prediction(self, preset: Preset, routing: Routing | None, misses: Misses) -> "PredictionPlan | None":
+    def _gpu_prediction(self, preset: Preset, routing: offload.Routing | None, misses: Misses) -> PredictionPlan | None:
         """Returns what is predicted on the GPU; None if nothing is."""
+        from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, predicted_by
         from moe_pack.runtime.gpu.prefetch import PredictionPlan
+        from moe_pack.runtime.offload.prefetch import methods_by_layer
 
         spec, trusts = self.pack.spec, self.options.approximations.runs_predicted
         number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
@@ -527,7 +525,7 @@ class Engine:
             self._fall_back(f"missing rows are pulled over the link: native kernels {why_unavailable()}")
         return kernels
 
-    def _cpu_tier(self, ram_bytes: int, kernels: Kernels | None) -> OffloadedWeights:
+    def _cpu_tier(self, ram_bytes: int, kernels: Kernels | None) -> offload.OffloadedWeights:
         """Builds the CPU's own engine for experts that are not in GPU memory, within so much host memory."""
         operations = TORCH if kernels is None else NativeOperations(kernels)
         return self._offloaded_weights(ram_bytes, operations, EXACT)  # the GPU chooses the experts
@@ -567,6 +565,8 @@ def why_no_gpu(gpu: GpuHere | None) -> str | None:
 
 def _why_too_small(pack: Pack, options: EngineOptions, context_tokens: int, gpu: GpuHere) -> str | None:
     """Returns why a pack does not run in the budget, or in the GPU's memory, in words; None if it should."""
+    from moe_pack.runtime.gpu.fit import GpuCosts, gpu_needs, usual_budget
+
     budget = options.budget_bytes
     if budget is not None and budget > gpu.memory_bytes:
         return f"--budget is {size_text(budget)}, {gpu.name} has {size_text(gpu.memory_bytes)}"

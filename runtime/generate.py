@@ -3,19 +3,25 @@
 `measure` times the generation after a prompt of random tokens; only its length ends it.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.drafts import Drafts
-from moe_pack.runtime.model import Decoder, EncoderDecoder
+from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.sampling import Sampler
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.drafts import Drafts
+    from moe_pack.runtime.model import EncoderDecoder
 
 USUAL_CONTEXT = 4096  # tokens of prompt and answers, where the model has as many positions
 
@@ -97,6 +103,29 @@ def _drafted(
         last = chosen[-1]
         chosen.clear()
         drafts.advance(decoder, sequence, last, left, take)
+
+
+class Clock:
+    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.num_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+
+    def tick(self) -> None:
+        """Notes that there is a new token."""
+        elapsed = time.perf_counter() - self._start
+        if self.num_tokens == 0:
+            self.prefill_s = elapsed
+        self.decode_s = elapsed - self.prefill_s
+        self.num_tokens += 1
+
+
+def rate_text(num_tokens: int, seconds: float) -> str:
+    """Returns tokens a second as text."""
+    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
 
 
 @dataclass(frozen=True, slots=True)

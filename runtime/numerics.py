@@ -66,6 +66,8 @@ def read_numerics(pack: "Pack") -> NumericsLoss | None:
 
     Raises:  PackError if the file is damaged.
     """
+    if not (pack.folder / NUMERICS_FILE).exists():
+        return None
     from moe_pack.formats.sidecar import read_sidecar
 
     return read_sidecar(pack.folder, NUMERICS_FILE, NumericsLoss, pack.manifest.root)

@@ -7,17 +7,18 @@ where it would have no effect. What the options mean together, the engine decide
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats import ModelSpec, RunError, option
+from moe_pack.formats import RunError, option, parts
 from moe_pack.formats.commands import given, read_size
-from moe_pack.formats.families.text_files import TextFiles, error_of, read_values
-from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
-from moe_pack.formats.parts.rope import ProportionalSpec
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption
 from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
+
+if TYPE_CHECKING:
+    from moe_pack.formats import ModelSpec
+    from moe_pack.formats.families.text_files import TextFiles
 
 ReadOption = Literal["auto", "direct", "pread", "map"]
 VerifyOption = Literal["lazy", "full", "off"]
@@ -34,10 +35,12 @@ _INFINITE = float("inf")
 _GENERATION = "generation_config.json"
 
 
-def cpu_only(spec: ModelSpec) -> str | None:
+def cpu_only(spec: "ModelSpec") -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
+    from moe_pack.formats.parts.rope import ProportionalSpec
+
     attention = spec.attention
-    parts = {
+    lacks = {
         "an encoder": spec.encoder is not None,
         "several kinds of attention": bool(spec.others),
         "a softcap of logits": spec.logits_softcap is not None,
@@ -48,26 +51,26 @@ def cpu_only(spec: ModelSpec) -> str | None:
         "scaled routers": spec.router.input_scale or spec.router.expert_scale,
         "groups of experts that score 0": spec.router.zero_outside,
         "experts that return their input": spec.router.num_identity > 0,
-        "compressed attention": isinstance(attention, CompressedSpec),
+        "compressed attention": isinstance(attention, parts.CompressedSpec),
         "a table from tokens to experts": bool(spec.router.table_layers),
         f"routers of {spec.router.kind}": spec.router.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
     }
     if spec.residual is not None:
-        parts[f"a {spec.residual.kind} residual"] = True
+        lacks[f"a {spec.residual.kind} residual"] = True
     if spec.mixer is not None:
-        parts[f"layers of {spec.mixer.kind}"] = True
+        lacks[f"layers of {spec.mixer.kind}"] = True
     function = spec.expert.function
-    parts |= {f"experts of {function}": function not in ("silu", "relu", "clamped_swiglu")}
-    parts["no rotary positions"] = spec.rope is None
-    if isinstance(attention, GroupedQuerySpec | LatentSpec):
-        parts["attention temperature"] = attention.temperature is not None
-        parts["gates of attention"] = attention.gated or attention.gate is not None
-    if isinstance(attention, LatentSpec):
-        parts["sparse attention"] = attention.indexer is not None
-        parts["sinks of latent attention"] = attention.sinks
-        parts["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
-    if isinstance(attention, GroupedQuerySpec):
-        parts |= {
+    lacks |= {f"experts of {function}": function not in ("silu", "relu", "clamped_swiglu")}
+    lacks["no rotary positions"] = spec.rope is None
+    if isinstance(attention, parts.GroupedQuerySpec | parts.LatentSpec):
+        lacks["attention temperature"] = attention.temperature is not None
+        lacks["gates of attention"] = attention.gated or attention.gate is not None
+    if isinstance(attention, parts.LatentSpec):
+        lacks["sparse attention"] = attention.indexer is not None
+        lacks["sinks of latent attention"] = attention.sinks
+        lacks["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
+    if isinstance(attention, parts.GroupedQuerySpec):
+        lacks |= {
             "layers that do not rotate": attention.rotated_layers is not None,
             "attention in chunks": attention.chunked,
             "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
@@ -78,14 +81,14 @@ def cpu_only(spec: ModelSpec) -> str | None:
             "attention to blocks": attention.indexer is not None,
             "clamped queries, keys and values": attention.clip is not None,
         }
-    return next((part for part, is_there in parts.items() if is_there), None)
+    return next((part for part, is_there in lacks.items() if is_there), None)
 
 
-def _uncoded_on_gpu(spec: ModelSpec, kv_dtype: KvDtype | None) -> str | None:
+def _uncoded_on_gpu(spec: "ModelSpec", kv_dtype: KvDtype | None) -> str | None:
     """Returns why a GPU's kernels cannot have a model's keys and values as codes, in words; None if they can."""
     if kv_dtype not in ("q8", "q4"):
         return None
-    if isinstance(spec.attention, LatentSpec):
+    if isinstance(spec.attention, parts.LatentSpec):
         return "latent attention"
     from moe_pack.runtime.model.caches import row_storages
 
@@ -268,7 +271,7 @@ class EngineOptions:
         """Lists the given options that have a meaning for offloaded experts only."""
         return given(self, mark=_OFFLOAD) + given(self, mark=_APPROXIMATION)
 
-    def check_cpu(self, spec: ModelSpec) -> None:
+    def check_cpu(self, spec: "ModelSpec") -> None:
         """Refuses options that have no effect on the CPU, or that the model cannot follow.
 
         Raises:  RunError.
@@ -283,12 +286,19 @@ class EngineOptions:
                 raise RunError(f"{name} does not support models with experts that return their input; remove it")
         if spec.encoder is not None and self.kv_dtype not in (None, "f32"):
             raise RunError(f"--kv-dtype {self.kv_dtype} does not support models with an encoder; remove it")
+        self.check_cpu_alone()
+
+    def check_cpu_alone(self) -> None:
+        """Refuses options that have no effect on the CPU, whatever the model.
+
+        Raises:  RunError.
+        """
         if names := self.gpu_only():
             raise RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
 
-    def check_gpu(self, spec: ModelSpec) -> None:
+    def check_gpu(self, spec: "ModelSpec") -> None:
         """Refuses options that have no effect on a GPU, and models that GPUs do not run.
 
         Raises:  RunError.
@@ -296,7 +306,7 @@ class EngineOptions:
         if (refusal := self.gpu_refusal(spec)) is not None:
             raise RunError(refusal.message)
 
-    def gpu_refusal(self, spec: ModelSpec) -> GpuRefusal | None:
+    def gpu_refusal(self, spec: "ModelSpec") -> GpuRefusal | None:
         """Returns what in the options or in the model needs the CPU; None if nothing does."""
         if (part := cpu_only(spec)) is not None:
             return GpuRefusal(
@@ -396,11 +406,13 @@ class AskedSampling:
         return found
 
 
-def usual_sampling(files: TextFiles) -> SamplingOptions:
+def usual_sampling(files: "TextFiles") -> SamplingOptions:
     """Returns how tokens are chosen where nobody says it: as generation_config.json does, else by the defaults.
 
     Raises:  PackError, or CheckpointError for a folder, if the file is no JSON, or a value is out of range.
     """
+    from moe_pack.formats.families.text_files import error_of, read_values
+
     found, usual = read_values(files, _GENERATION), SamplingOptions()
 
     def number(name: str) -> float:

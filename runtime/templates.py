@@ -16,17 +16,14 @@ from typing import Protocol
 
 from moe_pack.formats import RunError
 from moe_pack.formats.families.text_files import (
-    CONFIG_FILE,
-    TEMPLATE_FILE,
     SpecialTokens,
     TextFiles,
-    chat_templates,
     error_of,
+    read_templates,
     read_values,
 )
 from moe_pack.runtime.helper import HELPER, HelperError
 
-_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 # A loop over a message's content, as `for part in message['content']`.
 _READS_PARTS = re.compile(r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.|\w+\[['"])?content\b""")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -52,22 +49,16 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, files: TextFiles) -> "ChatTemplate | None":
-        """Returns the template of chat_template.jinja, else of tokenizer_config.json; None if there is none.
+        """Returns the template in a model's files; None if there is none."""
+        return cls.among(read_templates(files), SpecialTokens.of(partial(read_values, files), error_of(files)).named)
 
-        Of several named templates it takes `default`, and `tool_use` for conversations with tools.
-        """
-        error = error_of(files)
-        templates = chat_templates(read_values(files, CONFIG_FILE), error)
-        if files.has(TEMPLATE_FILE):
-            templates = {"default": _file_text(files, TEMPLATE_FILE)}
-        if files.has(_TOOL_TEMPLATE_FILE):
-            templates["tool_use"] = _file_text(files, _TOOL_TEMPLATE_FILE)
+    @classmethod
+    def among(cls, templates: Mapping[str, str], named_tokens: Mapping[str, str]) -> "ChatTemplate | None":
+        """Returns the template of a model with these `read_templates`, and special tokens by name; None without any."""
         if "default" not in templates:
             return None
-        named = SpecialTokens.of(partial(read_values, files), error).named
-        return cls(
-            templates["default"], named.get("bos_token", ""), named.get("eos_token", ""), templates.get("tool_use")
-        )
+        bos_token, eos_token = (named_tokens.get(name, "") for name in ("bos_token", "eos_token"))
+        return cls(templates["default"], bos_token, eos_token, templates.get("tool_use"))
 
     def check(self) -> None:
         """Compiles the templates.
@@ -215,10 +206,6 @@ def _cut_at_mark(text: str) -> str:
     if at < 0:
         raise RunError("the model's chat template does not write the last message, so it cannot be continued")
     return text[:at] if text.startswith(_END_MARK, at) else text[:at].rstrip()
-
-
-def _file_text(files: TextFiles, name: str) -> str:
-    return files.read_file(name).tobytes().decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -23,11 +23,13 @@ from moe_pack.formats.families.text_files import (
     end_tokens,
     error_of,
     first_line,
+    read_templates,
     read_tokenizer,
     read_values,
 )
-from moe_pack.runtime.helper import HELPER, HelperError
-from moe_pack.runtime.templates import ChatTemplate, chat_prompt
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.templates import ChatTemplate
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ _TRIED_TEXTS = (
 
 
 class Text:
-    """A tokenizer, with the tokens that end a text (`end_ids`), and the chat template, None if there is none.
+    """A tokenizer, with the tokens that end a text (`end_ids`).
 
     `answer_end_ids`: the tokens that end an answer in a chat: also the tokenizer's own end of sequence, because
     models trained further to chat often name their end of turn there alone.   `most_bytes_per_token`: a text with so
@@ -75,7 +77,7 @@ class Text:
         self.named_tokens = special.named
         end = self._token(special.named.get("eos_token"))
         self.answer_end_ids = self.end_ids | (frozenset() if end is None else frozenset([end]))
-        self.chat_template = ChatTemplate.of(files)
+        self._templates = read_templates(files)
         # DeepSeek's tokenizers say in the config alone that a text has a beginning. Source: transformers 4,
         # LlamaTokenizerFast; llama.cpp's converter reads the same key. transformers 5 does not.
         begins = read(CONFIG_FILE).get("add_bos_token") is True
@@ -86,6 +88,15 @@ class Text:
         self._special_ids = frozenset(
             number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         )
+
+    @cached_property
+    def chat_template(self) -> "ChatTemplate | None":
+        """The chat template; None if there is none."""
+        if not self._templates:
+            return None
+        from moe_pack.runtime.templates import ChatTemplate
+
+        return ChatTemplate.among(self._templates, self.named_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -211,6 +222,9 @@ def check_text(files: TextFiles, vocab_size: int) -> list[str]:
                 f"speed (--bench). To mend that, download tokenizer.json, or {_MADE}"
             ]
         raise CheckpointError(f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}")
+    from moe_pack.runtime.helper import HELPER, HelperError
+    from moe_pack.runtime.templates import chat_prompt
+
     raw = files.read_file(TOKENIZER_FILE).tobytes().decode("utf-8", "replace")
     try:
         HELPER.try_tokenizer(raw, _TRIED_TEXTS)

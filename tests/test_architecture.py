@@ -55,6 +55,7 @@ EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of o
 COMMAND_HELPERS = "moe_pack.formats.cli"  # what commands share; only folders and modules called cli may import it
 
 FACES = "moe_pack.formats.system.faces"  # how faces load their names
+TABLE = "moe_pack.formats.families.registry"  # imports a family when its `model_type` is used
 
 # Where families may be named: their own folder, what GGUF files call their architectures and tokenizers, and fields of
 # other servers' requests, some of which are named so.
@@ -133,7 +134,7 @@ def names_bound(source: Source) -> set[str]:
 @cache
 def imported(source: Source) -> frozenset[str]:
     """The modules a file imports, anywhere in it; `from package import module` counts as the module."""
-    names = set()
+    names = {f"moe_pack.formats.families.{module}" for module in FAMILIES.values()} if source.module == TABLE else set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -147,9 +148,12 @@ def imported(source: Source) -> frozenset[str]:
 
 @cache
 def imported_names(source: Source) -> set[str]:
-    """What a file imports from modules by name."""
+    """What a file imports from modules by name, or uses of a folder that it imports: `parts.MixerSpec`."""
     nodes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
-    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    folders = {name for name in names if name.removeprefix("moe_pack.") in FLOORS}
+    used = {folder: re.findall(rf"(?<![\w.]){folder.rpartition('.')[2]}\.(\w+)", source.text) for folder in folders}
+    return names | {f"{folder}.{name}" for folder in used for name in used[folder]}
 
 
 def packages(source: Source) -> set[str]:
@@ -250,6 +254,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for module in edges:
         visit(module, ())
+
+
+def test_modules_are_imported_by_statements_which_the_tests_above_read() -> None:
+    # By name: commands, families, names of faces, what one system has, kernels that another process compiles.
+    by_name = {COMMAND_HELPERS, TABLE, FACES, "moe_pack.formats.system.files", "moe_pack.runtime.gpu.kernels.ahead"}
+    assert {source.module for source in sources() if re.search(r"import_module\(|__import__\(", source.text)} == by_name
 
 
 def sorted_names(names: set[str]) -> list[str]:

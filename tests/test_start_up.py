@@ -9,10 +9,12 @@ import pytest
 from cases import case
 from click import Choice, Command, Context, Group
 from click.testing import CliRunner
+from loaded_modules import Loaded
 
 from moe_pack.convert.cli.main import main as moe_pack
-from moe_pack.formats.families import SHORT_NAMES
+from moe_pack.formats.families import short_names
 from moe_pack.formats.families.published import published_names
+from moe_pack.formats.families.registry import FAMILIES, all_families
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
@@ -83,6 +85,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("moe-run small.gguf --prompt x", 1, "small.gguf: is a file, but a pack is a folder"),
     ("moe-run packs/first --policy edgmoe", 2, "'importance'; did you mean edgemoe?"),
     ("moe-run packs/first", 2, "standard input is empty; give the text to continue"),
+    ("moe-run packs/first --device cpu --ram 1G -p x", 1, "--ram needs --device cuda; remove it or add --device cuda"),
+    ("moe-serve packs/first --device cpu --ram 1G", 1, "--ram needs --device cuda; remove it or add --device cuda"),
     ("moe-run packs/first --temperature", 2, "Option '--temperature' requires an argument"),
     ("moe-serve packz", 1, "moe-serve: packz: no such folder; did you mean packs?\n"),
     ("moe-serve packs/first --port many", 2, "'many' is not a valid integer"),
@@ -134,6 +138,66 @@ def command_of(name: str) -> Command:
     return command
 
 
+# What a pack of Mixtral needs on a CPU, in lines of our Python, with some air. If a run loads more, `python
+# tests/bench/loaded.py --modules` shows every module and who imported it first. Load what is new where it is used, or
+# raise the bound and say in docs/install.md what it is for.
+MOST_LINES = {"moe-run PACK --prompt TEXT": 18_000, "moe-run PACK --prompt TEXT --budget 16M": 20_500}
+# Modules for what this run does not do, by the beginnings of their names.
+NOT_NEEDED = (
+    "calib", "convert", "formats.codecs", "formats.gguf", "formats.hub.packs", "formats.hub.repository",
+    "formats.hub.streamed", "formats.parts.mixers", "formats.parts.ngrams", "formats.sidecar", "formats.writer",
+    "runtime.cli.chat", "runtime.cli.serve", "runtime.cpu.host_share", "runtime.doctor",
+    "runtime.drafts.prediction", "runtime.gpu", "runtime.helper", "runtime.model.checkpoint_weights",
+    "runtime.model.encoder_decoder", "runtime.model.mixer.", "runtime.model.mixers.ngrams",
+    "runtime.model.mixers.recurrence", "runtime.offload.paths", "runtime.offload.record", "runtime.offload.replay",
+    "runtime.offload.routing_file", "runtime.offload.split", "runtime.run_report", "runtime.serve",
+    "runtime.templates",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
+    """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
+    # Not above: this file is imported where torch may not be.
+    from loaded import CASES, loaded_by_case
+    from models import DEMO_MODEL, pack
+
+    from moe_pack.runtime.cpu import is_available
+
+    if not is_available():
+        pytest.skip("native kernels were not built: torch computes, and needs more of our modules")
+    folder = tmp_path_factory.mktemp("runs") / "packed"
+    pack(DEMO_MODEL, folder)
+    return {each.name: loaded_by_case(each, folder) for each in CASES if each.name in MOST_LINES}
+
+
+def test_a_run_loads_what_its_pack_needs(runs: dict[str, Loaded]) -> None:
+    for run, loaded in runs.items():
+        with case(run):
+            names = {module.name.removeprefix("moe_pack.") for module in loaded.modules}
+            assert {name for name in names if f"{name}.".startswith(NOT_NEEDED)} == set()
+            assert [name for name in names if name.startswith("formats.families.")] == ["formats.families.text_files"]
+            assert HEAVY & set(loaded.packages) - {"triton"} == {"numpy", "tokenizers", "torch", "tqdm"}
+            assert any(name.startswith("runtime.offload.expert_store") for name in names) == ("--budget" in run)
+
+
+def test_a_run_loads_few_lines(runs: dict[str, Loaded]) -> None:
+    from loaded import sizes
+
+    assert all(f"`{run}`" in sizes(runs) for run in MOST_LINES)
+    for run, loaded in runs.items():
+        assert loaded.lines <= MOST_LINES[run], f"{loaded.table()}\n{run}: see MOST_LINES"
+
+
+def test_families_are_those_of_their_modules() -> None:
+    """The registry's table has each family once; text_files.py knows the keys of all that lead to the text model."""
+    from moe_pack.formats.families.text_files import TEXT_KEYS  # which imports numpy and tokenizers
+
+    families = all_families()
+    assert [family.model_type for family in families] == list(FAMILIES)
+    assert {family.text_keys[0] for family in families if family.text_keys} == TEXT_KEYS
+
+
 def test_mistakes_get_an_answer_with_similar_names(here: Path) -> None:
     for line, exit_code, answer in MISTAKES:
         with case(line):
@@ -172,7 +236,7 @@ def test_the_lines_for_shells_give_a_script_for_each_program() -> None:
 
 
 def test_a_list_has_the_names_that_commands_take() -> None:
-    for command, names in (("convert", SHORT_NAMES), ("synth", published_names())):
+    for command, names in (("convert", short_names()), ("synth", published_names())):
         assert typed(f"moe-pack {command} --list") == (0, "".join(f"{name}\n" for name in sorted(names)))
 
 
@@ -194,7 +258,7 @@ def test_help_mistakes_and_completion_load_neither_torch_nor_numpy(here: Path) -
 import sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent / "support")]}
 import test_start_up as here
-loaded = set(here.HEAVY & set(sys.modules))
+loaded = set()
 for work, line in [*((here.typed, line) for line in {lines}), *((here.offered, line) for line, _ in here.TABS)]:
     work(line)
     for name in sorted(here.HEAVY & set(sys.modules) - loaded):

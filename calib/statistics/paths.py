@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.statistics.popularity import Routes, as_sets, count_pairs, count_tokens
 from moe_pack.runtime.offload import PathStatistics
-from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, BackoffLevel, ranked, rows_as_keys
+from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, BackoffLevel, rows_as_keys
+from moe_pack.runtime.offload.prefetch import ranked
 
 Array = NDArray[Any]
 

@@ -90,8 +90,8 @@ class ConvertOptions:
             "--eval-data",
             metavar="NAME_OR_FILE",
             mark="target",
-            help="With --target-vram: the text on which the loss is measured, as for eval.  [default: the end of our "
-            "sample]",
+            help="With --target-vram or --preset: the text on which the loss is measured, as for eval.  [default: the "
+            "end of our sample]",
         ),
     )
     eval_tokens: int = field(
@@ -197,21 +197,12 @@ class ConvertOptions:
             )
         if self.many.ray is not None and self.stream.is_given:
             raise UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
-        if self.target is not None and self.stream.is_given:
-            raise UsageError(
-                "--stream: --target-vram reads the source many times; make the plan first (moe-pack profile --stream, "
-                "moe-pack plan), then convert with --plan and --stream"
-            )
         if self.target is not None:
-            if many := given(self, "many"):
-                raise UsageError(
-                    f"{many[0]} does not go with --target-vram; make the profile, then a plan (moe-pack plan "
-                    f"--target-vram), then give both to convert with {many[0]}"
-                )
             self._check_with(self.target)
         elif wrong := given(self, "target"):
             raise UsageError(
-                f"{wrong[0]} needs --target-vram; add it, or remove {wrong[0]} and measure the pack with moe-pack eval"
+                f"{wrong[0]} needs --target-vram or --preset; add one of them, or remove {wrong[0]} and measure the "
+                "pack with moe-pack eval"
             )
         elif self.plan_file is not None:
             if others := given(self.plan) + given(replace(self, plan_file=None), "plan"):
@@ -220,11 +211,29 @@ class ConvertOptions:
             self._check_plan()
 
     def _check_with(self, target: Target) -> None:
-        """Refuses what the target's plan decides: formats and sparsity. A selector and a preset's sparsity are free."""
+        """Refuses what the target's plan decides, and work in parts: the source is read again for each attempt.
+
+        A selector is free, of a preset a sparsity.
+        """
+        name = "--target-vram" if target.preset is None else f"--preset {target.preset}"
+        if self.stream.is_given:
+            raise UsageError(
+                f"--stream: {name} reads the source many times; make the plan first (moe-pack profile --stream, "
+                "moe-pack plan), then convert with --plan and --stream"
+            )
+        if many := given(self, "many"):
+            raise UsageError(
+                f"{many[0]} does not go with {name}; make the profile, then a plan (moe-pack plan --target-vram), "
+                f"then give both to convert with {many[0]}"
+            )
+        if target.purpose == "vllm" and self.rotate == "on":
+            raise UsageError(
+                "--rotate on does not go with --for vllm, which runs no rotated layers; remove one of the two"
+            )
         plan = replace(self.plan, selector=None) if target.preset is None else self.plan
         decided = replace(self, sparsity=None) if target.preset == "floe" else self
         if names := given(plan) + given(decided, "plan"):
-            raise UsageError(f"--target-vram makes a plan, which decides this; remove {', '.join(names)}")
+            raise UsageError(f"{name} makes a plan, which decides this; remove {', '.join(names)}")
 
     def _check_plan(self) -> None:
         from moe_pack.calib.evaluate import ThresholdRule
@@ -259,10 +268,12 @@ def convert_command(path: str, options: ConvertOptions) -> None:
     moe-pack convert mixtral -o packed/ --profile profile/ calibrated, with routing data
     moe-pack convert mixtral -o packed/ --plan plan.json   by a plan of moe-pack plan
     moe-pack convert mixtral -o packed/ --target-vram 11G  for a memory
+    moe-pack convert mixtral -o packed/ --preset floe      as a paper stores it
 
     --target-vram does everything in one command: it makes a profile (if --profile is not given), a plan and the pack,
     measures thresholds and loss, and repeats with another plan until the loss is at most --max-loss. The last line says
-    how to run the pack. --device says whose memory --target-vram is.
+    how to run the pack. --device says whose memory --target-vram is. --preset does the same with a paper's plan, which
+    is the same for every memory.
 
     A checkpoint can be larger than the memory: each worker has one expert in memory, all together at most --memory. If
     the command is stopped or killed, run it again to continue.
@@ -311,7 +322,9 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions, notes: 
     profile = None if options.profile is None else Profile(options.profile)
     decision = _decision(options, checkpoint, profile)
     plan, output = decision.plan, options.output
-    chosen = PlanRotation.chosen(options.rotate, checkpoint, profile)
+    rotate = PlanRotation.choice(options.rotate, decision.is_plain)
+    chosen = PlanRotation.chosen(rotate, checkpoint, profile)
+    notes = [*notes, *filter(None, [_rotated_note(rotate, decision.is_plain)])]
     rotation = chosen.of(plan)
     check_calibration(checkpoint, plan, profile, rotation)
     if rotation is not None:
@@ -534,31 +547,28 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
     from moe_pack.calib.profile import losses_of
     from moe_pack.convert import AutoPacker, dense_dtypes, lossless_formats, pack_goal, with_kept
     from moe_pack.convert.matrix_bytes import checkpoint_repeats
-    from moe_pack.convert.plan import PlanningModel, check_budget, choose_target_device, with_kv_dtype
+    from moe_pack.convert.plan import PlanningModel
     from moe_pack.convert.plan.rotation import PlanRotation
     from moe_pack.runtime import Text
     from moe_pack.runtime.model import operations_for
 
     dtypes = dense_dtypes(checkpoint)
-    target, device_line = choose_target_device(target, checkpoint.spec, dtypes)
-    if device_line is not None:
-        _tell(device_line)
-    target = with_kv_dtype(target, checkpoint.spec, dtypes)
-    check_budget(target, checkpoint.spec, dtypes)
+    target = _placed(target, checkpoint, dtypes)
+    rotate = PlanRotation.choice(options.rotate, not target.has_our_parts)
     text = Text(checkpoint.files)
     _say_notes(notes)
     tokens = _eval_tokens(checkpoint, text, options)
     with ExitStack() as stack:
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
-        profile = _profile(checkpoint, text, options, progress)
-        is_for_vllm = target.purpose == "vllm"
-        rotation = PlanRotation.chosen("off" if is_for_vllm else options.rotate, checkpoint, profile)
-        if note := rotation.note(profile):
-            _tell(note)
+        profile = _profile(checkpoint, text, options, rotate, progress)
+        rotation = PlanRotation.chosen(rotate, checkpoint, profile)
+        for note in (_rotated_note(rotate, not target.has_our_parts), rotation.note(profile)):
+            if note is not None:
+                _tell(note)
         # Layers that keep the checkpoint's codes stay as they are, but with --rotate on they cannot be kept.
-        losses = with_kept(losses_of(profile), {} if options.rotate == "on" else lossless_formats(checkpoint))
-        repeats = checkpoint_repeats(checkpoint) if losses.quantizer == "calibrated" and not is_for_vllm else 0
+        losses = with_kept(losses_of(profile), {} if rotate == "on" else lossless_formats(checkpoint))
+        repeats = checkpoint_repeats(checkpoint) if losses.quantizer == "calibrated" and target.has_our_parts else 0
         model = PlanningModel(with_repeats(checkpoint.spec, repeats), dtypes, losses, rotation)
         packer = AutoPacker(
             checkpoint,
@@ -584,6 +594,27 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
         click.echo(line)
 
 
+def _placed(target: Target, checkpoint: Checkpoint, dtypes: tuple[str, ...]) -> Target:
+    """Returns the target with the device and the key-value cache that it leaves open; without a memory as it is."""
+    from moe_pack.convert.plan import check_budget, choose_target_device, with_kv_dtype
+
+    if target.budget_bytes is None:
+        return target
+    target, device_line = choose_target_device(target, checkpoint.spec, dtypes)
+    if device_line is not None:
+        _tell(device_line)
+    target = with_kv_dtype(target, checkpoint.spec, dtypes)
+    check_budget(target, checkpoint.spec, dtypes)
+    return target
+
+
+def _rotated_note(rotate: RotateChoice, is_plain: bool) -> str | None:
+    """Returns a line that says that a plain plan (`Decision`) is rotated all the same; None if it is not."""
+    if rotate != "on" or not is_plain:
+        return None
+    return "note: --rotate on rotates layers that this plan, a paper's or one for vLLM, leaves as they are"
+
+
 def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) -> Tokens:
     from moe_pack.calib.forward import read_tokens, unseen_tokens
 
@@ -593,8 +624,13 @@ def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) ->
     return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
 
 
-def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress) -> Profile:
-    """Returns the profile of the options, or makes one of our sample next to the output."""
+def _profile(
+    checkpoint: Checkpoint, text: Text, options: ConvertOptions, rotate: RotateChoice, progress: Progress
+) -> Profile:
+    """Returns the profile of the options, or makes one of our sample next to the output.
+
+    Args:    rotate: `--rotate`, as it is meant for the pack.
+    """
     from moe_pack.calib.profile import Profile, make_profile
     from moe_pack.convert.cli.measure import say_text
 
@@ -603,17 +639,20 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progre
         if profile.facts.imatrix is not None:
             raise PlanError(
                 f"--profile {options.profile}: was made from an importance file, which does not say what bits cost; "
-                "for --target-vram remove --profile, or profile the model on text"
+                "for --target-vram and --preset remove --profile, or profile the model on text"
             )
         return profile
     folder = options.output.with_name(f"{options.output.name}.profile")
     tokens = _sample(checkpoint, text)
     _tell(f"{folder}: the profile; it is kept, and --profile {folder} uses it again")
     say_text(checkpoint.spec, tokens)
-    return make_profile(checkpoint, tokens, folder, ProfileOptions(rotate=options.rotate), progress)
+    return make_profile(checkpoint, tokens, folder, ProfileOptions(rotate=rotate), progress)
 
 
-def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path, progress: Progress) -> Planner:
+def _planner(
+    model: PlanningModel, profile: Profile, target: Target, output: Path, progress: Progress
+) -> Planner | None:
+    """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     from moe_pack.convert.plan import defaults_text, kv_text, planner_for
 
     facts = known_facts(output)
@@ -621,6 +660,8 @@ def _planner(model: PlanningModel, profile: Profile, target: Target, output: Pat
         _tell(f"by default {line}")
     if (stored := kv_text(target)) is not None:
         _tell(stored)
+    if target.budget_bytes is None:
+        return None
     return planner_for(target, model, profile, facts, progress)
 
 
@@ -629,12 +670,17 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
     from moe_pack.convert import loss_text
 
     kept = f"attempt {result.taken + 1} of {len(result.attempts)} is kept: " if len(result.attempts) > 1 else ""
-    limit = f"; the limit is {target.limit.text()}, for the upper end of the interval"
-    loss = f"{loss_text(result.quality)}, with 95% confidence{'' if target.preset is not None else limit}"
+    loss = f"{loss_text(result.quality)}, with 95% confidence"
+    if (limit := target.loss_limit) is not None:
+        loss += f"; the limit is {limit.text()}, for the upper end of the interval"
     lines = [f"{output}: {kept}{loss}"]
     if target.purpose == "vllm":
         lines.append(f"for vLLM: moe-pack export {output} --to compressed-tensors -o exported/")
-    return [*lines, _run_line(output, target)]
+    lines.append(_run_line(output, target))
+    if target.preset is not None:
+        budget = "SIZE" if target.budget_bytes is None else _budget_text(target.budget_bytes)
+        lines.append(f"as its paper runs it: moe-run {output} --policy {target.preset} --budget {budget}")
+    return lines
 
 
 def _run_line(output: Path, target: Target) -> str:
@@ -642,6 +688,8 @@ def _run_line(output: Path, target: Target) -> str:
     from moe_pack.convert.plan import kv_text
     from moe_pack.runtime import machine
 
+    if target.budget_bytes is None:
+        return f"run it: moe-run {output}"
     gpu = machine.gpu_here()
     has_gpu, budget = gpu is not None and gpu.fault is None, _budget_text(target.budget_bytes)
     if target.device == "cuda" and not has_gpu:

@@ -49,7 +49,8 @@ class PlanRequest:
     """A model as the user named it, the target, and what is known of the model.
 
     `profile`: None if routes and losses were not measured.   `defaults`: the choices that the target leaves open, as
-    texts.   `device_line`: which device `--device auto` is, and why; None if one was given.
+    texts.   `notes`: which device `--device auto` is, and why, if none was given; whether the profile is rotated as the
+    pack would be, if not.
     """
 
     name: str
@@ -57,7 +58,7 @@ class PlanRequest:
     model: PlanningModel
     profile: Profile | None
     defaults: list[str]
-    device_line: str | None
+    notes: list[str]
 
     @property
     def origin(self) -> str:
@@ -108,7 +109,7 @@ class PlanCommandOptions:
 
         Raises:  UsageError.
         """
-        if self.target is None:
+        if self.target is None or self.target.budget_bytes is None:
             raise UsageError("--target-vram is missing; give the memory to plan for, such as --target-vram 11G")
         if self.sparsity is not None and self.target.preset != "floe":
             raise UsageError("--sparsity needs --preset floe, because other plans decide it; remove --sparsity")
@@ -146,8 +147,8 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
         offers = list(_offers(planner, request))
     first = offers[0].planned
     assert first is not None, "without a plan for the given loss, an error was raised"
-    if request.device_line is not None:
-        click.echo(request.device_line, err=True)
+    for note in request.notes:
+        click.echo(note, err=True)
     if options.output is not None:
         write_output(options.output, plan_bytes(first.decision, model.spec), "--output")
     if options.as_json:
@@ -175,15 +176,16 @@ def _request(
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
-    rotated = None if profile is None or target.purpose == "vllm" else profile.rotation()
-    is_repeated = losses.quantizer == "calibrated" and not lossless and target.purpose != "vllm"
+    rotation = PlanRotation(None if profile is None or not target.has_our_parts else profile.rotation())
+    is_repeated = losses.quantizer == "calibrated" and not lossless and target.has_our_parts
     repeats = usual_repeats(spec.expert.source_size) if is_repeated else 0
-    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, PlanRotation(rotated))
+    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
     target, device_line = choose_target_device(target, spec, dtypes)
+    notes = list(filter(None, [device_line, None if profile is None else rotation.note(profile)]))
     target = with_kv_dtype(target, spec, dtypes)
     if profile is not None and profile.facts.imatrix is not None:
         profile = None  # it has no routes, and its popularity is among the losses
-    return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts), device_line)
+    return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts), notes)
 
 
 def _model(path: str, progress: Progress) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
@@ -216,15 +218,16 @@ def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
     """
     from moe_pack.convert.plan import PlanOption, preset_decision
 
-    target, losses = request.target, request.model.losses
+    target, losses, limit = request.target, request.model.losses, request.target.loss_limit
+    nats = None if limit is None else limit.nats(losses.nll_per_kl)
     if target.preset is not None:
-        decision = preset_decision(target.preset, request.model, target.sparsity)
+        decision = preset_decision(target.preset, request.model, target.sparsity, nats)
         yield PlanOption(f"preset {target.preset}", planner.estimate(decision))
         return
-    nats = target.limit.nats(losses.nll_per_kl)
-    yield PlanOption(f"asked: {target.limit.text()}", planner.plan(nats))
+    assert limit is not None and nats is not None, "only a paper's pack has no limit"
+    yield PlanOption(f"asked: {limit.text()}", planner.plan(nats))
     for factor, name in _OTHERS:
-        yield _other(planner, target.limit.times(factor).nats(losses.nll_per_kl), name)
+        yield _other(planner, limit.times(factor).nats(losses.nll_per_kl), name)
 
 
 def _other(planner: Planner, nats: float, name: str) -> PlanOption:

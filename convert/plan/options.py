@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_pack.convert.plan.machines import GPUS, MEASURE
 from moe_pack.formats import Selector, UsageError, option
@@ -10,6 +10,7 @@ from moe_pack.formats.commands import given, read_size
 from moe_pack.formats.parts.added import ADDED
 from moe_pack.formats.spec import SELECTORS
 from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.offload import PRESETS
 
 PresetName = Literal["floe", "corm", "fiddler", "edgemoe"]
 SearchName = Literal["knapsack", "edgemoe", "uniform"]
@@ -36,12 +37,27 @@ class LossLimit:
         """Returns a limit that is `factor` times as large."""
         return replace(self, value=factor * self.value)
 
+    @property
+    def percent(self) -> str:
+        """A limit of perplexity in percent: 1%."""
+        return f"{100 * self.value:g}%"
+
     def text(self) -> str:
         """Returns the limit with its unit: 1% of perplexity, 0.02 nats."""
-        return f"{100 * self.value:g}% of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
+        return f"{self.percent} of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
 
 
 USUAL_LIMIT = LossLimit("perplexity", 0.01)
+# The papers whose widths follow from a loss; the others' are fixed. EdgeMoE §IV-A: the tolerable loss of a task's
+# accuracy; our reading: of perplexity.
+PAPERS_LIMITS: dict[PresetName, LossLimit] = {"edgemoe": LossLimit("perplexity", 0.02)}
+PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
+_POLICIES_ALONE = {
+    name: f"{name} is a policy of moe-run and stores nothing of its own; convert without --preset, then run the pack "
+    f"with moe-run --policy {name}"
+    for name in PRESETS
+    if name not in PRESET_NAMES
+}
 
 
 def _read_limit(text: str) -> LossLimit:
@@ -66,13 +82,13 @@ def parse_limit(text: str) -> LossLimit | None:
 class Target:
     """The options of a plan. A field that is None has a default, which `defaults_text` reports.
 
-    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`.   `device`: `auto` is for
-    `choose_target_device`, whose result all other functions need.   `gpu`, `link_rate` (bytes a second), `ram_bytes`:
-    only on `cuda`.   `kv_dtype`: only on `cpu`.   `preset`: a paper's pack in place of a search.   `sparsity`: of
-    preset floe.
+    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`; None: of a paper's pack, which is the same
+    for every memory.   `device`: `auto` is for `choose_target_device`, whose result all other functions need.
+    `gpu`, `link_rate` (bytes a second), `ram_bytes`: only on `cuda`.   `kv_dtype`: only on `cpu`.   `preset`: a paper's
+    pack in place of a search.   `sparsity`: of preset floe.
     """
 
-    budget_bytes: int = field(
+    budget_bytes: int | None = field(
         metadata=option(
             "--target-vram",
             parse=read_size,
@@ -84,20 +100,20 @@ class Target:
         default="auto",
         metadata=option(
             "--device",
+            mark="memory",
             help="Where the pack will run. auto is cuda if this machine has a GPU that can run the model in "
             "--target-vram, or if an option describes a GPU (--gpu, --link, --ram); else cpu. A line says which, and "
             "why. cuda does not need a GPU in this machine.",
         ),
     )
-    limit: LossLimit = field(
-        default=USUAL_LIMIT,
+    limit: LossLimit | None = field(
+        default=None,
         metadata=option(
             "--max-loss",
             parse=_read_limit,
-            default_text=f"{100 * USUAL_LIMIT.value:g}%",
             metavar="P%|KL",
-            mark="search",
-            help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.",
+            help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.  "
+            f"[default: {USUAL_LIMIT.percent}; with --preset edgemoe {PAPERS_LIMITS['edgemoe'].percent}]",
         ),
     )
     context_tokens: int | None = field(
@@ -106,6 +122,7 @@ class Target:
             "--context",
             least=1,
             metavar="N",
+            mark="memory",
             help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
         ),
     )
@@ -140,11 +157,16 @@ class Target:
             "disk.  [default: 75% of this machine's]",
         ),
     )
-    search: SearchName = field(
-        default="knapsack", metadata=option("--search", mark="search", help="How formats are chosen.")
-    )
+    search: SearchName = field(default="knapsack", metadata=option("--search", help="How formats are chosen."))
     preset: PresetName | None = field(
-        default=None, metadata=option("--preset", help="A paper's pack in place of a search.")
+        default=None,
+        metadata=option(
+            "--preset",
+            begins=True,
+            instead=_POLICIES_ALONE,
+            help="A paper's pack in place of a search: nothing in it that the paper does not have, so no rotation "
+            "unless --rotate on.",
+        ),
     )
     purpose: Purpose = field(
         default="moe-run",
@@ -169,6 +191,28 @@ class Target:
     )
 
     @property
+    def memory_bytes(self) -> int:
+        """The budget of a target that has one."""
+        assert self.budget_bytes is not None, (
+            "`check` lets only a paper's pack be without, for which no speed is estimated"
+        )
+        return self.budget_bytes
+
+    @property
+    def loss_limit(self) -> LossLimit | None:
+        """The most that the pack may lose; None for a paper's pack whose formats are fixed, whatever it loses."""
+        usual = USUAL_LIMIT if self.preset is None else PAPERS_LIMITS.get(self.preset)
+        return usual if self.limit is None else self.limit
+
+    @property
+    def has_our_parts(self) -> bool:
+        """Whether `auto` adds parts of ours to the formats of the plan: rotated layers, and neurons with two rows.
+
+        Not to a paper's pack, because the paper has neither, nor to one for vLLM, which can run neither.
+        """
+        return self.preset is None and self.purpose == "moe-run"
+
+    @property
     def kind(self) -> Literal["cuda", "cpu"]:
         """The device of a target of `choose_target_device`."""
         assert self.device != "auto", "`choose_target_device` comes first"
@@ -179,6 +223,8 @@ class Target:
 
         Raises:  UsageError.
         """
+        if self.budget_bytes is None and (wrong := given(self, "memory") + given(self, "gpu") + given(self, "cpu")):
+            raise UsageError(f"{wrong[0]} needs --target-vram; add it, or remove {wrong[0]}")
         if self.device == "cpu" and (wrong := given(self, "gpu")):
             raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
         if self.device == "cuda" and (wrong := given(self, "cpu")):
@@ -190,5 +236,10 @@ class Target:
             raise UsageError(
                 f"{wrong_name} does not apply to --for vllm, which restricts the search; remove one of the two"
             )
-        if self.preset is not None and (wrong := given(self, "search")):
-            raise UsageError(f"{wrong[0]} does not apply to --preset {self.preset}; remove one of the two")
+        if self.preset is not None and self.search != "knapsack":
+            raise UsageError(f"--search does not apply to --preset {self.preset}; remove one of the two")
+        if self.preset is not None and self.limit is not None and self.preset not in PAPERS_LIMITS:
+            raise UsageError(
+                f"--max-loss does not apply to --preset {self.preset}, whose formats the paper has fixed; remove it: "
+                "the loss is measured, and moe-pack check says whether a pack is within a limit"
+            )

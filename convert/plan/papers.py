@@ -10,23 +10,32 @@ The paper's target is a tolerable loss; K is the largest number that stays withi
 bounds are then the widest width that fits and the next one, and K is the smallest number that fits.
 
 A preset decides how experts are stored; `moe-run --policy` of the same name runs them as the paper does. Where a paper
-leaves something open, a comment at the preset says how we read it; docs/papers.md lists these readings.
+leaves something open, a comment at the preset says how we read it; docs/papers.md lists these readings. Of what a pack
+may have that no paper has, a preset's pack has only what changes no answer:
+
+    part of ours              by default                        in a preset's pack             asked for by
+    rotated layers            those that the profile chose      none                           --rotate on
+    neurons with two rows     1 of 128 of calibrated codes      none                           -
+    calibrated codes          with a profile that has inputs    the paper's quantizer          -
+    trellises                 of calibrated codes               affine codes and 16 bits       -
+    fewer bits for dense      within the loss                   the source's bytes             -
+    neurons in order of heat  with a profile                    the same: no answer changes    -
+    routing data attached     with a profile                    the same: policies read it     -
 
 Source: EdgeMoE §III-B, "Profiling expert importance" and "Selecting expert-wise bitwidths". The paper moves K step by
         step until the loss reaches the target; here K is bisected, which gives the same K if fewer bits lose more.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.sensitivity import ABSMAX_FORMATS
-from moe_pack.convert.plan.options import PresetName
+from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.formats import (
@@ -129,21 +138,21 @@ def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, sh
     return widths.reshape(shape)
 
 
-PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
-
 FLOE_SPARSITY = 0.9  # §3.2 has 80 and 90%; 90% is the one with a compression of 9.3 times
 CORM_THETA = 0.25  # Fig. 10
 CORM_POPULAR_SHARE = 0.5  # our reading: the paper says "less frequently used experts" and no number
-EDGEMOE_LOSS = 0.02  # §IV-A: the tolerable loss, of a task's accuracy; our reading: of perplexity
 _INT2, _INT2_FINE, _INT4 = part_format(2, 64), part_format(2, 16, 8), part_format(4, 64, 8)
 
 Shares = NDArray[np.float64]  # [L, E]
 
 
-def preset_decision(name: PresetName, model: PlanningModel, sparsity: float | None = None) -> Decision:
+def preset_decision(
+    name: PresetName, model: PlanningModel, sparsity: float | None = None, max_loss: float | None = None
+) -> Decision:
     """Returns what a paper would store.
 
-    Args:    sparsity: for FloE, in place of the paper's 90%.
+    Args:    sparsity: for FloE, in place of the paper's 90%.   max_loss: for EdgeMoE, the nats that are estimated at
+             most, in place of the paper's 2% of perplexity; other packs do not depend on a loss.
     Raises:  PlanError if the model does not have the matrices, or its rows the groups, that the paper needs; or if a
              sparsity is given for another paper.
     """
@@ -151,17 +160,17 @@ def preset_decision(name: PresetName, model: PlanningModel, sparsity: float | No
         raise PlanError(f"--sparsity does not apply to --preset {name}; remove it or give --preset floe")
     if sparsity is not None and not 0 <= sparsity < 1:
         raise PlanError(f"--sparsity: found {sparsity}, expected a share of at least 0 and less than 1")
-    return _PRESETS[name](model, sparsity)
+    return replace(_PRESETS[name](model, sparsity, max_loss), is_plain=True)
 
 
-def _floe(model: PlanningModel, sparsity: float | None) -> Decision:
+def _floe(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns FloE's pack (§3.2): `up` in HQQ's INT2 decides what runs; gate columns and down rows have 16 bits."""
     _check_rows("floe", model.spec, _INT2)
     plan = uniform_plan(model.spec, "up", _INT2, BF16)
     return Decision(plan, np.full(model.losses.popularity.shape, FLOE_SPARSITY if sparsity is None else sparsity))
 
 
-def _corm(model: PlanningModel, sparsity: float | None) -> Decision:
+def _corm(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns CORM's pack (§4.1, §4.4, appendix): `gate` decides at one threshold, experts have INT4 g64 or INT2 g16.
 
     Popular experts have INT4. The paper's "scale groups", which keep scales in 8 bits, are our byte scales. The share
@@ -179,19 +188,20 @@ def _corm(model: PlanningModel, sparsity: float | None) -> Decision:
     return Decision(Plan("gate", "hqq", experts, uniform_dense(spec, None)), sparsities, CORM_THETA)
 
 
-def _fiddler(model: PlanningModel, sparsity: float | None) -> Decision:
+def _fiddler(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns Fiddler's pack (§4.1): the original's 16 bits. The paper's placement is `moe-run --policy fiddler`."""
     plan = uniform_plan(model.spec, "none", BF16, BF16)
     return Decision(plan, np.zeros(model.losses.popularity.shape))
 
 
-def _edgemoe(model: PlanningModel, sparsity: float | None) -> Decision:
+def _edgemoe(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns EdgeMoE's pack (§III-B): INT2, INT4 or INT8 by importance, within 2% of loss; experts are read whole."""
     _check_rows("edgemoe", model.spec, *ABSMAX_FORMATS)
-    return edgemoe_decision(model, math.log(1 + EDGEMOE_LOSS) / model.losses.nll_per_kl, "none")
+    papers_loss = PAPERS_LIMITS["edgemoe"].nats(model.losses.nll_per_kl)
+    return edgemoe_decision(model, papers_loss if max_loss is None else max_loss, "none")
 
 
-_PRESETS: dict[PresetName, Callable[[PlanningModel, float | None], Decision]] = {
+_PRESETS: dict[PresetName, Callable[[PlanningModel, float | None, float | None], Decision]] = {
     "floe": _floe,
     "corm": _corm,
     "fiddler": _fiddler,

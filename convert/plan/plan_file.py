@@ -49,7 +49,7 @@ class PlanFile:
 
     `experts[l][e]`: an index of `formats`.   `dense`: the dense matrices that do not keep the source's bytes.
     `sparsity[l][e]`: the share of the expert's neurons that will not run; empty if all run.   `theta`: one threshold
-    for all experts in place of shares (CORM), or null.   `repeats`: as in `Plan`.
+    for all experts in place of shares (CORM), or null.   `repeats`: as in `Plan`.   `is_plain`: as in `Decision`.
     """
 
     format: Literal["moe-pack plan"]
@@ -62,6 +62,7 @@ class PlanFile:
     sparsity: tuple[tuple[float, ...], ...]
     theta: float | None
     repeats: int = added(0)
+    is_plain: bool = added(False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,11 +71,13 @@ class Decision:
 
     `plan`: the formats.   `sparsity`: float64 [L, E], the share of each expert's neurons that will not run.   `theta`:
     one threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops.
+    `is_plain`: whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM.
     """
 
     plan: Plan
     sparsity: NDArray[np.float64]
     theta: float | None = None
+    is_plain: bool = False
 
 
 def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
@@ -97,6 +100,7 @@ def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
         sparsity,
         decision.theta,
         plan.repeats,
+        decision.is_plain,
     )
     return canonical(dump(file))
 
@@ -117,7 +121,7 @@ def read_plan(path: Path, spec: ModelSpec) -> Decision:
         raise PlanError(f"{path}: {fault}")
     if file.theta is not None and not 0 <= file.theta < 1e30:
         raise PlanError(f"{path}: theta: found {file.theta}, expected at least 0 and less than 1e30")
-    return Decision(plan, _sparsity(file, spec, str(path)), file.theta)
+    return Decision(plan, _sparsity(file, spec, str(path)), file.theta, file.is_plain)
 
 
 def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:

@@ -8,6 +8,7 @@ memory with the runtime's own functions, which `tiers` calls.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -95,7 +96,7 @@ class Planner:
             self._progress.advance(1, f"selector {planned.decision.plan.selector}")
         if plans:
             best = _fastest(plans)
-            found = self.estimate(best.decision, best.gap)
+            found = self.estimate(replace(best.decision, is_plain=self._is_fused), best.gap)
             self._progress.end()
             return found
         if not self._refused:

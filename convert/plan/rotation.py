@@ -26,6 +26,11 @@ class PlanRotation:
     vectors: RotationVectors | None = None
     is_fitted: bool = True
 
+    @staticmethod
+    def choice(rotate: RotateChoice, is_plain: bool) -> RotateChoice:
+        """Returns what `--rotate` means for a plan: `auto` is `off` for one that is plain (`Decision`)."""
+        return "off" if rotate == "auto" and is_plain else rotate
+
     @classmethod
     def chosen(cls, rotate: RotateChoice, checkpoint: Checkpoint, profile: Profile | None) -> "PlanRotation":
         """Returns what `--rotate` says for a checkpoint and its profile."""
@@ -56,7 +61,8 @@ class PlanRotation:
             return None
         return (
             f"note: {numbers[1]} of {len(layers)} layers are rotated, but the profile predicts losses with "
-            f"{numbers[0]} of them rotated; profile the model with the same --rotate for predictions that fit"
+            f"{numbers[0]} of them rotated; profile the model with --rotate {'on' if numbers[1] else 'off'} for "
+            "predictions that fit"
         )
 
 

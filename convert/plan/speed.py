@@ -23,6 +23,7 @@ from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayo
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime import DiskFacts
+from moe_pack.runtime.choices import auto_preset
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
 from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
 from moe_pack.runtime.machine import disk_cutover
@@ -34,7 +35,6 @@ from moe_pack.runtime.offload import (
     Passes,
     PolicyName,
     Preset,
-    auto_preset,
     expert_cache_for,
     expert_pages,
 )

@@ -24,7 +24,7 @@ from moe_pack.convert.plan.machines import (
     machine_of_cpu,
     machine_of_gpu,
 )
-from moe_pack.convert.plan.options import USUAL_CONTEXT, USUAL_LIMIT, Target
+from moe_pack.convert.plan.options import USUAL_CONTEXT, Target
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.convert.plan.planner import Planner
 from moe_pack.convert.plan.tiers import CpuTier, GpuTier, MemoryTier, RoutingFacts, RowHeat
@@ -109,7 +109,7 @@ def choose_target_device(target: Target, spec: ModelSpec, dense_dtypes: tuple[st
 
 def _why_too_small(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...], gpu: GpuHere) -> str | None:
     """Returns why no pack of a model runs on a GPU in the target's memory, in words; None if one does."""
-    budget = target.budget_bytes
+    budget = target.memory_bytes
     if budget > gpu.memory_bytes:
         return f"--target-vram is {size_text(budget)}, {gpu.name} has {size_text(gpu.memory_bytes)}"
     least = _least_budget(target, spec, dense_dtypes)
@@ -155,8 +155,8 @@ def tier_for(
     routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
     check_device(target, spec)
     if target.device == "cpu":
-        return CpuTier(_cpu(target, facts), routing, target.budget_bytes, context, target.kv_dtype or "f32")
-    return GpuTier(_gpu_machine(target, facts), routing, RowHeat(profile), target.budget_bytes, context)
+        return CpuTier(_cpu(target, facts), routing, target.memory_bytes, context, target.kv_dtype or "f32")
+    return GpuTier(_gpu_machine(target, facts), routing, RowHeat(profile), target.memory_bytes, context)
 
 
 def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> list[str]:
@@ -165,8 +165,11 @@ def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -
 
 
 def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> Iterator[str]:
-    if target.preset is None and target.limit == USUAL_LIMIT:
-        yield f"--max-loss {100 * target.limit.value:g}%: of perplexity"
+    if target.limit is None and target.loss_limit is not None:
+        of_paper = "" if target.preset is None else f", as in the paper of {target.preset}"
+        yield f"--max-loss {target.loss_limit.percent}: of perplexity{of_paper}"
+    if target.budget_bytes is None:
+        return
     if target.context_tokens is None:
         yield f"--context {context_of(target, spec)}: tokens of key-value cache"
     if facts is None or not _is_measured(facts):
@@ -200,9 +203,9 @@ def _is_measured(facts: MachineFacts) -> bool:
 
 def _gpu_machine(target: Target, facts: MachineFacts | None) -> Machine:
     gpu = find_gpu(_gpu_name(target)[0])
-    if target.budget_bytes > gpu.memory_bytes:
+    if target.memory_bytes > gpu.memory_bytes:
         raise RunError(
-            f"--target-vram: found {size_text(target.budget_bytes)}, {gpu.name} has {size_text(gpu.memory_bytes)}; "
+            f"--target-vram: found {size_text(target.memory_bytes)}, {gpu.name} has {size_text(gpu.memory_bytes)}; "
             "give less, or another GPU with --gpu"
         )
     return machine_of_gpu(gpu, _link_rate(target, facts, gpu), _ram_bytes(target), _cpu(target, facts))
@@ -217,7 +220,7 @@ def _gpu_name(target: Target) -> tuple[str, str]:
         if known_gpu(here.name):
             return here.name, "this machine's"
         return MEASURE, f"this machine's {here.name}, whose rates are not known"
-    large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.budget_bytes]
+    large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.memory_bytes]
     if large:
         gpu, why = min(large, key=lambda gpu: gpu.memory_bytes), "the smallest known one with this much memory"
     else:
@@ -252,9 +255,9 @@ def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...])
     """
     check_device(target, spec)
     context, least = context_of(target, spec), _least_budget(target, spec, dense_dtypes)
-    if target.budget_bytes < least:
+    if target.memory_bytes < least:
         raise RunError(
-            f"--target-vram: {size_text(target.budget_bytes)} is too small; with a context of {context} tokens this "
+            f"--target-vram: {size_text(target.memory_bytes)} is too small; with a context of {context} tokens this "
             f"model needs {size_text(least)}, whatever the loss; give more memory, or a shorter --context"
         )
 
@@ -269,7 +272,7 @@ def with_kv_dtype(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]
     smaller = replace(target, kv_dtype="q8")
     needs = (_least_budget(each, spec, dense_dtypes) for each in (smaller, target))
     with_codes, with_floats = needs
-    return smaller if with_codes <= target.budget_bytes < with_floats else target
+    return smaller if with_codes <= target.memory_bytes < with_floats else target
 
 
 def kv_text(target: Target) -> str | None:

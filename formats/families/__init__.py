@@ -8,18 +8,19 @@ if TYPE_CHECKING:
     from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
     from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
     from moe_pack.formats.families.prediction import PredictionLayer
-    from moe_pack.formats.families.registry import SHORT_NAMES, text_config
+    from moe_pack.formats.families.registry import short_names
     from moe_pack.formats.families.source_reader import SourceReader
+    from moe_pack.formats.families.text_files import text_config
 else:
     __getattr__ = face(__name__)
 
 __all__ = [
     "SCALE_BLOCK",
-    "SHORT_NAMES",
     "Checkpoint",
     "PredictionLayer",
     "SourceMatrix",
     "SourceReader",
     "model_spec",
+    "short_names",
     "text_config",
 ]

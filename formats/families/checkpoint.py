@@ -28,7 +28,7 @@ from moe_pack.formats.families.family import (
 )
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.published import published_config, published_name
-from moe_pack.formats.families.registry import FAMILIES, read_spec
+from moe_pack.formats.families.registry import family_of, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
 from moe_pack.formats.safetensors import StoredTensor, TensorEntry, split_bytes
@@ -266,7 +266,7 @@ def _renamed(values: Any) -> Any:
 
 def _family(values: Any) -> Family | None:
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    return family_of(model_type) if isinstance(model_type, str) else None
 
 
 # Keys with the number of layers that predict further tokens: some lists of values for layers go on with theirs.

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_pack.formats import CheckpointError, parse
 from moe_pack.formats.commands import did_you_mean
-from moe_pack.formats.families.registry import SHORT_NAMES
+from moe_pack.formats.families.registry import short_names
 
 _SUFFIX = ".json"
 
@@ -24,9 +24,9 @@ def published_name(source: str) -> str:
 
     Raises:  CheckpointError for a name of none, which is no path either.
     """
-    names, hub_id = published_names(), SHORT_NAMES.get(source.lower())
+    names, hub_id = published_names(), short_names().get(source.lower())
     for name in names:
-        if name == source.lower() or SHORT_NAMES[name] == hub_id:
+        if name == source.lower() or short_names()[name] == hub_id:
             return name
     similar = did_you_mean(source, names, "moe-pack synth --list prints all names")
     raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")

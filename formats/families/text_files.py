@@ -22,11 +22,14 @@ Values = dict[str, Any]
 Reader = Callable[[str], Values]  # returns the values of a JSON object by its file's name; none for a missing file
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _ADDED_FILE, _MAP_FILE = "added_tokens.json", "special_tokens_map.json"
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SENTINEL = re.compile(r"<extra_id_\d+>")
+# The keys for the text model in multimodal checkpoints. In a config without any of them, the whole is the text model.
+TEXT_KEYS = frozenset({"text_config", "thinker_config"})
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -42,6 +45,21 @@ class TextFiles(Protocol):
     def read_file(self, name: str) -> NDArray[np.uint8]:
         """Reads a whole file: u8 [bytes]."""
         ...
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the object of a `config.json` that describes the text model: a part of it in a multimodal checkpoint."""
+    if TEXT_KEYS.isdisjoint(values):
+        return values
+    from moe_pack.formats.families.registry import family_of
+
+    family = family_of(str(values.get("model_type")))
+    for key in () if family is None else family.text_keys:
+        inner = values.get(key)
+        if not isinstance(inner, dict):
+            break
+        values = inner
+    return values
 
 
 def error_of(files: TextFiles) -> type[MoePackError]:
@@ -213,6 +231,24 @@ def end_tokens(
         if known:
             return known
     return []
+
+
+def read_templates(files: TextFiles) -> dict[str, str]:
+    """Returns the chat templates by name: of chat_template.jinja (`default`), else of tokenizer_config.json.
+
+    Of several named templates, `default` is for conversations, and `tool_use` for those with tools.
+    Raises:  PackError, or CheckpointError for a checkpoint, if they are something else than texts.
+    """
+    templates = chat_templates(read_values(files, CONFIG_FILE), error_of(files))
+    if files.has(TEMPLATE_FILE):
+        templates = {"default": _file_text(files, TEMPLATE_FILE)}
+    if files.has(_TOOL_TEMPLATE_FILE):
+        templates["tool_use"] = _file_text(files, _TOOL_TEMPLATE_FILE)
+    return templates
+
+
+def _file_text(files: TextFiles, name: str) -> str:
+    return files.read_file(name).tobytes().decode("utf-8", "replace")
 
 
 def chat_templates(config: Mapping[str, Any], error: type[MoePackError]) -> dict[str, str]:

@@ -99,9 +99,9 @@ def _check_model(name: str) -> None:
 
 
 def _short_names() -> Iterable[str]:
-    from moe_pack.formats.families import SHORT_NAMES
+    from moe_pack.formats.families import short_names
 
-    return SHORT_NAMES
+    return short_names()
 
 
 def _published_names() -> Iterable[str]:
@@ -121,6 +121,8 @@ def pack_folder(pack: Path) -> Path:
 
     Raises:  PackError as `find_pack`.
     """
+    if pack.exists() or parse_name(str(pack)) is None:
+        return pack
     from moe_pack.formats.hub.packs import find_pack
 
     with TerminalProgress() as progress:

@@ -48,19 +48,19 @@ def source_name(source: str) -> HubName:
 
     Raises:  CheckpointError if it is neither, or a path to a file that is no checkpoint.
     """
-    from moe_pack.formats.families import SHORT_NAMES
+    from moe_pack.formats.families import short_names
 
     path = Path(source)
     if path.exists():
         raise CheckpointError(
             f"{source}: is a file, expected the folder with config.json and the weights, or a .gguf file"
         )
-    name = parse_name(SHORT_NAMES.get(source.lower(), source))
+    name = parse_name(short_names().get(source.lower(), source))
     if name is not None:
         return name
     beside = names_beside(path, ".gguf")
     if "/" in source or source.endswith(".gguf"):
         similar = did_you_mean(path.name, beside)
         raise CheckpointError(f"{source}: no such file or folder, and no name of the hub (owner/name){similar}")
-    similar = did_you_mean(source, [*beside, *SHORT_NAMES], "moe-pack convert --list prints all names")
+    similar = did_you_mean(source, [*beside, *short_names()], "moe-pack convert --list prints all names")
     raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")

@@ -31,8 +31,11 @@ if TYPE_CHECKING:
         MambaSpec,
         MixerSpec,
         ShortConvSpec,
+        StateShape,
+        halves_fault,
+        mixer_fault,
     )
-    from moe_pack.formats.parts.ngrams import NgramSpec
+    from moe_pack.formats.parts.ngrams import NgramSpec, ngrams_fault
     from moe_pack.formats.parts.residual import (
         FactorsSpec,
         GatedNormsSpec,
@@ -83,6 +86,10 @@ __all__ = [
     "RopeSpec",
     "ShortConvSpec",
     "ShortcutResidualSpec",
+    "StateShape",
     "TemperatureSpec",
+    "halves_fault",
     "is_added",
+    "mixer_fault",
+    "ngrams_fault",
 ]

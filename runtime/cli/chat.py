@@ -16,7 +16,6 @@ import re
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ import click
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime.generate import Clock, rate_text
 from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
 from moe_pack.runtime.serve.styles import style_of
 
@@ -86,29 +86,6 @@ class Screen(Protocol):
     def say(self, line: str) -> None:
         """Shows a line that is no part of an answer."""
         ...
-
-
-class Clock:
-    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.num_tokens = 0
-        self.prefill_s = 0.0
-        self.decode_s = 0.0
-
-    def tick(self) -> None:
-        """Notes that there is a new token."""
-        elapsed = time.perf_counter() - self._start
-        if self.num_tokens == 0:
-            self.prefill_s = elapsed
-        self.decode_s = elapsed - self.prefill_s
-        self.num_tokens += 1
-
-
-def rate_text(num_tokens: int, seconds: float) -> str:
-    """Returns tokens a second as text."""
-    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
 
 
 class Conversation:

@@ -33,7 +33,7 @@ from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
     from moe_pack.runtime import BenchTimes, Engine, RunReport, Sampler, Text
-    from moe_pack.runtime.cli.chat import Clock
+    from moe_pack.runtime.generate import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,9 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     """
     needs_text = not (options.bench.is_given or options.is_conversation)
     words = options.text() if needs_text else ""
-    options.sampling.over(SamplingOptions())  # a wrong one is refused before a download
+    options.sampling.over(SamplingOptions())  # a wrong one is refused before a download, and before torch is loaded
+    if options.engine.device == "cpu":
+        options.engine.check_cpu_alone()
     pack = pack_folder(pack)
     if options.bench.is_given:
         _bench(pack, options)
@@ -242,8 +244,7 @@ def _continue(folder: Path, options: RunOptions, words: str) -> None:
     """Opens the pack, continues the prompt on standard output, and reports."""
     from moe_pack.formats import Pack
     from moe_pack.runtime import Sampler, Text
-    from moe_pack.runtime.cli.chat import Clock
-    from moe_pack.runtime.generate import generate
+    from moe_pack.runtime.generate import Clock, generate
 
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
@@ -339,7 +340,7 @@ def _open_engine(
 
     Args:    checkpoints: of the sequence; a GPU has none.   context_option: the option that sets the context.
     """
-    from moe_pack.runtime import Engine, measure_disk
+    from moe_pack.runtime import Engine
     from moe_pack.runtime.engine import choose_device
     from moe_pack.runtime.offload import Sequences
     from moe_pack.runtime.offload.budget import BudgetOptionNames
@@ -351,6 +352,8 @@ def _open_engine(
     with TerminalProgress() as progress:
 
         def measured() -> MachineFacts:
+            from moe_pack.runtime import measure_disk
+
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             facts = measure_disk(pack.folder, progress)
             with suppress(RunError):  # a run does not need the file
@@ -384,7 +387,7 @@ def _chat_prompt(pack: Pack, words: str) -> str:
 
 def _report(sampler: Sampler, engine: Engine, clock: Clock, num_prompt_tokens: int) -> None:
     from moe_pack.runtime import report, report_lines
-    from moe_pack.runtime.cli.chat import rate_text
+    from moe_pack.runtime.generate import rate_text
 
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {rate_text(num_prompt_tokens, clock.prefill_s)}"),

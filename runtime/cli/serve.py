@@ -214,6 +214,8 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
+    if options.engine.device == "cpu":
+        options.engine.check_cpu_alone()  # before a download, and before torch is loaded
     pack = pack_folder(pack)
     check_is_folder(pack)
     options.sampling.over(SamplingOptions())  # a wrong one is refused before the pack is loaded
@@ -381,13 +383,15 @@ class _Server:
 
 
 def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Sequences) -> Engine:
-    from moe_pack.runtime import Engine, measure_disk
+    from moe_pack.runtime import Engine
     from moe_pack.runtime.offload.budget import AS_CONTEXT
 
     chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:
 
         def measured() -> MachineFacts:
+            from moe_pack.runtime import measure_disk
+
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             return measure_disk(pack.folder, progress)
 

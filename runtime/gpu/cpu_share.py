@@ -24,11 +24,12 @@ from moe_pack.runtime.gpu.device import HostArena, HostCalls
 from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
 from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.model import ExpertRunner
-from moe_pack.runtime.offload.split import LoadOrCompute
+from moe_pack.runtime.offload.split import fastest
 
 Tokens: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
-_MEASURED_TIMES, _MEASURED_TOKENS, _MEASURED_BYTES = 5, 8, 64 << 20
+MEASURED_TOKENS = (1, 4, 16, 64)  # for 4 and more the kernels decode a row once, so that times are no line
+_MEASURED_TIMES, _MEASURED_BYTES = 5, 64 << 20
 _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measured
 
 
@@ -220,25 +221,29 @@ def host_rows(pack: Pack, host: HostArena, layer_idx: int) -> list[ExpertRows]:
     ]
 
 
-Split = Callable[[Sequence[int]], LoadOrCompute]
-
-
 class PromptShare:
     """In passes of many tokens, the missing experts that the CPU computes while the link brings the others.
 
     Owns a thread: `close` it.
-    Args:    split: chooses by the tokens of each missing expert; `balanced` or `fastest` of `runtime.offload.split`,
-             with measured rates.
     """
 
-    def __init__(self, pack: Pack, host: HostArena, kernels: Kernels, split: Split) -> None:
+    def __init__(self, pack: Pack, host: HostArena, kernels: Kernels, rates: "Rates") -> None:
+        self._sizes = [[expert.num_bytes for expert in layer] for layer in pack.layout.experts]
         self._rows = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
-        self._kernels, self._split = kernels, split
+        self._kernels, self._rates = kernels, rates
         self._thread = ThreadPoolExecutor(1, "experts")
 
-    def choose(self, num_tokens: Sequence[int]) -> frozenset[int]:
-        """Returns which of the missing experts the CPU computes, as positions in the list of their tokens."""
-        return frozenset(self._split(num_tokens).computed)
+    def choose(
+        self, layer_idx: int, experts: Sequence[int], num_tokens: Sequence[int], num_bytes: Sequence[int]
+    ) -> list[int]:
+        """Returns which of a layer's missing experts the CPU computes, by the measured rates.
+
+        Args:    num_tokens: of each expert.   num_bytes: of each, that the GPU lacks.
+        """
+        sizes, rates = self._sizes[layer_idx], self._rates
+        computing = [rates.computing(sizes[expert], n) for expert, n in zip(experts, num_tokens, strict=True)]
+        computed = fastest(computing, [n / rates.link for n in num_bytes]).computed
+        return [expert for place, expert in enumerate(experts) if place in computed]
 
     def start(self, layer_idx: int, x: Tensor, jobs: Sequence[tuple[int, Tokens, Floats]]) -> Future[Tensor]:
         """Begins to compute experts; returns their weighted sum later: float32 [T, d], for x float32 [T, d].
@@ -257,38 +262,31 @@ class PromptShare:
 class Rates:
     """Bytes a second, measured. `link`: that the link brings.   `cpu`: of records that the CPU computes for one token.
 
-    `prompt`: of whole experts that the CPU computes for one of several tokens.
+    `prompt`: seconds for a byte of a whole expert on the CPU, with each of `MEASURED_TOKENS`.
     """
 
     link: float
     cpu: float
-    prompt: float
+    prompt: tuple[float, ...]
 
     @property
     def pulled_share(self) -> float:
         """The share of missing bytes that the link brings in the time in which the CPU computes the others."""
         return self.link / (self.link + self.cpu)
 
-    def split(self, expert_bytes: int, rule: Callable[[Sequence[int], float, float], LoadOrCompute]) -> Split:
-        """Returns a rule of `runtime.offload.split`, for experts of so many bytes."""
-        return lambda num_tokens: rule(num_tokens, expert_bytes / self.prompt, expert_bytes / self.link)
+    def computing(self, num_bytes: int, num_tokens: int) -> float:
+        """Returns the seconds of the CPU for an expert of so many bytes: on lines between what was measured.
+
+        For more tokens the time is in proportion to theirs.
+        """
+        known, times = (0, *MEASURED_TOKENS), (0.0, *self.prompt)
+        beyond = max(num_tokens / known[-1], 1.0)
+        return num_bytes * beyond * float(np.interp(num_tokens, known, times))
 
     @classmethod
     def measure(cls, pack: Pack, host: HostArena, kernels: Kernels, device: torch.device) -> "Rates":
         """Measures all, each the median of some runs."""
-        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_rate(pack, host, kernels))
-
-
-_SHARES = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
-
-
-def fastest_share(seconds_with: Callable[[float], float], estimate: float) -> float:
-    """Returns the share of the link, 0 to 1, with which something takes the least time: of an estimate and eight more.
-
-    All are tried. The time need not fall and then rise: where link and CPU slow each other down, it may be least with
-    either alone, and greatest with half of each (seen with an H200).
-    """
-    return min((estimate, *_SHARES), key=seconds_with)
+        return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_times(pack, host, kernels))
 
 
 def link_rate(host: HostArena, device: torch.device) -> float:
@@ -334,20 +332,26 @@ def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
     return num_bytes / seconds
 
 
-def _prompt_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
-    """Returns the bytes of whole experts a second that the CPU computes, for each of a few tokens."""
-    x = torch.randn(_MEASURED_TOKENS, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-    tokens, weights = np.arange(_MEASURED_TOKENS), np.ones(_MEASURED_TOKENS, np.float32)
-    works = [(rows, tokens, weights) for rows in host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]]
-    seconds = _median_seconds([partial(kernels.experts, x, [work]) for work in works])
-    return pack.layout.experts[0][0].num_bytes * _MEASURED_TOKENS / seconds
+def _prompt_times(pack: Pack, host: HostArena, kernels: Kernels) -> tuple[float, ...]:
+    """Returns the CPU's seconds for a byte of a whole expert, with each of `MEASURED_TOKENS`."""
+    sizes = [expert.num_bytes for expert in pack.layout.experts[0][: _MEASURED_TIMES + 1]]
+    all_rows = host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]
+    draw, times = torch.Generator().manual_seed(0), list[float]()
+    for number in MEASURED_TOKENS:
+        x = torch.randn(number, pack.spec.hidden_size, generator=draw)
+        tokens, weights = np.arange(number), np.ones(number, np.float32)
+        times.append(
+            _median_seconds([partial(kernels.experts, x, [(rows, tokens, weights)]) for rows in all_rows], sizes)
+        )
+    return tuple(times)
 
 
-def _median_seconds(actions: Sequence[Callable[[], object]]) -> float:
+def _median_seconds(actions: Sequence[Callable[[], object]], sizes: Sequence[int] | None = None) -> float:
+    """Returns the median of the actions' seconds, each divided by its size if they have sizes."""
     actions[0]()  # the first run also loads memory and kernels
     taken = []
-    for action in actions:
+    for number, action in enumerate(actions):
         started = time.perf_counter()
         action()
-        taken.append(time.perf_counter() - started)
+        taken.append((time.perf_counter() - started) / (1 if sizes is None else sizes[number]))
     return sorted(taken)[len(taken) // 2]

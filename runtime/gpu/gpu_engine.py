@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Split, TierShare
+from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Rates, TierShare
 from moe_pack.runtime.gpu.device import HostArena, HostCalls, Queues
 from moe_pack.runtime.gpu.placement import (
     DYNAMIC_SHARE,
@@ -42,15 +42,15 @@ class GpuInputs:
     """What an engine is made of, whatever memory it gets; all of it stays the caller's.
 
     `misses`: who has missing records.   `host`: experts in host memory; None if `tier`, the CPU's own engine, has them.
-    `kernels`: compute the CPU's share; None if everything is pulled or `tier` computes.   `split`: chooses the missing
-    experts that the CPU computes in passes of many tokens; None if none.   `pulled_share`: of missing records of one
-    token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`: [L, E], how often
-    experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.   `dynamic_share`: of the
-    memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts are computed in bfloat16.
-    `needs_scores`: whether the policy uses the routers' scores of all experts.   `prediction`: of experts, whose
-    records the link brings ahead; None: none are predicted.   `alpha`: resident experts replace missing ones with low
-    scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no expert is replaced.
-    `offset_bytes`: from `placement.offset_bytes_for`.
+    `kernels`: compute the CPU's share; None if everything is pulled or `tier` computes.   `rates`: by which the CPU
+    computes some of the missing experts in passes of many tokens; None if it computes none.   `pulled_share`: of
+    missing records of one token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`:
+    [L, E], how often experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.
+    `dynamic_share`: of the memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts
+    are computed in bfloat16.   `needs_scores`: whether the policy uses the routers' scores of all experts.
+    `prediction`: of experts, whose records the link brings ahead; None: none are predicted.   `alpha`: resident experts
+    replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no
+    expert is replaced.   `by_expert`: as in `StepInputs`.   `offset_bytes`: from `placement.offset_bytes_for`.
     """
 
     pack: Pack
@@ -59,7 +59,7 @@ class GpuInputs:
     host: HostArena | None
     tier: ExpertRunner | None
     kernels: Kernels | None
-    split: Split | None
+    rates: Rates | None
     pulled_share: float
     link_rate: float
     popularity: NDArray[Any]
@@ -69,6 +69,7 @@ class GpuInputs:
     needs_scores: bool = False
     prediction: PredictionPlan | None = None
     alpha: float | None = None
+    by_expert: bool = False
     offset_bytes: int = 4
 
     @property
@@ -135,9 +136,9 @@ class GpuEngine:
                 else:
                     assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
                     share = opened.enter_context(closing(PoolShare(pack, inputs.host, inputs.kernels, exchange, calls)))
-                    if inputs.split is not None:
+                    if inputs.rates is not None:
                         prompt_share = opened.enter_context(
-                            closing(PromptShare(pack, inputs.host, inputs.kernels, inputs.split))
+                            closing(PromptShare(pack, inputs.host, inputs.kernels, inputs.rates))
                         )
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
@@ -194,6 +195,7 @@ def _step_inputs(
         whole_records=whole_records,
         prediction=inputs.prediction,
         substitution=substitution,
+        by_expert=inputs.by_expert,
     )
 
 

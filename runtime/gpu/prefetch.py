@@ -35,8 +35,8 @@ from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, Ru
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.offload import Predictor, Routing
-from moe_pack.runtime.offload.paths import PATH_MEMORY, ranked
-from moe_pack.runtime.offload.prefetch import MethodName
+from moe_pack.runtime.offload.paths import PATH_MEMORY
+from moe_pack.runtime.offload.prefetch import MethodName, ranked
 
 _UNIT_STEP = 8  # hidden units of a network are padded to so many: rows of bfloat16 are multiples of 16 bytes
 

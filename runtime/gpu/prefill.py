@@ -119,6 +119,11 @@ class ExpertStream:
         """Returns the experts that are on their way or there."""
         return [entry.key for entry in self._entries if entry.done is None]
 
+    def missing_bytes(self, key: ExpertKey) -> int:
+        """Returns how many bytes of an expert are not resident."""
+        start, stop = self._missing(key)
+        return stop - start
+
     def _missing(self, key: ExpertKey) -> tuple[int, int]:
         """Returns the part of an expert's extent that is not resident: one piece, in bytes."""
         placement, layout = self._memory.placement, self._pack.layout.experts[key.layer_idx][key.expert]
@@ -221,8 +226,9 @@ class GpuWeights(PackWeights, ExpertRunner):
     ) -> tuple[Future[Tensor] | None, int]:
         """Begins to compute some missing experts on the CPU, and puts them last; returns how many others there are."""
         jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in tokens_by_expert(experts, weights)}
-        numbers = share.choose([len(jobs[expert][0]) for expert in pass_.missing])
-        on_cpu = [expert for place, expert in enumerate(pass_.missing) if place in numbers]
+        num_tokens = [len(jobs[expert][0]) for expert in pass_.missing]
+        num_bytes = [self.stream.missing_bytes(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
+        on_cpu = share.choose(layer_idx, pass_.missing, num_tokens, num_bytes)
         pass_.put_last(on_cpu)
         if not on_cpu:
             return None, len(pass_.missing)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, fastest_share
+from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
 from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
 from moe_pack.runtime.gpu.fit import LOGITS_AT_ONCE, GpuCounts
 from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
@@ -37,6 +37,7 @@ from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence, KvDtype
 from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.offload.split import fastest_share
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
 _FIRST_TOKEN_SECONDS = 0.02
@@ -65,6 +66,8 @@ class StepInputs:
     records, that the link brings.   `needs_scores`: whether the policy uses the routers' scores of all experts.
     `whole_records`: [L], the work of the CPU for an expert whose selector is missing, in records.
     `prediction`: of experts; None: none are predicted.   `substitution`: what replaces experts; None: nothing does.
+    `by_expert`: whether Algorithm 2 of *importance* splits a layer's missing experts one by one; `pulled_share` is then
+    the link's rate divided by both rates, and no other is tried.
     """
 
     queues: Queues
@@ -76,6 +79,7 @@ class StepInputs:
     whole_records: NDArray[np.float64]
     prediction: PredictionPlan | None = None
     substitution: Substitution | None = None
+    by_expert: bool = False
 
 
 class TokenStep:
@@ -260,7 +264,8 @@ class TokenStep:
             pull_selectors(experts, tables, host, scratch_at, selector_units)
         select(inputs, experts, tables, running, selector_units)
         whole_records = float(self._inputs.whole_records[layer_idx])
-        compact(experts, tables, running, landing, self._pulled_share, left, not is_pull, whole_records)
+        by_expert = self._inputs.by_expert
+        compact(experts, tables, running, landing, self._pulled_share, left, not is_pull, whole_records, by_expert)
         if is_pull:
             if not is_whole:
                 assert host is not None, "records are pulled from host memory"
@@ -394,7 +399,7 @@ class GpuDecoder(Decoder):
     @torch.inference_mode()
     def tune(self) -> None:
         """Chooses the share of missing records that the link brings, by the time that tokens take with it."""
-        if self._inputs.share is None or not self._inputs.pulled_share:
+        if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:
             return
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()

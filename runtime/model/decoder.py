@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.caches import (
     Angles,
     Batch,
@@ -51,7 +52,7 @@ from moe_pack.runtime.model.layer import (
     with_returned,
 )
 from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS, BegunLayer, LayerCalls
-from moe_pack.runtime.model.mixers import LayerState, NgramRows
+from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.weights import Weights
 
 
@@ -203,7 +204,7 @@ class Decoder:
 
     def _append_alone(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
         """Appends tokens to a sequence in one pass, as if each had its own; returns the hidden states, [n, d]."""
-        before, rows = sequence.num_tokens, list[NgramRows | None]()
+        before, rows = sequence.num_tokens, list["mixers.NgramRows | None"]()
         sequence.ids[before:] = ids
         with self._alone([sequence], rows):
             for i in range(before, before + len(ids)):
@@ -241,15 +242,14 @@ class Decoder:
         if is_again:
             # From here on every position has other angles, and everything that was computed depends on them.
             new, cache.num_tokens = sequence.ids, 0
-        kept, num_left = cache.num_tokens, len(new)
+        kept = cache.num_tokens
         ends_early = last_only and self._may_end_early(sequence)
         hidden: list[Tensor] = []
         try:
             with closing(self._chunks(sequence.ids, len(new))) as chunks, self._told(is_prompt=len(new) > 1):
                 for tokens, rows in chunks:
-                    num_left -= len(tokens)
                     batch = _Pass([sequence], [rows], len(tokens), [len(sequence.ids)])
-                    piece = self._pass(batch, tokens, ends_early and not num_left and len(tokens) > MAX_CALL_TOKENS)
+                    piece = self._pass(batch, tokens, ends_early and len(tokens) > MAX_CALL_TOKENS)
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
@@ -258,7 +258,7 @@ class Decoder:
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
     def _may_end_early(self, sequence: CachedSequence) -> bool:
-        """Whether the last layer's experts may run for the last token of a prompt alone.
+        """Whether the last layer's experts may run for the last token of each pass of a prompt alone.
 
         Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
         number of tokens at most; a GPU computes whole passes. Passes that calls of layers may take are whole, too, so
@@ -269,7 +269,7 @@ class Decoder:
     @torch.inference_mode()
     def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
         """Returns the logits after a token of each sequence, float32 [n, vocabulary]."""
-        rows: list[NgramRows | None] = []
+        rows: list[mixers.NgramRows | None] = []
         with self._alone(sequences, rows):
             for sequence, token in zip(sequences, ids, strict=True):
                 sequence.ids[sequence.num_tokens :] = [token]
@@ -282,7 +282,7 @@ class Decoder:
             return self._head(hidden)
 
     @contextmanager
-    def _alone(self, sequences: list[CachedSequence], rows: list[NgramRows | None]) -> Iterator[None]:
+    def _alone(self, sequences: list[CachedSequence], rows: "list[mixers.NgramRows | None]") -> Iterator[None]:
         """Computes each token of a pass as if it were alone; closes its rows, and drops what a failed pass leaves."""
         before = [sequence.num_tokens for sequence in sequences]
         try:
@@ -314,14 +314,14 @@ class Decoder:
             raise RunError(f"the context of {sequence.cache.context_tokens} tokens is full")
         check_vocabulary(ids, self.spec)
 
-    def _chunks(self, ids: list[int], num_new: int) -> Generator[tuple[Tensor, NgramRows | None], None, None]:
+    def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, mixers.NgramRows | None], None, None]":
         """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
 
         Args:    ids: the sequence, its new tokens last.
         """
         first, step = len(ids) - num_new, self.chunk_tokens
         rows = self._rows(ids, first, min(first + step, len(ids)))
-        ahead: NgramRows | None = None
+        ahead: mixers.NgramRows | None = None
         try:
             for start in range(first, len(ids), step):
                 stop = min(start + step, len(ids))
@@ -334,13 +334,13 @@ class Decoder:
                 if left is not None:
                     left.close()
 
-    def _rows(self, ids: list[int], start: int, stop: int) -> NgramRows | None:
+    def _rows(self, ids: list[int], start: int, stop: int) -> "mixers.NgramRows | None":
         """Begins to read the rows of positions `start` to `stop` in all n-gram tables; None without tables."""
         ngrams = self.spec.ngrams
         if ngrams is None:
             return None
         tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
-        return NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
+        return mixers.NgramRows(ngrams, self._weights.ngram_table, tokens, stop - start)
 
     def _pass(self, batch: "_Pass", ids: Tensor, ends_early: bool = False) -> Tensor:
         """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d].
@@ -348,6 +348,8 @@ class Decoder:
         Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
         """
         weights, last = self._weights, self.spec.num_hidden_layers - 1
+        if isinstance(weights, ExpertRunner):
+            weights.begin_pass(ids, 1 if ends_early else len(ids))
         x = embed(ids, weights)
         layer = 0
         while layer < self.spec.num_hidden_layers:
@@ -420,7 +422,11 @@ class _Pass:
     """
 
     def __init__(
-        self, sequences: list[CachedSequence], rows: list[NgramRows | None], num_new: int, num_tokens: list[int]
+        self,
+        sequences: list[CachedSequence],
+        rows: "list[mixers.NgramRows | None]",
+        num_new: int,
+        num_tokens: list[int],
     ) -> None:
         self._num_new, self._sequences, self._ngram_rows = num_new, sequences, rows
         self._rows = [slice(i * num_new, (i + 1) * num_new) for i in range(len(sequences))]
@@ -484,7 +490,7 @@ class _TokenPass(_Pass):
     caches, in which each finds what the tokens before it have just entered.
     """
 
-    def __init__(self, sequence: CachedSequence, rows: list[NgramRows | None]) -> None:
+    def __init__(self, sequence: CachedSequence, rows: "list[mixers.NgramRows | None]") -> None:
         start, num_new = sequence.num_tokens, len(rows)
         super().__init__([sequence], [None], num_new, [start + num_new])
         self.num_sequences = num_new

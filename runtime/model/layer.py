@@ -30,12 +30,12 @@ from moe_pack.formats.parts import (
 )
 from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.cpu import ExpertRows
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.expert import run_expert
 from moe_pack.runtime.model.matrix import gather_rows, linear
-from moe_pack.runtime.model.mixer import mix, ngram_output
-from moe_pack.runtime.model.mixers import LayerState, NgramRows
+from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
@@ -269,7 +269,9 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
     return x if residual is None or residual.streams == 1 else torch.cat((x, torch.zeros_like(x)), dim=1)
 
 
-def add_ngrams(x: Tensor, rows: NgramRows | None, weights: Weights, layer: int, state: LayerState | None) -> Tensor:
+def add_ngrams(
+    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: LayerState | None
+) -> Tensor:
     """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
 
     Args:    rows: of the tokens; None in a model without n-grams.
@@ -277,6 +279,8 @@ def add_ngrams(x: Tensor, rows: NgramRows | None, weights: Weights, layer: int, 
     """
     if rows is None or state is None:
         return x
+    from moe_pack.runtime.model.mixer import ngram_output
+
     return x + ngram_output(x, rows.of(layer), weights, layer, state)
 
 
@@ -299,6 +303,8 @@ def add_attention(
     if mixer is None:
         y = attend(normed, weights, layer, cast(LayerCache | Batch[LayerCache], cache), angles)
     else:
+        from moe_pack.runtime.model.mixer import mix
+
         y = mix(normed, weights, layer, mixer, cast(LayerState | Batch[LayerState], cache))
     return enter_first(x, y, weights, layer)
 
@@ -397,6 +403,13 @@ class ExpertRunner(ABC):
 
     is_batch = False
     is_prompt = False
+
+    def begin_pass(self, ids: Tensor, num_last: int) -> None:
+        """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.
+
+        Args:    num_last: so many of them, the last, run in the model's last layer.
+        """
+        return None
 
     @abstractmethod
     def run_experts(

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, RouterSpec, RowLayout
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import Part
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.caches import Angles, EntryCache, LayerCache, RunningSoftmax, rotate
 from moe_pack.runtime.model.expert import neuron_of
-from moe_pack.runtime.model.mixers import LayerState, convolve, recur
+from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
@@ -134,13 +134,13 @@ class Operations:
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
         """Returns a causal convolution of each channel of x float32 [T, channels], as `mixers.convolve` says."""
-        return convolve(x, kernel, bias, state)
+        return mixers.convolve(x, kernel, bias, state)
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState
     ) -> Tensor:
         """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `mixers.recur` says."""
-        return recur(q, k, v, log_decay, rate, state)
+        return mixers.recur(q, k, v, log_decay, rate, state)
 
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, [rows, columns]."""
@@ -162,6 +162,8 @@ class Operations:
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
+        from moe_pack.formats.codecs import decode_part  # kernels decode without it
+
         codes = rows[:, part.offset : part.offset + part.code_bytes]
         scales = rows[:, part.scales_offset : part.bias_offset]
         return decode_part(part.format, layout.num_cols, torch.cat((codes, scales), dim=1))

@@ -21,11 +21,10 @@ from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.layout import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
 from moe_pack.runtime.cpu import ExpertRows, MapCutError, extent_rows
 from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
 from moe_pack.runtime.model.layer import ExpertRunner, ObservedWeights, PartialState, RowsInMemory, expert_inputs
 from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
-from moe_pack.runtime.model.mixers import LaterRows, RowTable
-from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
 from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import from_experts, to_experts
@@ -160,15 +159,15 @@ class PackTables:
     def __init__(self, pack: Pack) -> None:
         ngrams, tables = pack.spec.ngrams, pack.layout.ngrams
         assert ngrams is not None, "a model with n-gram tables"
-        self.pack, self.slot_rows = pack, SLOT_TOKENS * ngrams.num_heads
+        self.pack, self.slot_rows = pack, mixers.SLOT_TOKENS * ngrams.num_heads
         self.slot_bytes = self.slot_rows * max(table.rows.row_bytes for table in tables)
-        num_slots = SLOTS_PER_TABLE * len(tables)
+        num_slots = mixers.SLOTS_PER_TABLE * len(tables)
         self.memory = np.empty(num_slots * self.slot_bytes, np.uint8)
         self.free = list(range(num_slots))
         self.reads = open_reads(self.memory, direct=False)
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
-    def table(self, layer: int) -> RowTable:
+    def table(self, layer: int) -> "mixers.RowTable":
         """Returns the table of a decoder layer."""
         table, file = self._tables[layer]
         return _PackTable(self, table, file)
@@ -182,11 +181,11 @@ class _PackTable:
     def __init__(self, tables: PackTables, table: NgramLayout, file: int) -> None:
         self._tables, self._table, self._file = tables, table, file
 
-    def begin(self, numbers: Numbers) -> "_PackRows | LaterRows":
+    def begin(self, numbers: Numbers) -> "_PackRows | mixers.LaterRows":
         """Begins to read rows; without a free buffer, they are read when somebody waits for them."""
         tables, table = self._tables, self._table
         if not tables.free:
-            return LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
+            return mixers.LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
         return _PackRows(tables, table, self._file, numbers)
 
 
@@ -305,7 +304,7 @@ class PackWeights(ObservedWeights):
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._rotations[layer_idx]
 
-    def ngram_table(self, layer: int) -> RowTable:
+    def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
         if self._tables is None:
             self._tables = PackTables(self._pack)
@@ -484,7 +483,7 @@ class StreamedPackWeights:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._rotations[layer_idx]
 
-    def ngram_table(self, layer: int) -> RowTable:
+    def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         return _StreamedTable(self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer))
 
@@ -496,9 +495,9 @@ class _StreamedTable:
     def __init__(self, pack: Pack, table: NgramLayout) -> None:
         self._pack, self._table = pack, table
 
-    def begin(self, numbers: Numbers) -> LaterRows:
+    def begin(self, numbers: Numbers) -> "mixers.LaterRows":
         pack, table = self._pack, self._table
-        return LaterRows(lambda: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
+        return mixers.LaterRows(lambda: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
 
 
 class _StreamedMatrix:

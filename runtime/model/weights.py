@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, NormSpec, Selector
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert
 from moe_pack.runtime.model.matrix import Matrix
-from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -47,7 +47,7 @@ class Weights(Protocol):
         """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None if it is not rotated."""
         ...
 
-    def ngram_table(self, layer: int) -> RowTable:
+    def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer that has one."""
         ...
 

@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     )
     from moe_pack.runtime.offload.cache import CacheFacts, ExpertCache, ExpertKey
     from moe_pack.runtime.offload.eviction import expert_cache_for
+    from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
     from moe_pack.runtime.offload.experts import OffloadedWeights, PhaseCounts
     from moe_pack.runtime.offload.paths import PathStatistics
     from moe_pack.runtime.offload.prefetch import Prefetcher
-    from moe_pack.runtime.offload.presets import EXACT, PRESETS, Approximations, PolicyName, Preset
+    from moe_pack.runtime.offload.presets import (
+        EXACT,
+        PREDICTORS,
+        PRESETS,
+        ROUTING_FILE,
+        Approximations,
+        PolicyName,
+        Preset,
+    )
     from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
-    from moe_pack.runtime.offload.replay import auto_preset
-    from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUTING_FILE, Predictor, Routing
+    from moe_pack.runtime.offload.replay import auto_policy
+    from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, Predictor, Routing
 else:
     __getattr__ = face(__name__)
 
@@ -39,6 +48,7 @@ __all__ = [
     "CacheFacts",
     "ExpertCache",
     "ExpertKey",
+    "ExpertStore",
     "OffloadedWeights",
     "Passes",
     "PathStatistics",
@@ -51,7 +61,8 @@ __all__ = [
     "Recording",
     "Routing",
     "Sequences",
-    "auto_preset",
+    "Trace",
+    "auto_policy",
     "divide_budget",
     "expert_cache_for",
     "expert_pages",

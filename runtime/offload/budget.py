@@ -21,11 +21,10 @@ from moe_pack.formats.layout import plain_layout, whole_blocks
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
 from moe_pack.formats.parts.attention import raw_places
 from moe_pack.formats.spec import cache_values, cached_tokens, state_values
-from moe_pack.runtime.model import PREFILL_TOKENS
+from moe_pack.runtime.model import PREFILL_TOKENS, mixers
 from moe_pack.runtime.model.caches import KvDtype, layer_cache_bytes, plain_dtype, row_storages
-from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES, kernels_attend
-from moe_pack.runtime.offload.routing_file import ROUTING_FILE
+from moe_pack.runtime.offload.presets import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
 MAX_PAGE_BYTES = 1 << 20
@@ -596,7 +595,7 @@ def ngram_bytes(spec: ModelSpec) -> int:
         return 0
     ngrams, width = spec.ngrams, spec.stream_width
     row_bytes = plain_layout(ngrams.row_values, "F32").row_bytes
-    buffers = SLOTS_PER_TABLE * len(ngrams.layers) * SLOT_TOKENS * ngrams.num_heads * row_bytes
+    buffers = mixers.SLOTS_PER_TABLE * len(ngrams.layers) * mixers.SLOT_TOKENS * ngrams.num_heads * row_bytes
     vectors = sum(role.shape[0] for role in ngrams.roles(spec.hidden_size, width, 0.0) if len(role.shape) == 1)
     return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(width).num_values)
 

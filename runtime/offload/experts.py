@@ -6,9 +6,10 @@ experts are computed meanwhile. Each expert's output has rows of its own, which 
 Therefore the answer is the same to the bit, whatever was resident and whenever the rest came.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,15 +26,16 @@ from moe_pack.runtime.model import (
     PartialState,
     tokens_by_expert,
 )
-from moe_pack.runtime.model.layer import expert_inputs, router_logits, weights_of_experts
+from moe_pack.runtime.model.layer import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
-from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
+from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
 from moe_pack.runtime.offload.presets import EXACT, Approximations
-from moe_pack.runtime.offload.record import Recorder
-from moe_pack.runtime.offload.split import substitute
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.offload.record import Recorder
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         scores_matter: bool = False,
         reuses_selector: bool = False,
         approximations: Approximations = EXACT,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
         trace: Trace | None = None,
     ) -> None:
         super().__init__(pack, torch.device("cpu"), operations)
@@ -112,6 +114,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
         self._expected: tuple[int, list[int]] | None = None  # the next layer, and experts predicted for its one token
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
+        self._named: dict[int, NDArray[np.int64]] = {}  # by the layers of the pass whose experts a table names
+        self._num_last: int | None = None  # tokens of the pass in the model's last layer; None: all
         self._last_layer_idx = len(pack.layout.experts) - 1
         # The first layer of a stack is not predicted: the stack before says nothing about it.
         self._first_layers = frozenset(first_moe_layers(self.spec))
@@ -120,6 +124,25 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         for key in expert_cache.initial:
             store.fetch(key, urgent=False)
         self._initial = set(expert_cache.initial)  # until their layer runs or they are evicted
+
+    def begin_pass(self, ids: Tensor, num_last: int) -> None:
+        """Prefetches the first layer's experts if a table names them; see `ExpertRunner`."""
+        self._num_last, self._named = num_last, {}
+        if self._recorder is not None:
+            self._recorder.begin_pass()
+        if self.prefetcher is None:
+            return
+        for layer_idx, layer in enumerate(self.spec.moe_layers):
+            if layer in self.spec.router.table_layers:
+                self._named[layer_idx] = experts_of_tokens(ids, self, layer).numpy()[
+                    -self._num_tokens(layer_idx, ids) :
+                ]
+        if 0 in self._named:
+            self.store.shares.is_decoding = self._is_decoding(len(ids))
+            counts = self.decode if self._is_decoding(len(ids)) else self.prefill
+            experts, asked = most_chosen(self._named[0], self.spec.router.num_experts), self.store.asked_bytes
+            self._fetch_ahead(0, experts, 0, self.store.evict, counts)
+            counts.asked_bytes += self.store.asked_bytes - asked
 
     def run_experts(
         self,
@@ -174,8 +197,13 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         """Carries out the cache's decisions, and prefetches once everything that this layer needs is on its way."""
         is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
         is_prefetch_done = self.prefetcher is None or is_last
+        ahead = x[-self._num_tokens(layer_idx + 1, x) :]  # the tokens that the next layer runs
+        # Of a prompt's last token alone no partial state is computed: it would take an attention of all tokens.
         waits_for_hits = (
-            self.prefetcher is not None and not is_last and self.prefetcher.needs_partial(layer_idx + 1, len(x))
+            self.prefetcher is not None
+            and not is_last
+            and len(ahead) == len(x)
+            and self.prefetcher.needs_partial(layer_idx + 1, len(x))
         )
 
         def prefetch(is_hit: bool) -> bool:
@@ -185,9 +213,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             if waits_for_hits and partial_state is not None:
                 run.compute_gathered()
                 partial = partial_state(from_experts(run.added_up(), self, layer_idx))
-            self._prefetch_experts(
-                layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts
-            )
+            routes = self._last_routes(layer_idx, experts)[-len(ahead) :]
+            observed = PredictionInput(ahead, routes, partial, self._named.get(layer_idx + 1))
+            self._prefetch_experts(layer_idx, observed, run, counts)
             return True
 
         with closing(self._expert_cache.schedule(layer_idx, list(jobs), scores)) as events:
@@ -200,12 +228,12 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                     self._note_fetch(event.key)
                     run.fetch(event.key)
                 else:
-                    run.evict(event)
+                    run.evict(event.key)
         prefetch(is_hit=False)
         run.request_rows()  # before those of the next layer
-        self._prefetch_rows(layer_idx + 1, x)
+        self._prefetch_rows(layer_idx + 1, ahead)
         run.flush()
-        self._prefetch_rows(layer_idx + 1, x)
+        self._prefetch_rows(layer_idx + 1, ahead)
 
     def resident_experts(self) -> NDArray[np.bool_]:
         """Returns which experts are in fast memory now, a copy: bool [L, E]. May be called from any thread."""
@@ -239,12 +267,19 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             if num_wrong:
                 chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
         elif alpha is not None and self._is_decoding(len(x)):
+            from moe_pack.runtime.offload.split import substitute
+
             chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)
             counts.substituted += int((chosen != experts.numpy()).sum())
         if (chosen != experts.numpy()).any():  # otherwise the weights stay the router's, to the bit
             experts = torch.from_numpy(chosen)
             router_weights = weights_of_experts(logits, experts, self, layer)
         return experts, router_weights, scores.mean(axis=0)
+
+    def _num_tokens(self, layer_idx: int, tokens: Tensor) -> int:
+        """Returns how many of a pass's tokens [T, ...], the last, a MoE layer runs."""
+        is_last = self.spec.moe_layers[layer_idx : layer_idx + 1] == (self.spec.num_hidden_layers - 1,)
+        return len(tokens) if self._num_last is None or not is_last else min(self._num_last, len(tokens))
 
     def _is_decoding(self, num_tokens: int) -> bool:
         """Whether tokens of a layer are the next ones of their sequences."""
@@ -306,19 +341,31 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         predicted = self.prefetcher.predict(layer_idx + 1, observed)
         if not len(predicted):
             return
-        if len(observed.x) == 1:
+        is_alone = len(observed.x) == 1 and not self.is_prompt  # what is trusted is trusted in decode
+        if is_alone:
             self._expected = (layer_idx + 1, list(predicted))
-        for event in self._expert_cache.prefetch(layer_idx + 1, predicted, during=layer_idx):
+        self._fetch_ahead(layer_idx + 1, predicted, layer_idx, run.evict, counts)
+        if self._reuses_selector and is_alone:
+            keys = [ExpertKey(layer_idx + 1, expert) for expert in predicted]
+            self._rows_pending = [key for key in keys if self._expert_cache.is_resident[key]]
+
+    def _fetch_ahead(
+        self,
+        layer_idx: int,
+        experts: Sequence[int],
+        during: int,
+        evict: Callable[[ExpertKey], None],
+        counts: PhaseCounts,
+    ) -> None:
+        """Prefetches experts of a layer while layer `during` runs."""
+        for event in self._expert_cache.prefetch(layer_idx, experts, during):
             if isinstance(event, EvictEvent):
-                run.evict(event)
+                evict(event.key)
             elif isinstance(event, FetchEvent):
                 self._note_fetch(event.key)
                 self.store.fetch(event.key, urgent=False)
                 self._prefetched.add(event.key)
                 counts.prefetched += 1
-        if self._reuses_selector and len(observed.x) == 1:
-            keys = [ExpertKey(layer_idx + 1, expert) for expert in predicted]
-            self._rows_pending = [key for key in keys if self._expert_cache.is_resident[key]]
 
     def _prefetch_rows(self, layer_idx: int, x: Tensor) -> None:
         """Prefetches the rows that predicted experts, if only in part resident, would run on the input x of a layer.
@@ -401,12 +448,12 @@ class LayerRun:
                 self._store.fetch_records(job.key, neurons, urgent=True)
                 self._in_part.append((job, selected))
 
-    def evict(self, event: EvictEvent) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Evicts an expert; if it is to be computed, that happens before."""
         gathered = (*self._whole, *self._to_select, *self._in_part)
-        if any(job.key == event.key for job in (*self._late, *(job for job, _ in gathered))):
+        if any(job.key == key for job in (*self._late, *(job for job, _ in gathered))):
             self.flush()
-        self._store.evict(event.key)
+        self._store.evict(key)
 
     def flush(self) -> None:
         """Computes all added experts: the resident ones, then the others as they arrive."""

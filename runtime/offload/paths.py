@@ -322,8 +322,3 @@ def rows_as_keys(keys: Routes) -> Array:
     """Returns one value for each row of expert indices, in the same order as the rows: [N] for [N, w]."""
     big_endian = np.ascontiguousarray(keys, dtype=">u2")
     return big_endian.view(np.dtype((np.void, 2 * keys.shape[1])))[:, 0]
-
-
-def ranked(probabilities: NDArray[np.float32], num_predicted: int) -> NDArray[np.int64]:
-    """Returns the likeliest experts of each row, best first, equals by index: [N, num_predicted] for [N, E]."""
-    return np.argsort(-probabilities, axis=1, kind="stable")[:, :num_predicted].astype(np.int64, copy=False)

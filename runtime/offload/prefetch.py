@@ -10,12 +10,13 @@ and token; therefore everything that can be prepared is.
     partial      the next layer's router on the hidden state as far as it is known, "partial state": importance §5.2
     best         for each layer the prediction with the best recall in the profile; without a profile the next router
 
-`Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass.
+`Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass. Nothing is predicted
+where a table names the experts of each token: exactly these are prefetched (EdgeMoE §III-A).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -26,9 +27,11 @@ from moe_pack.formats import ModelSpec, RunError
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, Weights, linear, mlp_input, router_scores
 from moe_pack.runtime.offload.cache import Array
-from moe_pack.runtime.offload.paths import PathStatistics, ranked
-from moe_pack.runtime.offload.presets import PredictionName
-from moe_pack.runtime.offload.routing_file import PREDICTORS, Predictor, Routing
+from moe_pack.runtime.offload.presets import PREDICTORS, PredictionName
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.offload.paths import PathStatistics
+    from moe_pack.runtime.offload.routing_file import Predictor, Routing
 
 PREDICTION_NAMES: tuple[PredictionName, ...] = get_args(PredictionName)
 
@@ -53,11 +56,13 @@ class PredictionInput:
     partial: float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now. The layer
         before has added only its shared experts and its resident ones; the layers in between and the predicted layer's
         attention have run on that, and the true keys and values will replace theirs. None if it was not computed.
+    named: int64 [T, k], the experts of the predicted layer, which a table names; None where the router chooses.
     """
 
     x: Tensor
     routes: NDArray[np.int64]
     partial: Tensor | None = None
+    named: NDArray[np.int64] | None = None
 
 
 class Prediction(Protocol):
@@ -91,7 +96,7 @@ class _WithoutPartial:
 class PopularityPrediction(_WithoutPartial):
     """Predicts the experts that most calibration tokens chose, the same for every token."""
 
-    def __init__(self, paths: PathStatistics) -> None:
+    def __init__(self, paths: "PathStatistics") -> None:
         self._counts = paths.popularity.astype(np.float32)
         self.num_bytes = self._counts.nbytes
 
@@ -106,7 +111,7 @@ class PathPrediction(_WithoutPartial):
 
     num_bytes = 0
 
-    def __init__(self, paths: PathStatistics) -> None:
+    def __init__(self, paths: "PathStatistics") -> None:
         self._paths = paths
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
@@ -159,7 +164,7 @@ def _has_table(weights: Weights, layer: int) -> bool:
 class LearnedPrediction(_WithoutPartial):
     """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
 
-    def __init__(self, networks: Mapping[int, Predictor], operations: Operations = TORCH) -> None:
+    def __init__(self, networks: "Mapping[int, Predictor]", operations: Operations = TORCH) -> None:
         """`networks`: by the MoE layer that each predicts."""
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
         self.num_bytes = sum(network.num_bytes for network in self._networks.values())
@@ -188,7 +193,7 @@ class BestPrediction:
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
 
-def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: Routing | None) -> dict[int, MethodName]:
+def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: "Routing | None") -> dict[int, MethodName]:
     """Returns the method that predicts each MoE layer; the first layer of a stack, and others without one, are missing.
 
     Args:    routing: of the pack's folder, if there is one.
@@ -217,7 +222,7 @@ def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: Routing | N
     return dict.fromkeys(routing.judged_layers if name == "mlp" else layers, name)
 
 
-def make_prediction(name: PredictionName, weights: Weights, routing: Routing | None) -> Prediction | None:
+def make_prediction(name: PredictionName, weights: Weights, routing: "Routing | None") -> Prediction | None:
     """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
 
     Args:    routing: of the pack's folder, if there is one.
@@ -247,7 +252,7 @@ class _LoadedNetwork:
     Sums are float32 as in `Predictor.scores`, in another order.
     """
 
-    def __init__(self, network: Predictor, operations: Operations) -> None:
+    def __init__(self, network: "Predictor", operations: Operations) -> None:
         h, P, E = network.route_weight.shape
         x_weight, out_weight = (
             None if weight is None else operations.fastest_stored(weight)
@@ -277,6 +282,11 @@ def _array(scores: Tensor) -> Scores:
     return array
 
 
+def ranked(probabilities: NDArray[np.float32], num_predicted: int) -> NDArray[np.int64]:
+    """Returns the likeliest experts of each row, best first, equals by index: [N, num_predicted] for [N, E]."""
+    return np.argsort(-probabilities, axis=1, kind="stable")[:, :num_predicted].astype(np.int64, copy=False)
+
+
 _NEARLY_ALL = 0.9  # if a pass probably needs this share of a layer's experts, all of them are prefetched
 
 
@@ -300,6 +310,8 @@ class Prefetcher:
     def predict(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
         """Returns the experts of MoE layer `layer_idx` to prefetch."""
         num_tokens = len(observed.x)
+        if observed.named is not None:
+            return most_chosen(observed.named, self._num_experts)
         if self.expects_nearly_all(num_tokens):
             return range(self._num_experts)  # in the order of the file
         scores = self._prediction.scores(layer_idx, observed) if self._prediction else None
@@ -308,14 +320,14 @@ class Prefetcher:
         if num_tokens == 1:
             likeliest: list[int] = ranked(scores, self._num_predicted)[0].tolist()
             return likeliest
-        return _most_chosen(ranked(scores, self._num_active), self._num_experts)
+        return most_chosen(ranked(scores, self._num_active), self._num_experts)
 
     def expects_nearly_all(self, num_tokens: int) -> bool:
         """Returns whether so many tokens would choose nearly all experts if choices were independent and uniform."""
         return num_tokens > 1 and 1 - (1 - self._num_active / self._num_experts) ** num_tokens > _NEARLY_ALL
 
 
-def _most_chosen(chosen: Array, num_experts: int) -> list[int]:
+def most_chosen(chosen: Array, num_experts: int) -> list[int]:
     """Returns the experts in the choices [T, k], those of most tokens first."""
     counts = np.bincount(chosen.ravel(), minlength=num_experts)
     order: list[int] = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist()

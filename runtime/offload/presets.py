@@ -18,6 +18,10 @@ PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
 EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
 
+ROUTING_FILE = "routing.safetensors"  # next to a pack; routing_file.py reads it
+# Those of which this file has recalls, in its order.
+PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers", "partial state")
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -29,6 +33,8 @@ class Preset:
     a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
     only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
     this hidden state (FloE §3.3.2, CORM §4.2).   `needs_scores`: the eviction uses the routers' scores of all experts.
+    `balances`: on a GPU Algorithm 2 of *importance* splits a token's missing experts between the link and the CPU one
+    by one, and prompts load all.
     """
 
     name: PolicyName
@@ -41,6 +47,7 @@ class Preset:
     rows_below: float = 0.0
     reuse_selector: bool = False
     needs_scores: bool = False
+    balances: bool = False
 
     def without_prediction(self) -> "Preset":
         """Returns the same preset without prediction of experts and neurons, and with an empty cache before the run."""
@@ -65,9 +72,9 @@ _FIDDLER = Preset("fiddler", "none", placed_share=1.0, keeps=False)
 # EdgeMoE §III-C: "can preload 1-3 experts in each layer"; likeliest first, until the router has chosen. §III-C2
 # initializes the expert buffer.
 _EDGEMOE = Preset("edgemoe", "edgemoe", starts_filled=True, prediction="paths", max_predicted=3)
-# Importance §5.2 (the best k by predicted score), §5.3. Substitution (§5.1) changes answers and has an option of its
-# own.
-_IMPORTANCE = Preset("importance", "importance", prediction="partial", needs_scores=True)
+# Importance §5.2 (the best k by predicted score), §5.3, and §5.4 for decode alone: in prompts all experts are loaded
+# (§4.1). Substitution (§5.1) changes answers and has an option of its own.
+_IMPORTANCE = Preset("importance", "importance", prediction="partial", needs_scores=True, balances=True)
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (_LRU, _FLOE, _CORM, _FIDDLER, _EDGEMOE, _IMPORTANCE)}
 # The fewer things a policy does, the earlier: among policies that hit equally often, `auto` takes the first of these.
@@ -92,7 +99,8 @@ class Approximations:
             most=1,
             metavar="ALPHA",
             mark="approximation",
-            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
+            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores. The paper of "
+            "--policy importance uses 0.25 to 0.35.  [default: off]",
         ),
     )
     is_predicted_enough: bool = field(

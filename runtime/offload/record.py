@@ -304,10 +304,9 @@ class Recorder:
 
         Args:    is_decode: whether the pass is of decode; None: one of a single token is.
 
-        A pass that was broken off, for example by an error, is forgotten when the next begins.
         """
         if layer_idx == 0:
-            self._forget_broken_pass()
+            self.begin_pass()
         if layer_idx > 0:  # the last layer may run for the last token of a pass alone: the same experts are needed
             routes = np.broadcast_to(routes[-1:], self._routes[-1].shape) if len(routes) == 1 else routes
         self._routes.append(routes.astype("<u2"))
@@ -333,7 +332,7 @@ class Recorder:
 
     def recording(self) -> Recording:
         """Returns all whole forward passes so far."""
-        self._forget_broken_pass()
+        self.begin_pass()
         L, E = self._popularity.shape
         num_passes = len(self._hits) // L
         of_passes = [self._routes[start : start + L] for start in range(0, num_passes * L, L)]
@@ -350,7 +349,8 @@ class Recorder:
         hits, needed = (np.array(counts, "<u4").reshape(num_passes, L) for counts in (self._hits, self._needed))
         return Recording(self._facts, passes, tuple(self._requests), hits, needed)
 
-    def _forget_broken_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """Forgets a pass that was broken off, for example by an error; what follows is of the next."""
         num_layers = len(self._hits) // len(self._popularity) * len(self._popularity)
         if len(self._routes) > num_layers:
             for values in (self._routes, self._decode, self._scores, self._hits, self._needed):

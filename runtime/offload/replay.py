@@ -7,7 +7,7 @@ comparison, knows the future.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -15,16 +15,13 @@ import numpy as np
 from moe_pack.formats import RunError
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.eviction import Belady, expert_cache_for
-from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, PredictionName, Preset
+from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, Preset
 from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Recording
 
 PredictionSource = Literal["none", "recorded", "routes", "not replayable"]
 
 # Two hit rates, as shares, that differ by no more than this count as equal: the simpler policy is taken.
 _TIE = 0.002
-# If a token's experts of a layer have fewer bytes, `auto` predicts nothing: predicting takes longer than reading. With
-# experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).
-_LEAST_PREDICTED_BYTES = 1 << 20
 
 
 class PathShares(Protocol):
@@ -116,22 +113,6 @@ def auto_policy(
     names = [name for name in SIMPLEST_FIRST if not PRESETS[name].needs_scores or passes.scores is not None]
     table = {name: replay(passes, facts, extent_bytes, PRESETS[name].without_prediction()) for name in names}
     return best_of(table), table
-
-
-def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array, rows_below: float = 0.0) -> Preset:
-    """Returns the preset of `--policy auto`: the eviction with the most hits on such routes, and the best prediction.
-
-    Where single rows are read (`rows_below` above 0), the next layer's selectors predict them.
-
-    Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
-    Measured on synthetic packs (docs/benchmarks/offloading.md).
-    """
-    name: PolicyName = "edgemoe" if passes is None else auto_policy(passes, facts, extent_bytes)[0]
-    token_bytes = facts.num_active * int(extent_bytes.max())
-    prediction: PredictionName = "best" if token_bytes >= _LEAST_PREDICTED_BYTES else "none"
-    return replace(
-        PRESETS[name], prediction=prediction, max_predicted=None, rows_below=rows_below, reuse_selector=rows_below > 0
-    )
 
 
 def best_of(table: Mapping[PolicyName, ReplayResult]) -> PolicyName:

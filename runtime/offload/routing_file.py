@@ -28,6 +28,7 @@ from moe_pack.formats.manifest import root_without_thresholds
 from moe_pack.formats.sidecar import TensorSidecar, open_tensor_sidecar, tensor_sidecar_bytes, write_tensor_sidecar
 from moe_pack.formats.spec import first_moe_layers
 from moe_pack.runtime.offload.paths import PathStatistics
+from moe_pack.runtime.offload.presets import PREDICTORS, ROUTING_FILE
 
 Array = NDArray[Any]
 
@@ -284,9 +285,7 @@ def _damaged(place: str, found: str, expected: str) -> PackError:
     return PackError(f"{place}: {found}, expected {expected}; the predictor is damaged, train it again")
 
 
-ROUTING_FILE = "routing.safetensors"
 MAX_ROUTED_TOKENS = 4096  # held-out tokens with stored routes, for the comparison of policies
-PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers", "partial state")
 NO_PREDICTOR = 255  # the `best` of a layer without recalls
 _PATHS, _NETWORK = "paths.", "network."
 _DTYPES = {np.dtype("<u1"): "U8", np.dtype("<u2"): "U16", np.dtype("<u4"): "U32", np.dtype("<f4"): "F32"}

@@ -7,11 +7,13 @@ The substitution changes the answer and is off by default: resident experts repl
 about the same score. Whether experts resemble each other is judged by their scores alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+_SHARES = (0.0, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,47 +23,32 @@ class LoadOrCompute:
     loaded: tuple[int, ...]
     computed: tuple[int, ...]
 
-    def seconds(self, num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> float:
+    def seconds(self, computing: Sequence[float], loading: Sequence[float]) -> float:
         """Returns the time of the split: the longer of both parts, which run at the same time."""
-        return max(sum(num_tokens[i] for i in self.computed) * token_seconds, len(self.loaded) * load_seconds)
+        return max(sum(computing[i] for i in self.computed), sum(loading[i] for i in self.loaded))
 
 
-def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
-    """Splits from both ends: the next expert goes to the part that has cost less so far.
-
-    Loading takes the expert with the most tokens, computing the one with the fewest. If both cost the same, the expert
-    is loaded; of experts with equally many tokens, the earlier counts as having more.
-    Args:    num_tokens: of each missing expert.   token_seconds: to compute one token.   load_seconds: for an expert.
-    Source:  Importance-Driven Expert Scheduling, Algorithm 2.
-    """
-    order = _most_first(num_tokens)
-    loaded, computed = list[int](), list[int]()
-    load_cost = compute_cost = 0.0
-    while order:
-        if load_cost <= compute_cost:
-            load_cost += load_seconds
-            loaded.append(order.pop(0))
-        else:
-            compute_cost += num_tokens[order[-1]] * token_seconds
-            computed.append(order.pop())
-    return LoadOrCompute(tuple(loaded), tuple(computed))
-
-
-def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
+def fastest(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
     """Returns the split that takes the least time; of several, the one that loads the fewest experts.
 
-    Meaning: arg min over m of max(tokens of the m experts with fewest * token_seconds, (n - m) * load_seconds): the
-             least over all ways to compute m experts.
-    Args:    as for `balanced`.
+    Meaning: arg min over m of max(time to compute the m experts that cost least to compute for what they cost to load,
+             time to load the others). Where all take equally long to load, these m have the fewest tokens, and this is
+             the least over all subsets. Otherwise it is at most longer by one expert's cheaper way.
+    Args:    computing: seconds that each missing expert takes on the CPU.   loading: seconds to load it, not 0.
     Source:  Fiddler §3.2, prefill, whose arg min is over all subsets.
     """
-    order = _most_first(num_tokens)
+    order = sorted(range(len(computing)), key=lambda place: -computing[place] / loading[place])
     splits = (LoadOrCompute(tuple(order[:m]), tuple(reversed(order[m:]))) for m in range(len(order) + 1))
-    return min(splits, key=lambda split: split.seconds(num_tokens, token_seconds, load_seconds))
+    return min(splits, key=lambda split: split.seconds(computing, loading))
 
 
-def _most_first(num_tokens: Sequence[int]) -> list[int]:
-    return sorted(range(len(num_tokens)), key=lambda place: -num_tokens[place])
+def fastest_share(seconds_with: Callable[[float], float], estimate: float) -> float:
+    """Returns the share of the link, 0 to 1, with which something takes the least time: of an estimate and eight more.
+
+    All are tried. The time need not fall and then rise: where link and CPU slow each other down, it may be least with
+    either alone, and greatest with half of each (seen with an H200).
+    """
+    return min((estimate, *_SHARES), key=seconds_with)
 
 
 def substitute(
@@ -71,15 +58,17 @@ def substitute(
 
     Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` has those of all
              tokens. Of its other experts, those that are resident or in `top` stay. The rest are replaced, lowest
-             first, by the best expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as
-             long as there is one. Of equal chosen experts the later is replaced first, of the others the earlier is
-             taken first.
+             first, by an expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as long as
+             there is one: by the one that the most tokens have chosen, since it runs for them anyway, and of several
+             by that with the best score. Of equal chosen experts the later is replaced first, of the others the
+             earlier is taken first.
     Args:    scores: [T, E], of the routers, of all experts; not negative.   chosen: [T, k].   is_resident: [E].
              alpha: 0 to 1.
     Returns: [T, k]; a substitute is in the place of the expert that it replaces.
-    Source:  Importance-Driven Expert Scheduling §5.1 and Algorithm 1. As printed, the algorithm counts the expert of
-             rank k + 1 (score beta) among the active ones, so that k + 1 are returned; it replaces low-score experts in
-             fast memory, which the text keeps; and a score of exactly (1 + alpha) beta belongs nowhere.
+    Source:  Importance-Driven Expert Scheduling §5.1, Algorithm 1, and §5.4 for the most tokens. As printed, the
+             algorithm counts the expert of rank k + 1 (score beta) among the active ones, so that k + 1 are returned;
+             it replaces low-score experts in fast memory, which the text keeps; and a score of exactly (1 + alpha) beta
+             belongs nowhere.
     """
     assert 0 <= alpha <= 1, "alpha is a share"
     num_experts, k = scores.shape[1], chosen.shape[1]
@@ -90,12 +79,14 @@ def substitute(
     is_top = of_chosen > (1 + alpha) * beta[:, None]
     is_free = is_resident.copy()  # costs nothing to run
     is_free[chosen[is_top]] = True
+    num_tokens = np.bincount(chosen.ravel(), minlength=num_experts)
     replaced = chosen.copy()
     for token in np.flatnonzero((~is_top & ~is_free[chosen]).any(axis=1)).tolist():
         row, token_scores = replaced[token], scores[token]
         fits = is_free & (token_scores >= (1 - alpha) * beta[token])
         fits[row] = False
-        successors = sorted(np.flatnonzero(fits).tolist(), key=lambda expert: (-token_scores[expert], expert))
+        order = np.lexsort((-token_scores, -num_tokens))  # stable: of equals the earlier expert
+        successors = order[fits[order]].tolist()
         leaving = [place for place in range(k) if not (is_top[token, place] or is_free[row[place]])]
         leaving.sort(key=lambda place: (of_chosen[token, place], -row[place]))
         for place, expert in zip(leaving, successors, strict=False):

@@ -70,7 +70,7 @@ TABLES = (
     ),
     Table("Whole tokens", "TokenProfile", ("pack", "wanted.misses"), ("token_us", "kernels_us", "launches")),
     Table("Kernels of a token", "KernelShare", ("pack", "kernel"), ("us", "launches", "share"), _MOST_KERNELS),
-    Table("A token's experts", "ExpertTime", ("experts", "sparsity", "operation"), ("timed.share", "timed.us")),
+    Table("A token's experts", "ExpertTime", ("experts", "sparsity", "operation"), ("timed.us", "timed.share")),
     Table(
         "Matrices",
         "DenseTime",

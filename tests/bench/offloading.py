@@ -1,4 +1,4 @@
-"""What a budget smaller than the pack costs: speed and plan, the disk's limit, hidden reads, FloE's parts, a long run.
+"""What a budget below the pack costs: speed, plan, the disk's limit, hidden reads, the papers' parts, a long run.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
     python tests/bench/offloading.py disk
@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +36,7 @@ from benchlib.confined import (
     tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import DEMO, FLOE, LARGE, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import CORM, DEMO, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
@@ -369,8 +369,7 @@ def overlap_command(
     task, rows, faults = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
     for name in packs:
         pack = make_pack(name, folder)
-        with Pack(pack) as opened:
-            budget = budget_with(opened, int(share * opened.index.size.size), prompt_tokens + decode_tokens + 1)
+        budget = share_budget(pack, share, prompt_tokens + decode_tokens + 1)
         ways = [("lru", True), *((policy, ahead) for policy in policies for ahead in (False, True))]
         runs: dict[tuple[str, bool], list[ConfinedRun]] = {way: [] for way in ways}
         for _ in range(rounds):
@@ -396,69 +395,175 @@ def overlap_command(
     finish({"runs": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json, faults)
 
 
-# --- FloE's parts
+# --- the papers' parts
 
-# From what is common to all systems to all of FloE; the predictor of experts also without rows.
-_PARTS = {
-    "whole experts": Parts(),
-    "whole experts, predicted": Parts(experts=True),
-    "rows": Parts(rows=True),
-    "rows, selectors stay": Parts(rows=True, selectors=True),
-    "rows, selectors stay, experts predicted": Parts(rows=True, selectors=True, experts=True),
-    "rows, selectors stay, experts and neurons predicted": Parts(True, True, True, True),
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a paper's table: the parts that a run of a pack has. `published`: its speed over the first line's.
+
+    `parts`: None is moe-run with a budget and no other option.
+    """
+
+    text: str
+    pack: str
+    parts: Parts | None
+    published: str = ""
+
+
+def floe_lines(pack: str) -> list[Line]:
+    """Returns FloE's parts (§3), from what is common to all systems; the predictor of experts also without rows."""
+    whole = PRESETS["lru"]
+    rows = replace(whole, rows_below=1.0)
+    predicted = replace(rows, prediction="router")
+    return [
+        Line("whole experts", pack, Parts(whole), "1"),
+        Line("whole experts, predicted", pack, Parts(replace(whole, prediction="router"))),
+        Line("rows", pack, Parts(rows)),
+        Line("rows, selectors stay", pack, Parts(rows, selectors=True)),
+        Line("rows, selectors stay, experts predicted", pack, Parts(predicted, selectors=True)),
+        Line("the same, and neurons predicted", pack, Parts(replace(predicted, reuse_selector=True), selectors=True)),
+        Line("moe-run by default", pack, None),
+    ]
+
+
+def corm_lines(model: str, published: tuple[str, str, str]) -> list[Line]:
+    """Returns CORM's parts: B, S, P and C of Fig. 8, from whole experts that are used once."""
+    int4, mixed, corm = f"{model}-int4", f"{model}-corm", PRESETS["corm"]
+    whole = replace(corm.without_prediction(), eviction="lru", keeps=False, rows_below=0.0)
+    rows = replace(whole, rows_below=corm.rows_below)
+    quantized, predicted, kept = published
+    return [
+        Line("B: INT4, read when needed", int4, Parts(whole), "1"),
+        Line("+S, first half: running rows", int4, Parts(rows)),
+        Line("+S: mixed quantization", mixed, Parts(rows), quantized),
+        Line("+P: experts and neurons predicted", mixed, Parts(replace(corm, eviction="lru", keeps=False)), predicted),
+        Line("+C: experts and rows kept", mixed, Parts(corm), kept),
+        Line("moe-run by default", mixed, None),
+    ]
+
+
+def edgemoe_lines(name: str) -> list[Line]:
+    """Returns EdgeMoE's parts: Q, P and C of Fig. 18, from whole experts that are used once (its IO-EXP)."""
+    whole, mixed, edgemoe = f"{name}-16-bit", f"{name}-edgemoe", PRESETS["edgemoe"]
+    once = replace(edgemoe.without_prediction(), eviction="lru", keeps=False)
+    predicted = replace(edgemoe, prediction="router", starts_filled=False)
+    return [
+        Line("16 bit, read when needed", whole, Parts(once), "1"),
+        Line("+Q: INT2 and INT4 by importance", mixed, Parts(once), "2.01"),
+        Line("+P: up to 3 experts predicted", mixed, Parts(replace(predicted, eviction="lru", keeps=False)), "2.59"),
+        Line("+C: experts kept", mixed, Parts(replace(predicted, starts_filled=True)), "3.22"),
+        Line("moe-run by default", mixed, None),
+    ]
+
+
+def importance_lines(pack: str) -> list[Line]:
+    """Returns importance's parts of Fig. 16 that need no second processor; §6.2 has alphas of 0.25 to 0.35."""
+    importance = PRESETS["importance"]
+    kept = importance.without_prediction()
+    return [
+        Line("some experts placed, the others read", pack, Parts(PRESETS["fiddler"]), "1"),
+        Line("+CE: kept by mean score", pack, Parts(kept), "1.09"),
+        Line("+ER: substituted, alpha 0.3", pack, Parts(kept, substitute=0.3), "1.36"),
+        Line("+Pre: predicted from the partial state", pack, Parts(importance, substitute=0.3), "1.58"),
+        Line("moe-run by default", pack, None),
+    ]
+
+
+_PAPERS: dict[str, list[list[Line]]] = {
+    "floe": [floe_lines(pack) for pack in FLOE],
+    "corm": [
+        corm_lines("mixtral-5-layers", ("1.25", "1.59", "2.07")),
+        corm_lines("deepseek-11-layers", ("1.40", "1.84", "2.14")),
+    ],
+    "edgemoe": [edgemoe_lines("minicpm-8-layers")],
+    "importance": [importance_lines(pack) for pack in IMPORTANCE],
 }
-_DEFAULT = "moe-run by default"
+_STORED = FLOE | CORM | EDGEMOE | IMPORTANCE
+_PART_PACKS = tuple(lines[0].pack for tables in _PAPERS.values() for lines in tables)
 
 
-def parts_figures(runs: list[ConfinedRun]) -> tuple[str, ...]:
-    """Returns the medians of the runs of one line of the table; moe-run does not say which rows were predicted."""
+def parts_figures(runs: list[ConfinedRun], base: float | None) -> tuple[str, ...]:
+    """Returns the medians of the runs of one line of the table; moe-run does not say what decode alone read.
+
+    Args:    base: tokens a second of the first line.
+    """
     counts = [(run.facts["stream"]["decode"], run.decode_s) for run in runs]
     rates, read = [run.tokens_per_s for run in runs if run.tokens_per_s], middle(run.token_bytes for run in runs)
+    rate, times = (
+        middle(rates),
+        [
+            middle(1000 * (seconds or 0.0) / c["tokens"] for c, seconds in counts),
+            *(middle(1000 * c[name] / c["tokens"] for c, _ in counts if name in c) for name in ("read_s", "stall_s")),
+        ],
+    )
     shares = (
         middle(c["hits"] / c["experts_needed"] for c, _ in counts),
+        middle(c["substituted"] / c["experts_needed"] for c, _ in counts),
         *(middle(c["rows_right"] / c[of] for c, _ in counts if c.get(of)) for of in ("rows_predicted", "rows_run")),
-        middle(c["stall_s"] / seconds for c, seconds in counts if seconds),
     )
-    speed = (figure(middle(rates)), figure(min(rates, default=None)), figure(max(rates, default=None)))
-    return (*speed, figure(read and read / 1e6, ".1f"), *(figure(share, ".1%") for share in shares))
+    speed = (figure(rate), figure(min(rates, default=None)), figure(max(rates, default=None)))
+    ratio = figure(rate / base if rate and base else None)
+    figures = (figure(read and read / 1e6, ".1f"), *(figure(time, ".1f") for time in times))
+    return (*speed, ratio, *figures, *(figure(share, ".1%") for share in shares))
 
 
 @main.command("parts")
-@run_options(64, 3, tuple(FLOE))
-@click.option("--share", default=0.25, show_default=True, type=click.FloatRange(0.01, 1), help="Of the pack's bytes.")
+@run_options(64, 3, _PART_PACKS)
+@click.option(
+    "--share", default=0.25, show_default=True, type=click.FloatRange(0.01, 1), help="Of experts in the budget."
+)
+@click.option("--paper", "papers", multiple=True, type=click.Choice(list(_PAPERS)), help="Whose.  [default: all]")
 def parts_command(
-    folder: Path, packs: tuple[str, ...], share: float, rounds: int, prompt_tokens: int, decode_tokens: int,
-    threads: int, seed: int, as_json: bool,
+    folder: Path, packs: tuple[str, ...], papers: tuple[str, ...], share: float, rounds: int, prompt_tokens: int,
+    decode_tokens: int, threads: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measures FloE's parts apart and together, in its formats at 90% sparsity: 2 bits for up, 16 for gate and down.
+    """Measures the papers' parts apart and together, in their formats: FloE's, CORM's, EdgeMoE's, importance's.
 
-    Interleaved, in a memory cgroup of the budget and 400 MB, from an empty page cache; medians of the rounds. LRU
-    evicts in all but the last line, which is moe-run with a budget and no other option. The next layer's router
-    predicts experts: synthetic packs have no learned networks, and their layers change the hidden state little, so that
-    nearly all predictions are right. Hits: chosen experts that have their pages; where rows are read, with some rows or
-    none. Rows right: of the rows predicted for chosen experts, those that ran; rows found: of the rows that these
-    experts ran, those predicted. Stalled: the share of decode in which the computation waits for reads.
+    Interleaved, in a memory cgroup of the budget and 400 MB, from an empty page cache; medians of the rounds. The
+    budget has space for a share of each pack's experts. The next layer's router predicts experts: synthetic packs
+    have no learned networks, and their layers change the hidden state little, so that nearly all predictions are right.
+    Hits: chosen experts that have their pages; where rows are read, with some rows or none. Rows right: of the rows
+    predicted for chosen experts, those that ran; rows found: of the rows that these experts ran, those predicted. Of a
+    token's milliseconds: reading, in which a read is under way, and waiting, in which the computation waits for reads.
+    The others are computation; reading that is not waiting overlaps with it.
     """
     needs_cgroup()
     task, rows, every = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
-    side = str(Path(parts_side.__file__))
-    for name in packs:
-        pack = make_pack(name, folder, FLOE)
-        budget, runs = int(share * pack_bytes(pack)), dict[str, list[ConfinedRun]]()
-        options, limit = ["--budget", str(budget)], budget + SPARE_BYTES
+    wanted = [lines for paper in papers or _PAPERS for lines in _PAPERS[paper] if lines[0].pack in packs]
+    for lines in wanted:
+        made = {line.pack: make_pack(line.pack, folder, _STORED) for line in lines}
+        budgets = {name: share_budget(pack, share, prompt_tokens + decode_tokens + 1) for name, pack in made.items()}
+        runs: dict[Line, list[ConfinedRun]] = {line: [] for line in lines}
         for _ in range(rounds):
-            machine = measure_disk(pack)
-            for way in (*_PARTS, _DEFAULT):
-                given, command = (options, MOE_RUN) if way == _DEFAULT else ([*options, *_PARTS[way].flags()], (side,))
-                run = run_ours(way, pack, task, given, limit, machine, command)
-                runs.setdefault(way, []).append(finished(run))
-                tell(name, run)
-        for way, done in runs.items():
-            rows.append((name, way, *parts_figures(done)))
+            machine = measure_disk(made[lines[0].pack])
+            for line, done in runs.items():
+                run = part_run(line, made[line.pack], task, budgets[line.pack], machine)
+                done.append(finished(run))
+                tell(line.pack, run)
+        base = middle(run.tokens_per_s or 0.0 for run in runs[lines[0]])
+        for line, done in runs.items():
+            rows.append((line.pack, line.text, *parts_figures(done, base), line.published))
             click.echo(" | ".join(rows[-1]), err=True)
         every += [asdict(run) for done in runs.values() for run in done]
-    header = ("pack", "parts", "tokens/s", "least", "most", "MB a token", "hits", "rows right", "rows found", "stalled")
+    header = (
+        "pack", "parts", "tokens/s", "least", "most", "times the first", "MB a token", "ms a token", "reading, ms",
+        "waiting, ms", "hits", "substituted", "rows right", "rows found", "published",
+    )  # fmt: skip
     finish({"task": asdict(task), "runs": every}, table(header, rows), as_json)
+
+
+def share_budget(pack: Path, share: float, context_tokens: int) -> int:
+    """Returns the budget with space for a share of a pack's experts."""
+    with Pack(pack) as opened:
+        return budget_with(opened, int(share * opened.index.size.size), context_tokens)
+
+
+def part_run(line: Line, pack: Path, task: Task, budget: int, machine: MachineFacts) -> ConfinedRun:
+    """Runs a line."""
+    command = MOE_RUN if line.parts is None else (str(Path(parts_side.__file__)),)
+    options = ["--budget", str(budget), *([] if line.parts is None else line.parts.arguments())]
+    return run_ours(line.text, pack, task, options, budget + SPARE_BYTES, machine, command)
 
 
 # --- a long run

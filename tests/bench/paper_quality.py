@@ -1,4 +1,4 @@
-"""What FloE's and CORM's papers say of quality, measured again: perplexity, KL divergence and answers to tasks.
+"""What the papers say of quality, measured again: perplexity, KL divergence and answers to tasks.
 
     python tests/bench/paper_quality.py strategies
     python tests/bench/paper_quality.py all --model smollm2_moe
@@ -8,8 +8,8 @@ layer by layer, with earlier layers already pruned. KL has 1.96 standard errors 
 right answers have Wilson's 95% intervals, and differences have 95% intervals of a paired bootstrap over blocks or
 questions. `plain` are the questions of tests/data/tasks.jsonl, judged by log-likelihood. `passages` are made from
 tests/data/books-valid.txt: a passage and four continuations, three of them of other passages, judged by log-likelihood
-a byte. Where a table has a paper's figures, they are of other models and other text: docs/benchmarks/papers-quality.md
-compares them.
+a byte. Packs of presets are those of `moe-pack convert --preset`. Where a table has a paper's figures, they are of
+other models and other text: docs/benchmarks/papers-quality.md compares them.
 """
 
 import json
@@ -27,24 +27,33 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from benchlib import BOOK, ROOT, SEQUENCE_LENGTH, F, finish, json_option, model_options, sample_and_unseen, table
+from benchlib import (
+    BOOK,
+    ROOT,
+    SEQUENCE_LENGTH,
+    F,
+    finish,
+    json_option,
+    model_options,
+    moe_pack,
+    sample_and_unseen,
+    table,
+)
 from benchlib.judging import BLOCK_TOKENS, Blocks, num_expert_weights, paired_difference, stored_bytes, uniform
 from benchlib.pruning import AllRun, Batch, ByExpert, Cats, Chess, ChoiceTrees, OfPack, Rule, Theta, run_by
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.evaluate import TaskTokens, measure_thresholds, read_tasks
+from moe_pack.calib.evaluate import TaskTokens, read_tasks
 from moe_pack.calib.evaluate.reference import next_log_probs, share
 from moe_pack.calib.evaluate.tasks import score
-from moe_pack.calib.forward import LayerwiseWeights, Tokens
-from moe_pack.calib.profile import ProfileOptions, losses_of, make_profile
+from moe_pack.calib.forward import LayerwiseWeights, Tokens, read_tokens
+from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.sensitivity import log_probabilities
-from moe_pack.convert import convert, dense_dtypes, threshold_rule
-from moe_pack.convert.plan.options import PresetName
-from moe_pack.convert.plan.papers import preset_decision
-from moe_pack.convert.plan.planned import PlanningModel
-from moe_pack.formats import BF16, NO_PROGRESS, Pack, Plan, part_format, uniform_plan
+from moe_pack.convert import convert
+from moe_pack.convert.plan.options import PAPERS_LIMITS
+from moe_pack.formats import BF16, NO_PROGRESS, ROW_GROUP, Pack, PartFormat, Plan, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
@@ -134,11 +143,18 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: sparsities of strategies and, with 0, of FloE's experts; bits of up; CORM's thresholds."""
+    """What is measured: sparsities of strategies and, with 0, of FloE's experts; bits of up; CORM's thresholds.
+
+    `tolerated`: EdgeMoE's losses in percent.   `tokens_limited`: on which a preset's pack is within such a loss.
+    `sensitivity`: of profiles.
+    """
 
     sparsities: tuple[float, ...]
     widths: tuple[int, ...]
     thetas: tuple[float, ...]
+    tolerated: tuple[float, ...]
+    tokens_limited: int
+    sensitivity: Sensitivity
 
 
 Source = Path | None  # a pack's folder; None: the checkpoint
@@ -147,7 +163,8 @@ Source = Path | None  # a pack's folder; None: the checkpoint
 class Bench:
     """Measures a checkpoint and packs of it, each by a rule; keeps the source's predictions.
 
-    `learned`: what thresholds are learned from.   `judged`: what is judged on.   `folder`: of packs and hidden states.
+    `learned`: what thresholds are learned from.   `judged`: what is judged on, from the file `text`.   `folder`: of
+    packs and hidden states.
     """
 
     def __init__(
@@ -155,11 +172,12 @@ class Bench:
         checkpoint: Checkpoint,
         learned: Tokens,
         judged: Tokens,
+        text: Path,
         suites: dict[str, Suite],
         folder: Path,
         grid: Grid,
     ) -> None:
-        self.grid = grid
+        self.grid, self.text = grid, text
         self.checkpoint, self.spec = checkpoint, checkpoint.spec
         self.learned, self.judged, self.folder = learned, judged, folder
         self._suites = suites
@@ -185,6 +203,18 @@ class Bench:
         out = self.folder / name
         if not out.exists():
             convert(self.checkpoint, plan, out, torch.get_num_threads())
+        return out
+
+    def profile(self) -> Path:
+        """Returns the profile of the text that is learned from, which is made once."""
+        return self.profile_of(self.learned, "profile")
+
+    def profile_of(self, tokens: Tokens, name: str) -> Path:
+        """Returns a profile as `--preset` would make it, of these tokens; it is made once for each name."""
+        out = self.folder / name
+        if not out.exists():
+            options = ProfileOptions(self.grid.sensitivity, rotate="off", keeps_inputs=False)
+            make_profile(self.checkpoint, tokens, out, options, NO_PROGRESS)
         return out
 
     @contextmanager
@@ -411,42 +441,140 @@ def _relative(bench: Bench, measured: Measured) -> str | None:
     return f"{right.sum() / bench.source.all_right.sum():.1%}" if len(right) else None
 
 
+# --- packs of presets, as the command makes them
+
+
+def _preset_pack(bench: Bench, name: str, *options: object, profile: Path | None = None) -> tuple[Measured, float, int]:
+    """Returns what the pack of `moe-pack convert --preset` does, its bits an expert weight, and its bytes.
+
+    Args:    name: each name's pack is made once.   options: from the preset's name on.   profile: in place of the one
+             of the text that is learned from.
+    """
+    out = bench.folder / name
+    if not out.exists():
+        # Only EdgeMoE's widths depend on the loss that the command measures.
+        num_tokens = bench.grid.tokens_limited if options[0] in PAPERS_LIMITS else SEQUENCE_LENGTH
+        source = ("convert", bench.checkpoint.folder, "-o", out, "--profile", profile or bench.profile())
+        moe_pack(*source, "--eval-tokens", num_tokens, "--preset", *options)
+    with Pack(out) as pack:
+        rule, num_bytes = OfPack(pack), pack.manifest.totals.content
+        expert_bytes = sum(expert.num_bytes for layer in pack.layout.experts for expert in layer)
+    measured = bench.measure(f"pack {name}", out, rule, answers=True)
+    return measured, 8 * expert_bytes / num_expert_weights(bench.spec), num_bytes
+
+
 # --- FloE, Table 4: presets
 
-PRESET_PACKS: dict[str, tuple[PresetName, float | None, str | None]] = {  # FloE Table 4, average; CORM Table 2
-    "floe, 80%": ("floe", 0.8, "49.80 of 53.67"),
-    "floe, 90%": ("floe", 0.9, "43.83 of 53.67"),
-    "corm": ("corm", None, "70.3 of 71.2 (CORM, MMLU)"),
-    "edgemoe": ("edgemoe", None, None),
-    "fiddler": ("fiddler", None, None),
+PRESET_PACKS: dict[str, tuple[tuple[str, ...], str | None]] = {  # FloE Table 4, average; CORM Table 2
+    "floe, 80%": (("floe", "--sparsity", "0.8"), "49.80 of 53.67"),
+    "floe, 90%": (("floe",), "43.83 of 53.67"),
+    "corm": (("corm",), "70.3 of 71.2 (CORM, MMLU)"),
+    "edgemoe": (("edgemoe",), None),
+    "fiddler": (("fiddler",), None),
 }
 
 
-def tasks(bench: Bench, sensitivity: Sensitivity) -> Part:
-    """Returns the answers of the presets' packs, made and pruned by the product from a profile."""
-    profile = make_profile(
-        bench.checkpoint, bench.learned, bench.folder / "profile", ProfileOptions(sensitivity), NO_PROGRESS
-    )
-    model = PlanningModel(bench.spec, dense_dtypes(bench.checkpoint), losses_of(profile))
+def tasks(bench: Bench) -> Part:
+    """Returns the answers of the presets' packs."""
     rows: list[tuple[object, ...]] = [("source", "16.00", "0.0%", *_cells(bench, bench.source), None)]
     facts = []
-    for name, (preset, sparsity, published) in PRESET_PACKS.items():
-        decision = preset_decision(preset, model, sparsity)
-        folder = bench.pack(f"preset {name}", decision.plan)
-        rule = threshold_rule(decision)
-        with operations_for(_CPU) as operations:
-            if rule is not None:
-                with Pack(folder) as pack:
-                    measure_thresholds(pack, bench.learned, rule, operations=operations)
-            with Pack(folder) as pack:
-                of_pack = OfPack(pack)
-        measured = bench.measure(f"preset {name}", folder, of_pack, answers=True)
-        bits = 8 * stored_bytes(bench.spec, decision.plan) / num_expert_weights(bench.spec)
+    for name, (options, published) in PRESET_PACKS.items():
+        measured, bits, _ = _preset_pack(bench, name, *options)
         skipped = f"{1 - measured.running.mean():.1%}"
         rows.append((name, f"{bits:.2f}", skipped, *_cells(bench, measured), published))
         facts.append({"preset": name, "bits": bits} | _facts(measured))
     header = ("preset", "bits a weight", "skipped", *_columns(bench), "published, Mixtral")
     return _titled([("Presets", header, rows)]), {"tasks": facts}
+
+
+# --- EdgeMoE, Tables II and IV, Fig. 17
+
+_ROW_INT4 = part_format(4, ROW_GROUP)
+# Of Switch base-8 and base-16 (Table II): GB, and the loss of Rouge-2 in percent.
+PUBLISHED_SIZES = {
+    "16 bit": "2.43, 4.12 GB; 0, 0%", "experts in INT4": "0.85, 1.03 GB; 2.04, 3.15%",
+    "all in INT4": "0.85, 1.03 GB; 20.0, 25.1% (STI)", "edgemoe": "0.81, 0.95 GB; 0.89, 1.95%",
+}  # fmt: skip
+# Rouge-2 of Switch base-8 and base-16 on Xsum, by the text of the offline stage (Table IV).
+PUBLISHED_TEXTS = {"source": "0.221, 0.245", "the judged book": "0.220, 0.243 (Xsum)", "the sample": "0.219, 0.240"}
+
+
+def widths(bench: Bench) -> Part:
+    """Returns EdgeMoE's packs beside those of one width, by tolerable loss, and by the text of the profile."""
+    sizes = {
+        "16 bit": _uniform_pack(bench, "bf16", BF16, None),
+        "experts in INT4": _uniform_pack(bench, "int4", _ROW_INT4, None),
+        "all in INT4": _uniform_pack(bench, "all-int4", _ROW_INT4, _ROW_INT4),
+        "edgemoe": _preset_pack(bench, "edgemoe", "edgemoe"),
+    }
+    by_limit = {
+        f"{share:g}%": _preset_pack(bench, "edgemoe", "edgemoe")
+        if share == _PAPERS_SHARE
+        else _preset_pack(bench, f"edgemoe-{share:g}", "edgemoe", "--max-loss", f"{share:g}%")
+        for share in bench.grid.tolerated
+    }
+    columns = ("MiB", "bits a weight", "perplexity, grown", *_columns(bench))
+    by_text = {"the judged book": _of_the_book(bench), "the sample": sizes["edgemoe"]}
+    source = ("source", None, None, None, *_cells(bench, bench.source), PUBLISHED_TEXTS["source"])
+    texts: list[Table] = [
+        (
+            "Sizes and losses, Table II",
+            ("pack", *columns, "EdgeMoE: size; loss"),
+            [(name, *_sized(bench, found), PUBLISHED_SIZES[name]) for name, found in sizes.items()],
+        ),
+        (
+            "Tolerable loss, Fig. 17",
+            ("tolerated", *columns),
+            [(name, *_sized(bench, found)) for name, found in by_limit.items()],
+        ),
+        (
+            "Text of the profile, Table IV",
+            ("profile of", *columns, "EdgeMoE: Rouge-2"),
+            [source, *((name, *_sized(bench, found), PUBLISHED_TEXTS[name]) for name, found in by_text.items())],
+        ),
+    ]
+    facts = [
+        {"group": group, "pack": name, "bits": bits, "bytes": num_bytes} | _facts(measured)
+        for group, found in (("sizes", sizes), ("tolerated", by_limit), ("texts", by_text))
+        for name, (measured, bits, num_bytes) in found.items()
+    ]
+    return _titled(texts), {"widths": facts}
+
+
+_PAPERS_SHARE = 100 * PAPERS_LIMITS["edgemoe"].value
+
+
+def _uniform_pack(bench: Bench, name: str, part: PartFormat, dense: PartFormat | None) -> tuple[Measured, float, int]:
+    """Returns what a pack does whose experts, and dense matrices, have one format with scales from largest values."""
+    plan = uniform_plan(bench.spec, "none", part, part, dense, "absmax")
+    out = bench.pack(name, plan)
+    with Pack(out) as pack:
+        num_bytes = pack.manifest.totals.content
+    measured = bench.measure(name, out, AllRun(), answers=True)
+    return measured, 8 * stored_bytes(bench.spec, plan) / num_expert_weights(bench.spec), num_bytes
+
+
+def _of_the_book(bench: Bench) -> tuple[Measured, float, int]:
+    """Returns what EdgeMoE's pack does if profile and limit are of the judged text, after the part that is judged."""
+    text = bench.text.read_text("utf-8")
+    cut = len(text) // _TEXT_PARTS
+    learned, limited = bench.folder / "learned.txt", bench.folder / "limited.txt"
+    learned.write_text(text[cut : 2 * cut], "utf-8")
+    limited.write_text(text[2 * cut :], "utf-8")
+    tokens = read_tokens(
+        str(learned), None, Text(FolderFiles(bench.checkpoint.folder)), bench.learned.sequences.size, SEQUENCE_LENGTH
+    )
+    profile = bench.profile_of(tokens, "profile-book")
+    return _preset_pack(bench, "edgemoe-book", "edgemoe", "--eval-data", limited, profile=profile)
+
+
+_TEXT_PARTS = 3  # the judged tokens are in the first part of the text, the profile is of the second
+
+
+def _sized(bench: Bench, found: tuple[Measured, float, int]) -> tuple[object, ...]:
+    measured, bits, num_bytes = found
+    grown = f"{exp(measured.nll - bench.source.nll) - 1:+.2%}"
+    return (f"{num_bytes / 2**20:.1f}", f"{bits:.2f}", grown, *_cells(bench, measured))
 
 
 # --- how results are printed
@@ -490,11 +618,12 @@ def _titled(texts: Sequence[Table]) -> str:
 
 # --- the commands
 
-PARTS: dict[str, Callable[[Bench, Sensitivity], Part]] = {
-    "strategies": lambda bench, sensitivity: strategies(bench),
-    "theta": lambda bench, sensitivity: theta(bench),
-    "sparsity-bits": lambda bench, sensitivity: sparsity_bits(bench),
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "strategies": strategies,
+    "theta": theta,
+    "sparsity-bits": sparsity_bits,
     "tasks": tasks,
+    "widths": widths,
 }
 
 
@@ -509,8 +638,11 @@ def _suites(checkpoint: Checkpoint, folder: Path, num_passages: int, plain: bool
 
 
 def _grid(options: dict[str, Any]) -> Grid:
-    sparsities, thetas = (tuple(map(float, options[name].split(","))) for name in ("sparsities", "thetas"))
-    return Grid(sparsities, tuple(map(int, options["widths"].split(","))), thetas)
+    sparsities, thetas, tolerated = (
+        tuple(map(float, options[name].split(","))) for name in ("sparsities", "thetas", "tolerated")
+    )
+    up_bits = tuple(map(int, options["widths"].split(",")))
+    return Grid(sparsities, up_bits, thetas, tolerated, options["tokens_limited"], options["sensitivity"])
 
 
 def _run(names: Sequence[str], options: dict[str, Any]) -> None:
@@ -523,9 +655,9 @@ def _run(names: Sequence[str], options: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as place:
             folder = Path(place)
             suites = _suites(checkpoint, folder, options["num_passages"], options["plain"])
-            bench = Bench(checkpoint, learned, judged, suites, folder, _grid(options))
+            bench = Bench(checkpoint, learned, judged, options["text"], suites, folder, _grid(options))
             for name in names:
-                text, found = PARTS[name](bench, options["sensitivity"])
+                text, found = PARTS[name](bench)
                 facts |= found
                 if options["as_json"]:
                     continue
@@ -553,7 +685,11 @@ def bench_options(body: F) -> F:
         click.option("--plain/--no-plain", default=True, help="Whether plain questions are asked."),
         click.option(
             "--sensitivity", type=click.Choice(["fast", "full", "exact"]), default="fast", show_default=True,
-            help="Of the profile that edgemoe's preset needs.",
+            help="Of profiles, which presets need.",
+        ),
+        click.option("--tolerated", default="2,5,10,20", show_default=True, help="Losses in percent, of widths."),
+        click.option(
+            "--tokens-limited", default=16384, show_default=True, help="On which a preset's loss is within its limit."
         ),
     ):  # fmt: skip
         body = option(body)
@@ -591,6 +727,13 @@ def theta_command(**options: Any) -> None:
 def tasks_command(**options: Any) -> None:
     """FloE Table 4: answers of the presets' packs."""
     _run(["tasks"], options)
+
+
+@main.command("widths")
+@bench_options
+def widths_command(**options: Any) -> None:
+    """EdgeMoE Tables II and IV, Fig. 17: sizes and losses by width, by tolerable loss, and by the profile's text."""
+    _run(["widths"], options)
 
 
 @main.command("all")

@@ -6,6 +6,7 @@ python tests/bench/paper_routing.py popularity
 python tests/bench/paper_routing.py activations
 python tests/bench/paper_routing.py correlation
 python tests/bench/paper_routing.py predictor-time
+python tests/bench/paper_routing.py batch-time
 python tests/bench/paper_routing.py all
 
 Each table says what the paper reports, and whether that holds here. Routes are those of the original's 16 bits, on a
@@ -35,6 +36,7 @@ from benchlib import (
     sample_and_unseen,
     table,
 )
+from benchlib.batch_times import batch_times
 from benchlib.playing import Play, play
 from benchlib.predictor_times import CORM_PREDICTOR, SYNTHETIC_MODELS, predictor_times
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
@@ -44,8 +46,9 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.statistics import accumulated_frequency, learn_paths
-from moe_pack.formats import NO_PROGRESS
+from moe_pack.formats import BF16, NO_PROGRESS, part_format
 from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.model import CheckpointWeights
 from moe_pack.runtime.offload import PREDICTORS, CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import Eviction
@@ -83,6 +86,11 @@ def verdict(holds: bool, figures: str) -> str:
 def percent(share: float) -> str:
     """Returns a share in percent."""
     return f"{share:.1%}"
+
+
+def counted(number: int) -> str:
+    """Returns a count, of more than nine digits the power of ten."""
+    return f"{number:,}" if number < 10**9 else f"{float(number):.0e}"
 
 
 def has_routing(model: RoutedModel) -> bool:
@@ -151,7 +159,7 @@ def coverage_finding(learned: Routes, num_experts: int, k: int) -> Finding:
             shares = [covered(counts, len(counts) * percent_ / 100) for percent_ in _PERCENTS]
             of_possible = covered(counts, num_possible / 5)
             rows.append(
-                (name + suffix, f"{len(counts):,}", f"{num_possible:,}", *map(percent, shares), percent(of_possible))
+                (name + suffix, f"{len(counts):,}", counted(num_possible), *map(percent, shares), percent(of_possible))
             )
             top[name + suffix] = shares[_PERCENTS.index(20)], of_possible
     header = ("path", "distinct", "possible", *(f"top {p}%" for p in _PERCENTS), "top 20% of possible")
@@ -236,13 +244,14 @@ def accumulated_finding(routes: ModelRoutes, num_experts: int) -> Finding:
         paths = learn_paths(learned, num_experts, 1 << 22)
         for text, taken in (("", learned), (", held out", judged)):
             shares = accumulated_frequency(paths, taken)[:, 2:].mean(axis=1)  # of layers with two before them
+            most = min(num_experts - 1, shares.shape[1])  # a path knows only its likeliest
             for known, row in enumerate(shares):
-                rows.append((f"{name}{text}", known, *(percent(share) for share in row[: num_experts - 1])))
+                rows.append((f"{name}{text}", known, *map(percent, row[:most])))
             first[name + text] = [float(row[0]) for row in shares]
     zero, one, two = first["best expert, held out"]
     return Finding(
         "Choices on the n likeliest experts, mean of layers with two before them (EdgeMoE Fig. 8, right)",
-        ("routes", "layers known", *(f"n = {n}" for n in range(1, num_experts))), rows,
+        ("routes", "layers known", *(f"n = {n}" for n in range(1, most + 1))), rows,
         "the more layers are known, the fewer experts have most of the activations (the text gives no figure)",
         verdict(zero < one < two, f"{percent(zero)}, {percent(one)} and {percent(two)} for the likeliest expert, with "
                 "0, 1 and 2 layers known, on held-out text"),
@@ -461,6 +470,36 @@ def time_findings(folder: Path, rounds: int, tokens: int) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+# --- Fiddler, appendix B
+
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_EXPERT_PARTS = {"16 bit": BF16, "4 bit": part_format(4, 64)}
+_LINEAR = 0.1  # how far the time of a token may be from that in the largest batch
+
+
+def batch_findings(rounds: int, threads: int, batches: Sequence[int] = _BATCHES) -> Iterator[Finding]:
+    """Fiddler appendix B: whether the time of an expert on the CPU is in proportion to its tokens."""
+    for name, part in _EXPERT_PARTS.items():
+        times = batch_times(part, batches, rounds, threads)
+        largest = batches[-1]
+        each = times[largest] / largest
+        rows = [
+            (number, f"{1e3 * taken:.1f}", f"{1e3 * taken / number:.2f}", f"{taken / (number * times[1]):.2f}")
+            for number, taken in times.items()
+        ]
+        linear = [number for number in batches if all(
+            abs(times[n] / n / each - 1) <= _LINEAR for n in batches if n >= number
+        )]  # fmt: skip
+        yield Finding(
+            f"Time of one expert on the CPU by its tokens, Mixtral's dimensions, {name}, {threads} threads (Fiddler "
+            "appendix B)",
+            ("tokens", "ms", "ms a token", "of so many single tokens"), rows,
+            "on the CPU the latency tends to increase linearly with the number of tokens (PyTorch, 16 bit, no figures)",
+            verdict(linear[0] == 1, f"in proportion from {linear[0]} tokens on; {largest} tokens take "
+                    f"{times[largest] / times[1]:.0f} times as long as one"),
+        )  # fmt: skip
+
+
 # --- commands
 
 
@@ -539,6 +578,16 @@ def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
     show(time_findings(folder, rounds, tokens), as_json)
 
 
+@main.command("batch-time")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Of all batches, in turn.")
+@click.option("--threads", default=num_cpus(), type=click.IntRange(1), help="Of the CPU.  [default: one a CPU]")
+@click.option("--most", default=_BATCHES[-1], show_default=True, type=click.IntRange(2), help="Tokens of an expert.")
+@json_option
+def batch_command(rounds: int, threads: int, most: int, as_json: bool) -> None:
+    """Prints the time of one expert on the CPU by the number of its tokens: medians, interleaved."""
+    show(batch_findings(rounds, threads, [number for number in _BATCHES if number <= most]), as_json)
+
+
 @main.command("all")
 @folder_option
 @click.option(
@@ -548,12 +597,13 @@ def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
     "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Of the usual tokens and rounds."
 )
 def all_command(folder: Path, models: tuple[Path, ...], share: float) -> None:
-    """Prints everything: for the demo model and each other model, then the time of predictors."""
+    """Prints everything: for the demo model and each other model, then the times."""
     for model in (DEMO_MODEL, *models):
         click.echo(f"# {model.name}\n")
         show(model_findings(model, share), as_json=False)
     rounds, tokens = (max(1, round(share * number)) for number in (_ROUNDS, _TIMED_TOKENS))
     show(time_findings(folder, rounds, tokens), as_json=False)
+    show(batch_findings(rounds, num_cpus(), _BATCHES[: max(2, round(share * len(_BATCHES)))]), as_json=False)
 
 
 def model_findings(model: Path, share: float) -> Iterator[Finding]:

@@ -41,8 +41,7 @@ from moe_pack.convert.plan import (
     preset_decision,
     two_digits,
 )
-from moe_pack.convert.plan.options import PresetName
-from moe_pack.convert.plan.papers import PRESET_NAMES
+from moe_pack.convert.plan.options import PRESET_NAMES, USUAL_LIMIT, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity, speed_text
 from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
@@ -257,7 +256,7 @@ def plan_row(name: str, gibibytes: int) -> tuple[str, ...]:
     first = (name, size_text(2 * num_parameters(spec)), str(gibibytes))
     try:
         planned = planner_for(target, PlanningModel(spec, dtypes, losses), None, None).plan(
-            target.limit.nats(losses.nll_per_kl)
+            USUAL_LIMIT.nats(losses.nll_per_kl)
         )
     except RunError as fault:  # `--target-vram: 8.0 GiB is too small; a pack within this loss needs ...; give ...`
         return (*first, str(fault).partition("; ")[2].partition(";")[0], *[""] * 9)

@@ -1,4 +1,4 @@
-"""The papers' parts and every cache policy, by replay on the demo model's routes; and what trusting predictions costs.
+"""The papers' parts and every cache policy, by replay on a model's routes; and what trusting predictions costs.
 
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
@@ -6,9 +6,9 @@
     python tests/bench/policies.py gpu
     python tests/bench/policies.py gpu --ahead 1
 
-The demo model is profiled on the shipped sample, which gives the learned networks, the plan of EdgeMoE and how well
-neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are learned from the first
-tokens, and the others are played.
+A model, the demo model by default, is profiled on the shipped sample, which gives the learned networks, the plan of
+EdgeMoE and how well neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are
+learned from the first tokens, and the others are played.
 """
 
 import tempfile
@@ -21,6 +21,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from balanced import balanced
 from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
 from benchlib.packs import budget_with, make_demo, make_profiled_demo
 from benchlib.playing import (
@@ -43,8 +44,8 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
-from moe_pack.convert.plan.options import PresetName
-from moe_pack.convert.plan.papers import EDGEMOE_LOSS, FLOE_SPARSITY
+from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
+from moe_pack.convert.plan.papers import FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
@@ -70,7 +71,7 @@ from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEvict
 from moe_pack.runtime.offload.prefetch import MethodName
 from moe_pack.runtime.offload.presets import SIMPLEST_FIRST, PredictionName
 from moe_pack.runtime.offload.replay import optimum, replay
-from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
+from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
 _NO_SECOND = "needs a second processor"
 
@@ -129,8 +130,8 @@ _INT2_UP = ExpertFormat(BF16, part_format(2, 64), BF16)
 
 
 def profiled(checkpoint: Checkpoint, num_tokens: int) -> tuple[Losses, dict[int, Predictor]]:
-    """Profiles the demo model on the shipped sample: its losses, and its networks by the layer that each predicts."""
-    sample, _ = sample_and_unseen(DEMO_MODEL, num_tokens, SEQUENCE_LENGTH)
+    """Profiles a model on the shipped sample: its losses, and its networks by the layer that each predicts."""
+    sample, _ = sample_and_unseen(checkpoint.folder, num_tokens, SEQUENCE_LENGTH)
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
         options = ProfileOptions("fast", keeps_inputs=False)
         profile = make_profile(checkpoint, sample, Path(folder) / "profile", options, NO_PROGRESS)
@@ -241,7 +242,7 @@ def edgemoe(subject: Subject) -> Iterator[Part]:
     alone = play(routes, Play(_in_passing(facts)))
     sizes, widths = subject.preset_sizes("edgemoe")
     yield Part(name, "16 bit, read when needed", alone, subject.uniform_sizes(_BF16, "none"), "1")
-    yield Part(name, f"+Q: by importance within {EDGEMOE_LOSS:.0%} ({widths})", alone, sizes, "2.01")
+    yield Part(name, f"+Q: by importance within {PAPERS_LIMITS['edgemoe'].percent} ({widths})", alone, sizes, "2.01")
     predicted = play(routes, Play(_in_passing(facts)), ahead)
     yield Part(name, "+P: up to 3 experts predicted from paths", predicted, sizes, "2.59")
     cached = play(routes, Play(expert_cache_for(PRESETS["edgemoe"], facts)), ahead)
@@ -255,9 +256,9 @@ _FIDDLER_TOKEN_TIME = 1 / 3 / 50 / 0.050
 _IMPORTANCE_TOKEN_TIMES = (1 / 3, 1.0)
 
 
-def _all_computed(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
+def _all_computed(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
     """Computes every missing expert on the second processor (Fiddler §3.2, decode)."""
-    return LoadOrCompute((), tuple(range(len(num_tokens))))
+    return LoadOrCompute((), tuple(range(len(computing))))
 
 
 def fiddler(subject: Subject) -> Iterator[Part]:
@@ -291,7 +292,8 @@ def prompt_times(routes: ModelRoutes, is_placed: NDArray[np.bool_], token_time: 
             tokens = [int(n) for n, placed in zip(counts, is_placed[layer_idx], strict=True) if n and not placed]
             loaded += len(tokens)
             computed += sum(tokens) * token_time
-            split += fastest(tokens, token_time, 1.0).seconds(tokens, token_time, 1.0)
+            times = [number * token_time for number in tokens], [1.0] * len(tokens)
+            split += fastest(*times).seconds(*times)
     return loaded, computed, split
 
 
@@ -346,7 +348,10 @@ def main() -> None:
 
 
 def route_options(body: F) -> F:
-    """Adds the options of the demo model's run."""
+    """Adds the options of a model's run."""
+    path = click.Path(path_type=Path, exists=True)
+    text = "A checkpoint.  [default: the demo model]"
+    body = click.option("--model", "folder", type=path, default=DEMO_MODEL, help=text)(body)
     body = click.option("--tokens", default=2048, show_default=True, help="Tokens that are played.")(json_option(body))
     body = click.option("--sample", default=16384, show_default=True, help="Tokens of the sample that are profiled.")(
         body
@@ -356,9 +361,11 @@ def route_options(body: F) -> F:
 
 @main.command("parts")
 @route_options
-@click.option("--experts", default=12, show_default=True, help="That fit into fast memory.")
+@click.option("--share", default=0.375, show_default=True, help="Of all experts, that fit into fast memory.")
 @click.option("--dimensions", default="mixtral-8x7b", show_default=True, help="Published model: sizes of experts.")
-def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensions: str, as_json: bool) -> None:
+def parts_command(
+    folder: Path, learned: int, sample: int, tokens: int, share: float, dimensions: str, as_json: bool
+) -> None:
     """Turns each paper's parts on one after the other, and prints the published factors with them.
 
     A token's reads are in experts of 16 bit; experts have the bytes that the paper's format has at the dimensions of a
@@ -368,9 +375,10 @@ def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensio
     for an expert on the CPU; of importance one third of a load (its §6.3), and a whole one. Published factors are of
     whole systems' times on other models and machines.
     """
-    with routed_model(DEMO_MODEL) as model:
+    with routed_model(folder) as model:
         losses, networks = profiled(model.checkpoint, sample)
         routes = model.routes(learned, tokens)
+        experts = round(share * routes.passes.popularity.size)
         subject = Subject(model, routes, losses, networks, experts, dimensions, learned, tokens)
         rows = []
         for paper in PAPERS:
@@ -383,7 +391,7 @@ def parts_command(learned: int, sample: int, tokens: int, experts: int, dimensio
 
 # --- hit rates
 
-_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+_SHARES = "0.125,0.25,0.375,0.5,0.625,0.75"
 _HOT = (0.25, 0.5, 0.75)
 
 
@@ -421,17 +429,18 @@ def predicted_hit_rates(
 
 @main.command("hits")
 @route_options
-def hits_command(learned: int, sample: int, tokens: int, as_json: bool) -> None:
+@click.option("--shares", default=_SHARES, show_default=True, help="Of all experts, that fit.")
+def hits_command(folder: Path, learned: int, sample: int, tokens: int, shares: str, as_json: bool) -> None:
     """Prints the hit rate in decode of every policy by the number of experts that fit, with Belady's optimum.
 
     Each policy alone, then each paper's with its own prediction: a prefetched expert is a hit. FIFO and random are not
     in the product. A hot set is a share of the pages for the most popular experts, permanently; the rest goes by last
     use.
     """
-    with routed_model(DEMO_MODEL) as model:
+    with routed_model(folder) as model:
         _, networks = profiled(model.checkpoint, sample)
         routes = model.routes(learned, tokens)
-        sizes = [round(share * routes.passes.popularity.size) for share in _SHARES]
+        sizes = [round(share * routes.passes.popularity.size) for share in map(float, shares.split(","))]
         tallies = [
             dict(hit_rates(routes, routes.facts(size)))
             | dict(predicted_hit_rates(model, routes, routes.facts(size), networks, learned))

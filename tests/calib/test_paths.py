@@ -14,7 +14,8 @@ from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 from moe_pack.calib.statistics import accumulated_frequency, evaluate, learn_paths, path_coverage
 from moe_pack.calib.statistics.paths import ACCUMULATED_EXPERTS
 from moe_pack.runtime.offload import PathStatistics
-from moe_pack.runtime.offload.paths import BackoffLevel, ranked
+from moe_pack.runtime.offload.paths import BackoffLevel
+from moe_pack.runtime.offload.prefetch import ranked
 
 
 def best(probabilities: np.ndarray[Any, Any], count: int) -> list[int]:

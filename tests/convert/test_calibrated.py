@@ -40,7 +40,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.layout import Item
 from moe_pack.formats.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
@@ -244,7 +244,7 @@ def test_a_weight_that_no_scale_holds_is_named(
 
 
 def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         put_into_blocks(tensors, 128, D)

@@ -33,7 +33,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.pack import audit
 from moe_pack.formats.plan import E5M2, FP8, MXFP4
 from moe_pack.formats.writer import Step
@@ -55,7 +55,7 @@ def mxfp4_source(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Makes a checkpoint in MXFP4 blocks; `spans` has the exponents of one neuron of layer 1, expert 0 so far apart."""
 
     def made(folder: Path, spans: int = 13) -> Path:
-        monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
+        monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
 
         def change(tensors: Tensors) -> None:
             put_into_blocks(tensors, F, D)

@@ -10,8 +10,8 @@ from losses import random_losses
 from specs import GROUPED
 
 from moe_pack.convert.plan import PlanningModel, preset_decision
-from moe_pack.convert.plan.options import PresetName
-from moe_pack.convert.plan.papers import PRESET_NAMES, edgemoe_decision
+from moe_pack.convert.plan.options import PRESET_NAMES, PresetName
+from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import plan_fault

@@ -309,7 +309,7 @@ def test_a_line_says_that_losses_were_predicted_in_other_coordinates(checkpoint:
     for chosen, profile, counts in ((off, rotated, (0, 3)), (on, plain, (3, 0))):
         assert chosen.note(profile) == (
             f"note: {counts[0]} of 3 layers are rotated, but the profile predicts losses with {counts[1]} of them "
-            "rotated; profile the model with the same --rotate for predictions that fit"
+            f"rotated; profile the model with --rotate {'on' if counts[0] else 'off'} for predictions that fit"
         )
     for profile in (rotated, plain):
         assert PlanRotation.chosen("auto", checkpoint, profile).note(profile) is None

@@ -137,7 +137,7 @@ def test_a_memory_too_small_for_a_gpu_that_is_given_is_refused(source: Path, pro
 def test_wrong_targets_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
     cases = [
         (["--max-loss", "2%"], 2, "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
-        (["--eval-tokens", "512"], 2, "--eval-tokens needs --target-vram; add it"),
+        (["--eval-tokens", "512"], 2, "--eval-tokens needs --target-vram or --preset; add one of them"),
         ([*CPU, "--record-bits", "4"], 2, "--target-vram makes a plan, which decides this; remove --record-bits"),
         ([*CPU, "--sparsity", "0.5"], 2, "--target-vram makes a plan, which decides this; remove --sparsity"),
         ([*CPU, "--plan", "plan.json"], 2, "--target-vram makes a plan, which decides this; remove --plan"),

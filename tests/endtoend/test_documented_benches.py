@@ -60,7 +60,7 @@ def placed(words: tuple[str, ...], small: SmallRuns, scratch: Path) -> list[str]
     """Returns words with files of this machine in place of the names that pages have for those of their readers."""
     model, packed = str(small.model), str(small.packed)
     names = {
-        **dict.fromkeys(("MODEL", "MODEL]", "small-mixtral", "smollm2_moe", "GIVEN"), model),
+        **dict.fromkeys(("MODEL", "MODEL]", "small-mixtral", "smollm2_moe", "smollm2_routed", "GIVEN"), model),
         **dict.fromkeys(("PACK", "packed/", "smollm2-packed/", "q2"), packed),
         **{name: str(small.gguf) for name in words if name.endswith(".gguf")},
         "SMALLEST": str(small.smallest), "FOLDER": str(small.folder), "topics.txt": str(BOOK), "[--model": "--model",

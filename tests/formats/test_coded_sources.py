@@ -21,7 +21,7 @@ from models import Tensors, TinyMixtral
 
 from moe_pack.formats import CheckpointError, Matrix
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import LOADED
 from moe_pack.runtime.model import CheckpointWeights, Decoder, read_neurons, read_rows
 
 D, F = 192, 320  # neither is a multiple of 128
@@ -75,7 +75,7 @@ def test_fp8_matrices_mean_code_times_scale_of_their_block(tmp_path: Path) -> No
 def test_mxfp4_blocks_mean_what_transformers_makes_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS))
     meant: Tensors = {}
     tensors: Tensors = {}
 
@@ -117,7 +117,7 @@ def test_a_coded_checkpoint_computes_what_its_weights_in_float32_do(
         )
     )
     if coded == "mxfp4":
-        monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
+        monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS))
     checkpoint = Checkpoint(model.write(tmp_path / "coded", change))
     found = Decoder(CheckpointWeights(checkpoint), 8).logits(IDS)
     expected = Decoder(CheckpointWeights(plain), 8).logits(IDS)
@@ -244,7 +244,7 @@ def test_blocks_and_their_scales_must_fit_the_model(new_folder: Callable[[], Pat
     for name, tensor, message in cases:
         with case(name, tensor, message), pytest.MonkeyPatch.context() as monkeypatch:
             tmp_path = new_folder()
-            monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
+            monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS))
 
             def change(tensors: Tensors) -> None:
                 put_into_blocks(tensors, 96, 64)
@@ -259,7 +259,7 @@ def test_blocks_and_their_scales_must_fit_the_model(new_folder: Callable[[], Pat
 
 
 def test_blocks_that_the_config_does_not_speak_of_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS))
     folder = mxfp4_model(quantization_config=None).write(tmp_path, lambda tensors: put_into_blocks(tensors, 96, 64))
     assert refusal(folder) == (
         "checkpoint: tensor 'model.layers.0.experts.gate_up_blocks' is in MXFP4 blocks, but config.json has no "

@@ -15,10 +15,14 @@ from moe_pack.formats.commands import Part, given, read_size
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Options of a group that its first one decides."""
+    """Options of a group that its first one begins, or its last."""
 
-    size: int = field(metadata=option("--size", parse=read_size, metavar="SIZE", help="How large."))
+    size: int | None = field(metadata=option("--size", parse=read_size, metavar="SIZE", help="How large."))
     share: float = field(default=0.5, metadata=option("--share", least=0, most=1, help="How much.", mark="chosen"))
+    shape: Literal["round", "flat"] | None = field(
+        default=None,
+        metadata=option("--shape", begins=True, instead={"cube": "a cube has no shape here"}, help="Which."),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,12 @@ def test_every_kind_of_field_takes_its_value() -> None:
     assert read("--size", "1M", "--share", "1").inner == Inner(1 << 20, 1.0)
 
 
+def test_an_option_that_begins_a_group_stands_in_for_the_required_one() -> None:
+    assert read("--shape", "flat").inner == Inner(None, shape="flat")
+    assert read("--shape", "flat", "--share", "1").inner == Inner(None, 1.0, "flat")
+    assert read("--shape", "flat", "--size", "1M").inner == Inner(1 << 20, shape="flat")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -81,6 +91,8 @@ def test_every_kind_of_field_takes_its_value() -> None:
         (["--out", "o", "--number", "0"], "0 is not in the range x>=1"),
         (["--out", "o", "--limit", "much"], "'--limit': found 'much', expected a size such as 11G"),
         (["--out", "o", "--share", "0.5"], "--share needs --size; add --size or remove --share"),
+        (["--out", "o", "--shape", "cube"], "Invalid value for '--shape': a cube has no shape here"),
+        (["--out", "o", "--shape", "flap"], "did you mean flat?"),
         (["--out", "o", "--number", "13"], "--number: 13 brings bad luck; take another"),
         (["--out", "o", "--number", "14"], "--number: 14 is too much"),
     ],

@@ -13,7 +13,7 @@ from moe_pack.convert import compare_weights
 from moe_pack.formats import CheckpointError, Matrix, Pack, PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.family import ExpertNames
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import LOADED
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 MODEL = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=20)
@@ -65,7 +65,7 @@ def test_experts_in_any_place_make_the_same_pack(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(MODEL.write(tmp_path / "apart"), tmp_path / "expected", selector="up", width=4)
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(names))
     folder = MODEL.write(tmp_path / "fused", lambda tensors: fuse(tensors, names.interleaved, names.transposed))
     pack(folder, tmp_path / "packed", selector="up", width=4)
     assert extents(tmp_path / "packed") == extents(tmp_path / "expected")
@@ -74,7 +74,7 @@ def test_experts_in_any_place_make_the_same_pack(
 def test_rows_lie_where_the_tensor_has_them(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(names))
     checkpoint = Checkpoint(MODEL.write(tmp_path, lambda t: fuse(t, names.interleaved, names.transposed)))
     original = MODEL.tensors()
     for e in range(E):
@@ -91,7 +91,7 @@ def test_rows_lie_where_the_tensor_has_them(
 def test_every_value_of_an_expert_s_tensors_is_claimed_once(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(names, bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, names.interleaved, names.transposed)
@@ -114,7 +114,7 @@ def test_every_value_of_an_expert_s_tensors_is_claimed_once(
 def test_biases_reach_the_rows_and_the_answer(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(names, bias=("gate", "up")))
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def change(tensors: Tensors) -> None:
@@ -138,7 +138,7 @@ def test_biases_reach_the_rows_and_the_answer(
 
 
 def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, False)
@@ -166,7 +166,7 @@ def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pyte
 def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
     transposed: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True, transposed)))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True, transposed)))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, transposed)
@@ -179,7 +179,7 @@ def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
 
 
 def test_a_bias_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, False)

@@ -11,13 +11,13 @@ from models import DEMO_MODEL, TinyMixtral
 from published import PUBLISHED, spec_of
 
 from moe_pack.formats import CheckpointError, ModelSpec
-from moe_pack.formats.families import SHORT_NAMES, Checkpoint, model_spec
+from moe_pack.formats.families import Checkpoint, model_spec, short_names
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def test_every_published_model_is_known_by_its_name_to_convert_too() -> None:
-    assert set(published_names()) == {model.name for model in PUBLISHED} <= set(SHORT_NAMES)
+    assert set(published_names()) == {model.name for model in PUBLISHED} <= set(short_names())
     for model in PUBLISHED:
         assert model_spec(model.name) == spec_of(model)
 

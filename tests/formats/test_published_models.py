@@ -15,7 +15,7 @@ from references import REFERENCES
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.registry import FAMILIES, read_spec
+from moe_pack.formats.families.registry import FAMILIES, family_of, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.rope import LongRopeSpec, YarnSpec
 from moe_pack.formats.spec import attending, cached_values, num_parameters
@@ -86,7 +86,8 @@ def cached_as_published(published: Published) -> bool:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer
         return cached_values(spec) == 2 * 2 * values["num_heads"] * values["d_kv"] * values["num_decoder_layers"]
-    old_keys = FAMILIES[spec.family].old_keys
+    family = family_of(spec.family)
+    old_keys = {} if family is None else family.old_keys
     values = {old_keys.get(key, key): value for key, value in values.items()}
     num_layers = len(attending(spec))
     if isinstance(spec.attention, LatentSpec):

@@ -22,8 +22,7 @@ from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.layer import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores, router_weights
-from moe_pack.runtime.offload.paths import ranked
-from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, methods_by_layer
+from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, methods_by_layer, ranked
 from moe_pack.runtime.offload.split import substitute
 
 SHAPE = TinyMixtral(num_layers=3, num_experts=4, config={"num_experts_per_tok": 2})

@@ -96,6 +96,7 @@ def check_preset(folder: Path, policy: PolicyName) -> None:
     assert (prediction is None) == (preset.prediction == "none")
     predicts = "" if prediction is None else f", predicting by {preset.prediction}"
     assert dict(lines)["policy"] == f"{policy}{predicts}"
+    assert engine.inputs.by_expert == (policy == "importance") == (engine.inputs.rates is None)
     names = {name for name, _ in lines}
     assert {"GPU memory", "missing rows", "neurons"} <= names
     assert facts.gpu is not None
@@ -112,6 +113,8 @@ def test_every_preset_runs_and_predicts_as_its_paper(folder: Path, monkeypatch: 
     for policy in PRESETS:
         with case(policy):
             check_preset(folder, policy)
+    alone, _ = run(folder, options_for("importance", misses="cpu"))
+    assert not alone.inputs.by_expert, "the link brings nothing"
 
 
 def test_auto_runs_there_where_a_gpu_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

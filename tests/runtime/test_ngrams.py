@@ -39,6 +39,7 @@ from moe_pack.runtime.model import (
     StoredMatrix,
     StreamedPackWeights,
     Weights,
+    mixers,
     open_weights,
     operations_for,
 )
@@ -294,7 +295,7 @@ def test_the_cache_has_a_state_for_each_layer_with_ngrams(made: Path) -> None:
 def test_a_pass_with_more_rows_than_a_buffer_and_more_passes_than_buffers_reads_them_all(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack_weights, "SLOT_TOKENS", 3)  # 12 rows
+    monkeypatch.setattr(mixers, "SLOT_TOKENS", 3)  # 12 rows
     ids = ids_of()
     expected = expected_logits(made, ids)
     for kind in (None, BlockingReads):

@@ -1,4 +1,4 @@
-"""The benchmark of FloE's parts: it runs what the engine runs where moe-run has options for the same parts."""
+"""The benchmark of the papers' parts: it runs what the engine runs where moe-run has options for the same parts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import is_available
-from moe_pack.runtime.offload import OffloadedWeights, PhaseCounts
+from moe_pack.runtime.offload import PRESETS, Approximations, OffloadedWeights, PhaseCounts, Preset
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 CONTEXT, NUM_EXPERTS = 32, 12
-ALL = Parts(rows=True, selectors=True, experts=True, neurons=True)
+FLOE = Parts(replace(PRESETS["floe"], prediction="router"), selectors=True)  # the pack has no networks
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="native kernels were not built")
 
@@ -42,11 +42,15 @@ def steady_counts(counts: PhaseCounts) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("parts", "options"),
     [
-        (Parts(), EngineOptions(policy="lru")),
-        (Parts(rows=True, selectors=True), EngineOptions(policy="lru", cutover=1.0)),
-        (ALL, EngineOptions(policy="floe")),
+        (Parts(PRESETS["lru"]), EngineOptions(policy="lru")),
+        (Parts(Preset("lru", "lru", rows_below=1.0), selectors=True), EngineOptions(policy="lru", cutover=1.0)),
+        (FLOE, EngineOptions(policy="floe")),
+        (
+            Parts(PRESETS["importance"].without_prediction(), substitute=0.3),
+            EngineOptions(policy="importance", prefetches=False, approximations=Approximations(substitute=0.3)),
+        ),
     ],
-    ids=["nothing", "rows and selectors", "everything"],
+    ids=["nothing", "rows and selectors", "FloE", "substitution"],
 )
 def test_parts_that_moe_run_has_options_for_run_as_in_the_engine(
     sparse_pack: Path, parts: Parts, options: EngineOptions
@@ -61,7 +65,7 @@ def test_parts_that_moe_run_has_options_for_run_as_in_the_engine(
         with open_parts(opened, parts, given, CONTEXT) as (decoder, weights):
             found = [decoder.next_logits([token]) for token in IDS]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    if parts.experts:
+    if parts.preset.prediction != "none":
         assert by_engine.prefetched > 0 and weights.decode.prefetched > 0
     else:
         assert steady_counts(weights.decode) == steady_counts(by_engine)
@@ -70,7 +74,7 @@ def test_parts_that_moe_run_has_options_for_run_as_in_the_engine(
 def test_predicted_rows_are_counted_for_the_experts_that_ran(sparse_pack: Path) -> None:
     with Pack(sparse_pack) as opened:
         options = EngineOptions(budget_bytes=budget_for(opened, NUM_EXPERTS, CONTEXT))
-        with open_parts(opened, ALL, options, CONTEXT) as (decoder, weights):
+        with open_parts(opened, FLOE, options, CONTEXT) as (decoder, weights):
             for token in IDS:
                 decoder.next_logits([token])
             assert weights.decode.rows_prefetched > 0

@@ -12,7 +12,8 @@ from paths import CASES, EVERYTHING, HAND, Case, Plain, sets_before
 from moe_pack.calib.statistics import learn_paths
 from moe_pack.formats import PackError
 from moe_pack.runtime.offload import PathStatistics
-from moe_pack.runtime.offload.paths import PATH_MIN_SEEN, BackoffLevel, ranked
+from moe_pack.runtime.offload.paths import PATH_MIN_SEEN, BackoffLevel
+from moe_pack.runtime.offload.prefetch import ranked
 
 
 def test_predictions_are_those_of_dictionaries_and_loops() -> None:

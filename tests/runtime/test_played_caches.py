@@ -1,6 +1,7 @@
 """The benchmarks' bookkeeping of caches: its hits are the replay's, and its rows those of sets of neurons."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -88,11 +89,11 @@ def test_an_expert_of_which_enough_neurons_run_is_read_whole() -> None:
 def test_a_second_processor_takes_experts_that_are_then_not_read() -> None:
     routes, facts = routes_of(), routes_of().facts(4)
 
-    def last_computed(num_tokens: list[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
-        places = range(len(num_tokens))
+    def last_computed(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
+        places = range(len(computing))
         return LoadOrCompute(tuple(places[:-1]), tuple(places[-1:]))
 
-    played = play(routes, Play(ExpertCache(facts, LRU(facts)), second=SecondProcessor(last_computed, 0.25)))  # type: ignore[arg-type]  # lists are given
+    played = play(routes, Play(ExpertCache(facts, LRU(facts)), second=SecondProcessor(last_computed, 0.25)))
     assert played.needed == 2 * L * (N - NUM_PROMPT)
     assert played.hits + played.read + played.computed == played.needed
     assert played.read <= played.time <= played.read + 0.25 * played.computed

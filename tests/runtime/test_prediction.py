@@ -31,7 +31,6 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.caches import KVCache, Rope
 from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
-from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (
     PREDICTION_NAMES,
     LearnedPrediction,
@@ -39,6 +38,7 @@ from moe_pack.runtime.offload.prefetch import (
     PredictionInput,
     Prefetcher,
     make_prediction,
+    ranked,
 )
 from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.routing_file import NO_PREDICTOR, write_routing

@@ -55,6 +55,20 @@ def test_top_experts_of_one_token_serve_the_others() -> None:
     assert replaced([SCORES, other], [[0, 1, 2], [4, 5, 6]], [], 0.25) == [[0, 1, 4], [4, 5, 0]]
 
 
+def test_what_serves_the_most_tokens_of_a_batch_comes_first() -> None:
+    """The example of §5.4: tokens with the experts {1, 2, 4}, {1, 5, 4} and {2, 6, 7}; the third gets {2, 4, 7}.
+
+    4 is a top expert of the others. Of the third token 6 is low; 3 is in fast memory, with a better score than 4, and
+    no other token has chosen it. Alone, the third token would get 3.
+    """
+    first = [score / 64 for score in (0, 20, 18, 1, 16, 2, 2, 2)]
+    second = [score / 64 for score in (0, 20, 2, 1, 16, 18, 2, 2)]
+    third = [score / 64 for score in (0, 1, 20, 8, 7, 1, 9, 18)]  # beta 8: low up to 10, alternatives from 6
+    batch = [[1, 2, 4], [1, 5, 4], [2, 6, 7]]
+    assert replaced([first, second, third], batch, [2, 3, 5, 7], 0.25)[2] == [2, 4, 7]
+    assert replaced([third], [[2, 6, 7]], [2, 3, 5, 7], 0.25) == [[2, 3, 7]]
+
+
 def test_where_every_expert_is_chosen_nothing_can_be_replaced() -> None:
     assert replaced([[0.5, 0.3, 0.2]], [[0, 1, 2]], [], 1.0) == [[0, 1, 2]]
 
@@ -68,6 +82,7 @@ def by_rule(scores: list[Row], chosen: list[list[int]], resident: set[int], alph
     k, betas = len(chosen[0]), [sorted(row, reverse=True)[len(chosen[0])] for row in scores]
     top = [{e for e in row if scores[t][e] > (1 + alpha) * betas[t]} for t, row in enumerate(chosen)]
     free = resident | set().union(*top)
+    num_tokens = [sum(e in row for row in chosen) for e in range(len(scores[0]))]
     made = []
     for t, row in enumerate(chosen):
         new = list(row)
@@ -77,7 +92,7 @@ def by_rule(scores: list[Row], chosen: list[list[int]], resident: set[int], alph
             if not leaving or not fits:
                 break
             lowest = min(leaving, key=lambda e: (scores[t][e], -e))
-            new[new.index(lowest)] = max(fits, key=lambda e: (scores[t][e], -e))
+            new[new.index(lowest)] = max(fits, key=lambda e: (num_tokens[e], scores[t][e], -e))
         made.append(new)
         assert len(set(new)) == k
     return made

@@ -12,7 +12,7 @@ from models import Tensors
 from moe_pack.formats import Matrix, ModelSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.mixtral import MIXTRAL
 
 FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
@@ -145,13 +145,12 @@ IN_BLOCKS = ExpertNames(BLOCK_NAMES, BIAS_NAMES, interleaved=True, scales=SCALE_
 
 def held_so(names: ExpertNames, bias: tuple[Matrix, ...] = ()) -> Family:
     """Mixtral with experts held in this way, and biases: for tests of ways that no family of theirs has."""
-    mixtral = FAMILIES["mixtral"]
 
     def read_config(config: Config) -> ModelSpec:
-        spec = mixtral.read_config(config)
+        spec = MIXTRAL.read_config(config)
         return dataclasses.replace(spec, expert=dataclasses.replace(spec.expert, bias=bias))
 
-    return dataclasses.replace(mixtral, expert_names=(names,), read_config=read_config)
+    return dataclasses.replace(MIXTRAL, expert_names=(names,), read_config=read_config)
 
 
 def put_into_blocks(tensors: Tensors, f: int, d: int, highest: int = 125, lowest: int = 112) -> dict[str, torch.Tensor]:

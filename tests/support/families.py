@@ -30,7 +30,7 @@ from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED, experts_of_tok
 from text_alone import TEXT_OF, leave_text, whole_config
 
 from moe_pack.formats import Pack
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import all_families
 from moe_pack.runtime import Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
@@ -316,6 +316,7 @@ NOT_ROTARY = ("kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", *NEMOTRON)
 WITH_ENCODER = ("switch_transformers",)
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in (*REFERENCES, *FLAT))
 ROTARY = tuple(family for family in IN_TRANSFORMERS if family not in (*WITH_ENCODER, *NOT_ROTARY))
+TEXT_KEYS = {family.model_type: family.text_keys for family in all_families()}
 FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
 
 TINY: tuple[Tiny, ...] = (
@@ -557,15 +558,14 @@ def config_of(tiny: Tiny) -> PreTrainedConfig:
 
 def text_values(values: Values) -> Values:
     """The part of a config that describes the text model: all of it, unless it is multimodal."""
-    for key in FAMILIES[values["model_type"]].text_keys:
+    for key in TEXT_KEYS[values["model_type"]]:
         values = values[key]
     return values
 
 
 def with_text(values: Values, text: Values) -> Values:
     """The config with another text model."""
-    path = FAMILIES[values["model_type"]].text_keys
-    inner = [values]
+    path, inner = TEXT_KEYS[values["model_type"]], [values]
     for key in path:
         inner.append(inner[-1][key])
     for key, outer in zip(reversed(path), reversed(inner[:-1]), strict=True):

@@ -1,9 +1,8 @@
 """The GPU's engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from native import kernels_limited_to
 
 from moe_pack.formats import Pack
+from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
 from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
@@ -22,7 +22,6 @@ from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
 from moe_pack.runtime.offload.cache import Eviction
 from moe_pack.runtime.offload.eviction import eviction_of
-from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
 CPU = torch.device("cpu")
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
@@ -35,7 +34,8 @@ IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 class GpuRun:
     """How to run a pack. `share`: of all experts' bytes that fit; 1 is enough for all.
 
-    `misses`, `pulled_share`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`: as in `GpuInputs`.
+    `misses`, `pulled_share`, `by_expert`, `dynamic_share`, `is_fast`, `prediction`, `alpha`, `offset_bytes`: as in
+    `GpuInputs`.
     `policy`: whose eviction decides.
     `cpu_share`: the time in which the CPU computes a missing expert for a token, where 1 is that in which the link
     brings it, in passes of many tokens; None: all are copied.
@@ -44,6 +44,7 @@ class GpuRun:
     share: float
     misses: Misses = "split"
     pulled_share: float = 0.5
+    by_expert: bool = False
     policy: PolicyName = "lru"
     chunk_tokens: int = 16
     context_tokens: int = 64
@@ -63,8 +64,8 @@ def expert_bytes_for(pack: Pack, share: float, misses: Misses = "split") -> int:
     return least.num_bytes + round(share * (total + least.other_bytes))
 
 
-def _split(cpu_share: float, num_tokens: Sequence[int]) -> LoadOrCompute:
-    return fastest(num_tokens, cpu_share, 1.0)
+def _rates(cpu_share: float) -> Rates:
+    return Rates(link=1.0, cpu=1.0, prompt=tuple(cpu_share * number for number in MEASURED_TOKENS))
 
 
 @contextmanager
@@ -91,7 +92,7 @@ def gpu_engine(
             host=host,
             tier=tier,
             kernels=None if run.misses == "pull" else kernels,
-            split=None if run.cpu_share is None else partial(_split, run.cpu_share),
+            rates=None if run.cpu_share is None else _rates(run.cpu_share),
             pulled_share=run.pulled_share,
             link_rate=float("inf"),
             popularity=np.ones(pack.index.size.shape),
@@ -101,6 +102,7 @@ def gpu_engine(
             needs_scores=PRESETS[run.policy].needs_scores,
             prediction=run.prediction,
             alpha=run.alpha,
+            by_expert=run.by_expert,
             offset_bytes=run.offset_bytes,
         )
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)

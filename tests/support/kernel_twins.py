@@ -43,9 +43,11 @@ def compact_plain(
     left: LeftToCpu,
     is_split: bool,
     whole_records: float = 0.0,
+    by_expert: bool = False,
 ) -> None:
     """Does as `compact`, on the host, a neuron at a time."""
     num_slots, share = landing.slots.shape[1], share.cpu()
+    balanced = _balanced_plain(experts, tables, running, landing, float(share), whole_records)
     if tables.selector_at is not None:
         num_whole = int((tables.selector_at[experts.long(), 0] < 0).sum())
         all_missing = max(int(running.counts[1].sum()), 1)
@@ -56,6 +58,7 @@ def compact_plain(
         missing = [neuron for neuron in listed if at[neuron] < 0]
         most = num_slots + landing.num_scratch
         num_pulled = min(int((len(missing) * share).floor()), most) if is_split else len(missing)
+        num_pulled = balanced[place] if is_split and by_expert else num_pulled
         begin = landing.scratch_at + place * landing.num_scratch * landing.slot_units
         scratch = [begin + j * landing.slot_units for j in range(landing.num_scratch)]
         target = dict(zip(missing[:num_pulled], [*landing.slots[place].tolist(), *scratch], strict=False))
@@ -77,6 +80,25 @@ def compact_plain(
         left.pulled[place, :num_kept] = torch.tensor(missing[:num_kept], dtype=torch.int32)
         for number, (neuron, units) in enumerate(entries):
             running.neurons[place, number], running.units[place, number] = neuron, units
+
+
+def _balanced_plain(
+    experts: Tensor, tables: LayerTables, running: RunningNeurons, landing: Landing, share: float, whole_records: float
+) -> list[int]:
+    """Returns how many records of each expert Algorithm 2 pulls; the list is taken from both ends."""
+    order, room = list(range(len(experts))), landing.slots.shape[1] + landing.num_scratch
+    missing, pulled = running.counts[1].sum(dim=1).tolist(), [0] * len(order)
+    units = [tables.kinds[int(tables.kind[e])].record_units for e in experts.tolist()]
+    whole = [e for e in experts.tolist() if tables.selector_at is not None and tables.selector_at[e, 0] < 0]
+    loaded = 0
+    computed = int(whole_records * sum(tables.kinds[int(tables.kind[e])].record_units for e in whole))
+    while order:
+        is_loaded = loaded * (1 - share) <= computed * share
+        place = order.pop(0 if is_loaded else -1)
+        pulled[place] = min(missing[place], room) if is_loaded else 0
+        loaded += pulled[place] * units[place]
+        computed += (missing[place] - pulled[place]) * units[place]
+    return pulled
 
 
 def pull_records_plain(

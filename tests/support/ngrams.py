@@ -16,7 +16,7 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.ngrams import NGRAM_NAMES, NGRAM_TABLES, read_ngrams
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.parts import NgramSpec
 
 EOS = 5
@@ -54,7 +54,7 @@ NGRAM_MIXTRAL = replace(
 def known_family() -> Iterator[None]:
     """Adds the family to the known ones."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(FAMILIES, "ngram_mixtral", NGRAM_MIXTRAL)
+        patched.setitem(LOADED, "ngram_mixtral", NGRAM_MIXTRAL)
         yield
 
 

@@ -16,8 +16,8 @@ from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.weights import to_experts
 from moe_pack.runtime.offload import CacheFacts, Preset, Routing
 from moe_pack.runtime.offload.eviction import eviction_of
-from moe_pack.runtime.offload.paths import PATH_MEMORY, ranked
-from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction
+from moe_pack.runtime.offload.paths import PATH_MEMORY
+from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, ranked
 
 
 @dataclass(frozen=True, slots=True, eq=False)

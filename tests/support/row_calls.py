@@ -95,7 +95,7 @@ def _run(
     left = LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], running.neurons)
     for selector_units in (None, running.units):
         select(x, experts, tables, running, selector_units)
-    for is_split in (False, True):
-        compact(experts, tables, running, Landing(at[:k], 8, f, 4), torch.zeros(1), left, is_split)
+    for is_split, by_expert in ((False, False), (True, False), (True, True)):
+        compact(experts, tables, running, Landing(at[:k], 8, f, 4), torch.zeros(1), left, is_split, 0.0, by_expert)
     neurons(x, experts, tables, running, partials, "here")
     neurons(x, experts, tables, running, partials, "pulled")

@@ -24,7 +24,7 @@ class Small:
 
 
 _QUALITY = "--tokens 512 --tokens-learned 512 --passages 4 --no-plain --sparsities 0.8 --thetas 0,0.25 --widths 16,2"
-_QUALITY += " --model MODEL"
+_QUALITY += " --model MODEL --tokens-limited 512 --tolerated 2"
 _SIZES = "--hidden 128 --intermediate 64 --vocab 4096"
 _STRATEGIES = (
     "sparsity | pruned by | perplexity | KL",
@@ -34,6 +34,14 @@ _STRATEGIES = (
 _THETA = ("theta | skipped | CORM's | perplexity", "layer | 0 | 0.25")
 _BITS = ("bits of up | 0% | 80%", "bits of up | 80%")
 _TASKS = ("preset | bits a weight | skipped | perplexity",)
+_WIDTHS = ("pack | MiB | bits a weight", "tolerated | MiB | KL", "profile of | MiB | KL")
+_SCORES = {
+    "scores": "rank | median | over rank 3",
+    "reuse": "rank | chosen for the next token | by chance",
+    "ahead": "prediction | predicted as top: are top",
+    "substitution": "alpha | KL | replaced | hits",
+    "batches": "sequences | off | saved",
+}
 _PATHS = ("path | distinct | possible", "layers before | tokens | 0", "routes | layers known | n = 1")
 _POPULARITY = ("0 | 1 | 7", "paper's share | placed | most popular")
 _CORRELATION = ("layer | cosine | popularity | paths | next router", "layer | cosine | up 90%")
@@ -108,11 +116,12 @@ SMALL = {
     "offloading.py soak": Small(
         "--folder FOLDER --tokens 50 --most-growth 1000", ("slice | tokens | tokens/s | anonymous MiB",)
     ),
-    "paper_quality.py all": Small(_QUALITY, (*_STRATEGIES, *_THETA, *_BITS, *_TASKS)),
+    "paper_quality.py all": Small(_QUALITY, (*_STRATEGIES, *_THETA, *_BITS, *_TASKS, *_WIDTHS)),
     "paper_quality.py strategies": Small(_QUALITY, _STRATEGIES),
     "paper_quality.py theta": Small(_QUALITY, _THETA),
     "paper_quality.py sparsity-bits": Small(_QUALITY, _BITS),
     "paper_quality.py tasks": Small(_QUALITY, _TASKS),
+    "paper_quality.py widths": Small(_QUALITY, _WIDTHS),
     "paper_routing.py all": Small(
         "--folder FOLDER --share 0.01 --model MODEL",
         (*_PATHS, "eviction | 4 | 28", *_POPULARITY, *_ACTIVATIONS, *_CORRELATION, *_TIMES),
@@ -123,6 +132,12 @@ SMALL = {
     "paper_routing.py activations": Small("--learned 64 --tokens 64", _ACTIVATIONS),
     "paper_routing.py correlation": Small("--tokens 1024 --model MODEL", _CORRELATION),
     "paper_routing.py predictor-time": Small("--folder FOLDER --rounds 1 --tokens 1", _TIMES),
+    "paper_routing.py batch-time": Small("--rounds 1 --most 2", ("tokens | ms | ms a token",)),
+    "paper_scores.py all": Small("--learned 64 --tokens 128", tuple(_SCORES.values())),
+    **{
+        f"paper_scores.py {name}": Small("--learned 64 --tokens 128 --model MODEL", (header,))
+        for name, header in _SCORES.items()
+    },
     "plans.py predicted": Small(
         "--folder FOLDER --pack mixtral-2-layers --tokens 8 --rounds 1 --seconds 0.005 --bytes-off 1e9 --time-off 1e9",
         ("pack | experts | policy | hits | MB a token | tokens/s",),
@@ -211,6 +226,10 @@ NOT_HERE = {
     "podman": _INSTALLS,
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
+    "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py has a tiny one",
+    "python tests/bench/loaded.py": "tests/test_start_up.py counts with the same functions, and has bounds for them",
+    "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
+    "tests/convert/test_preset_command.py converts a tiny model with every preset",
     "pytest": "is this suite",
     "moe-pack synth qwen3-30b-a3b": "writes some gigabytes; docs/moe-pack.md has one that runs",
     "moe-pack convert Qwen3-30B-A3B-Q8_0.gguf": "needs this file; tests/formats/test_gguf.py has small ones",

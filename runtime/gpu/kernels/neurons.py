@@ -40,6 +40,7 @@ from moe_pack.runtime.gpu.kernels.tables import (
     LeftToCpu,
     RunningNeurons,
     StoredPart,
+    of_kind,
 )
 
 Part = Literal["here", "pulled"]
@@ -283,6 +284,7 @@ def compact(
     left: LeftToCpu,
     is_split: bool,
     whole_records: float = 0.0,
+    by_expert: bool = False,
 ) -> None:
     """Lists the neurons that the GPU computes with their records, and those that it leaves to the CPU.
 
@@ -295,9 +297,15 @@ def compact(
       records are in the arena; the CPU computes the others. It computes the whole expert if selector rows are missing.
       For w such experts, each as much work as `whole_records` records, the link brings more of what the other experts
       lack, M records together: the share is min(1, share * (1 + w * whole_records / M)).
+    - If `by_expert` too, all that an expert lacks is pulled, as far as there is memory, or nothing is: experts are
+      taken from both ends, the next one by the part that has cost less time so far, of equal ones by the link, which
+      takes the first, where the CPU takes the last. The CPU begins with the w whole experts. A record costs its bytes,
+      divided by `share` on the link, by 1 - `share` on the CPU. Source: Importance-Driven Expert Scheduling, Algorithm
+      2, for a batch of one token, where the order is the router's, best first.
     `left.pulled` and `left.pulled_counts` say what is pulled to slots.
     Args:    experts: int32 [k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
-             share: float32 [1] on the device, 0 to 1, of all work of the CPU; not read if not `is_split`.
+             share: float32 [1] on the device, 0 to 1, of all work of the CPU; if `by_expert`, the link's rate divided
+             by both rates; not read if not `is_split`.
     """
     k, num_blocks = running.counts.shape[1:]
     f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
@@ -307,6 +315,7 @@ def compact(
         experts,
         tables.selector_at if has_selector else tables.record_at,
         tables.record_at,
+        tables.kind,
         running.a,
         running.blocks,
         running.counts,
@@ -326,7 +335,9 @@ def compact(
         landing.slot_units,
         whole_records,
         IS_SPLIT=is_split,
+        BY_EXPERT=by_expert and is_split,
         HAS_SELECTOR=has_selector,
+        RECORD_UNITS=tuple(kind.record_units for kind in tables.kinds) if by_expert and is_split else (),
         F=f,
         BLOCK=running.block,
         BLOCKS_POW2=triton.next_power_of_2(num_blocks),
@@ -338,12 +349,35 @@ def compact(
     )
 
 
+@triton.jit
+def _balanced(place, num_places, places, missing, units, work, share, room):
+    """Returns how many missing records of the expert at `place` the link brings, as Algorithm 2 splits them.
+
+    Args:    places: int32 [P], at least `num_places`; `missing`, `units`: of the experts there, records and the units
+             of one.   work: of the CPU, before all others, in units.   room: for records of each expert.
+    """
+    first, last, found = place * 0, num_places - 1, place * 0
+    loaded, computed = work * 0, work
+    while first <= last:
+        is_loaded = loaded.to(tl.float32) * (1.0 - share) <= computed.to(tl.float32) * share
+        at = tl.where(is_loaded, first, last)
+        number, row = tl.sum(tl.where(places == at, missing, 0)), tl.sum(tl.where(places == at, units, 0))
+        pulled = tl.where(is_loaded, tl.minimum(number, room), 0)
+        found = tl.where(at == place, pulled, found)
+        loaded += pulled.to(tl.int64) * row
+        computed += (number - pulled).to(tl.int64) * row
+        first += is_loaded.to(tl.int32)
+        last -= 1 - is_loaded.to(tl.int32)
+    return found
+
+
 @triton.jit(do_not_specialize=(*PER_LAYER, "left_counts_ptr", "left_neurons_ptr", "left_a_ptr", "pulled_counts_ptr",
                                "pulled_ptr"))  # fmt: skip
 def _compact_kernel(
     experts_ptr,
     selector_at_ptr,
     record_at_ptr,
+    kind_ptr,
     a_ptr,
     blocks_ptr,
     counts_ptr,
@@ -363,7 +397,9 @@ def _compact_kernel(
     slot_units,
     whole_records,
     IS_SPLIT: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     HAS_SELECTOR: tl.constexpr,
+    RECORD_UNITS: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
@@ -390,15 +426,26 @@ def _compact_kernel(
     place_of_missing = tl.sum(tl.where(blocks < block, missing_counts, 0)) + tl.cumsum(missing.to(tl.int32), 0) - 1
     num_pulled = num_missing
     if IS_SPLIT:
-        share = tl.load(share_ptr)
+        share, places = tl.load(share_ptr), tl.arange(0, PLACES_POW2)
+        others = tl.load(experts_ptr + places, mask=places < num_places, other=0)
+        is_whole = places < 0
         if HAS_SELECTOR:
-            places, all_blocks = tl.arange(0, PLACES_POW2), tl.arange(0, ALL_POW2)
-            others = tl.load(experts_ptr + places, mask=places < num_places, other=0)
             is_whole = tl.load(selector_at_ptr + others * F, mask=places < num_places, other=0) < 0
+        if BY_EXPERT:
+            row_units = of_kind(tl.load(kind_ptr + others, mask=places < num_places, other=0), RECORD_UNITS)
+            of_place = places[:, None] * num_blocks + blocks[None, :]
+            is_there = (places < num_places)[:, None] & (blocks < num_blocks)[None, :]
+            lacking = tl.sum(tl.load(all_missing_ptr + of_place, mask=is_there, other=0), 1)
+            work = (tl.sum(tl.where(is_whole, row_units, 0)).to(tl.float32) * whole_records).to(tl.int64)
+            room = num_slots + num_scratch
+            num_pulled = _balanced(place, num_places, places, lacking, row_units, work, share, room)
+        elif HAS_SELECTOR:
+            all_blocks = tl.arange(0, ALL_POW2)
             all_missing = tl.load(all_missing_ptr + all_blocks, mask=all_blocks < num_places * num_blocks, other=0)
             work = tl.sum(is_whole.to(tl.int32)).to(tl.float32) * whole_records
             share = tl.minimum(share * (1.0 + work / tl.maximum(tl.sum(all_missing), 1).to(tl.float32)), 1.0)
-        num_pulled = tl.minimum((num_missing.to(tl.float32) * share).to(tl.int32), num_slots + num_scratch)
+        if not BY_EXPERT:
+            num_pulled = tl.minimum((num_missing.to(tl.float32) * share).to(tl.int32), num_slots + num_scratch)
     is_pulled = missing & (place_of_missing < num_pulled)
     to_slot = is_pulled & (place_of_missing < num_slots)
     slot = tl.load(slots_ptr + place * num_slots + place_of_missing, mask=to_slot, other=0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
-from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables, RunningNeurons
+from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables, RunningNeurons, of_kind
 
 # Two for each multiprocessor of the largest GPU today. Together they wait for 1 MiB and more, several times what is on
 # its way over the fastest link, and leave most threads to kernels that run at the same time.
@@ -88,15 +88,6 @@ def _copy_rows(arena_ptr, host_ptr, sources, targets, live, row_units, BLOCK_W: 
         part += 1
 
 
-@triton.jit
-def _of_kind(kind, UNITS: tl.constexpr):
-    """Returns the kind's entry of a tuple of constants."""
-    units = kind * 0
-    for number in tl.static_range(len(UNITS)):
-        units = tl.where(kind == number, UNITS[number], units)
-    return units
-
-
 @triton.jit(do_not_specialize=PER_LAYER)
 def _pull_records_kernel(
     experts_ptr,
@@ -119,8 +110,8 @@ def _pull_records_kernel(
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
     kind = tl.load(kind_ptr + expert)
-    row_units = _of_kind(kind, RECORD_UNITS)
-    records = tl.load(extent_at_ptr + expert) + f * _of_kind(kind, SELECTOR_UNITS)
+    row_units = of_kind(kind, RECORD_UNITS)
+    records = tl.load(extent_at_ptr + expert) + f * of_kind(kind, SELECTOR_UNITS)
     first, count = 0, tl.load(totals_ptr + place * 4)
     if IS_SPLIT:
         first, count = count, tl.load(totals_ptr + place * 4 + 1)
@@ -199,7 +190,7 @@ def _pull_selectors_kernel(
 ):
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    row_units = _of_kind(tl.load(kind_ptr + expert), UNITS)
+    row_units = of_kind(tl.load(kind_ptr + expert), UNITS)
     selector_at_ptr += expert * f
     selector_units_ptr += place * f
     is_missing = tl.load(selector_at_ptr) < 0

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
@@ -184,3 +186,12 @@ class HostRows:
 
     rows: Tensor
     extent_at: Tensor
+
+
+@triton.jit
+def of_kind(kind, UNITS: tl.constexpr):
+    """Returns the kind's entry of a tuple of constants."""
+    units = kind * 0
+    for number in tl.static_range(len(UNITS)):
+        units = tl.where(kind == number, UNITS[number], units)
+    return units

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.system.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.model.mixers.ngrams import LaterRows, NgramRows, RowTable
+    from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE, LaterRows, NgramRows, RowTable
     from moe_pack.runtime.model.mixers.recurrence import convolve, recur
     from moe_pack.runtime.model.mixers.states import LayerState, States
 else:
     __getattr__ = face(__name__)
 
-__all__ = ["LaterRows", "LayerState", "NgramRows", "RowTable", "States", "convolve", "recur"]
+__all__ = [
+    "SLOTS_PER_TABLE",
+    "SLOT_TOKENS",
+    "LaterRows",
+    "LayerState",
+    "NgramRows",
+    "RowTable",
+    "States",
+    "convolve",
+    "recur",
+]

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import MixerSpec, NgramSpec
-from moe_pack.formats.parts.mixers import StateShape
+from moe_pack.formats import ModelSpec, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,17 @@ class LayerState:
     recurrent: Tensor
 
     @classmethod
-    def empty(cls, mixer: MixerSpec, device: torch.device) -> "LayerState":
+    def empty(cls, mixer: "parts.MixerSpec", device: torch.device) -> "LayerState":
         """Returns a mixer's state before the first token: zeros."""
         return cls._zeros(mixer.state, device)
 
     @classmethod
-    def of_ngrams(cls, ngrams: NgramSpec, stream_width: int, device: torch.device) -> "LayerState":
+    def of_ngrams(cls, ngrams: "parts.NgramSpec", stream_width: int, device: torch.device) -> "LayerState":
         """Returns the state of n-grams before the first token: zeros."""
         return cls._zeros(ngrams.state(stream_width), device)
 
     @classmethod
-    def _zeros(cls, shape: StateShape, device: torch.device) -> "LayerState":
+    def _zeros(cls, shape: "parts.StateShape", device: torch.device) -> "LayerState":
         conv, recurrent = (torch.zeros(part or (0,), device=device) for part in shape)
         return cls(conv, recurrent)
 

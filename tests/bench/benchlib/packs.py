@@ -1,14 +1,23 @@
 """The packs that offloading is measured on; made where they are not there.
 
 Synthetic ones have 4 bit throughout and 4 to 5 GB: few large experts, many small ones, and a whole OLMoE; and the same
-with a tenth of the neurons running. One more is the demo model's.
+with a tenth of the neurons running. Others store experts as a paper does. One more is the demo model's.
 """
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchlib import DEMO_MODEL, FLOE_BITS, PACK_BITS, moe_pack
-from moe_pack.formats import Pack
+from moe_pack.calib.profile import assumed_losses
+from moe_pack.convert import skewed_popularity
+from moe_pack.convert.plan import Decision, PlanningModel, preset_decision
+from moe_pack.convert.plan.options import PresetName
+from moe_pack.convert.plan.plan_file import plan_bytes
+from moe_pack.formats import Pack, dense_roles
+from moe_pack.formats.families import model_spec
 from moe_pack.runtime.offload import divide_budget, expert_pages
 from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
 
@@ -23,6 +32,7 @@ class SyntheticPack:
     """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before.
 
     `sparsity`: the share of neurons that do not run.   `bits`: the options of `synth` that say how weights are stored.
+    `preset`: the paper that decides it in their place; then losses are assumed, popularity is that of the pack.
     """
 
     model: str
@@ -31,13 +41,22 @@ class SyntheticPack:
     path_correlation: float | None = 0.5
     sparsity: float = 0.0
     bits: tuple[str, ...] = PACK_BITS
+    preset: PresetName | None = None
 
     def arguments(self) -> list[str]:
         """Returns the arguments of `moe-pack synth`."""
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
         sparsity = ["--sparsity", str(self.sparsity)]
-        return [self.model, "--layers", str(self.layers), *vocab, *self.bits, "--skew", str(SKEW), *paths, *sparsity]
+        stored = (*self.bits, *sparsity) if self.preset is None else ()
+        return [self.model, "--layers", str(self.layers), *vocab, *stored, "--skew", str(SKEW), *paths]
+
+    def preset_plan(self, preset: PresetName) -> bytes:
+        """Returns the paper's plan as a file, with `sparsity` in place of thresholds."""
+        spec = model_spec(self.model, self.layers, self.vocab)
+        losses = replace(assumed_losses(spec), popularity=skewed_popularity(spec, SKEW, seed=0))
+        plan = preset_decision(preset, PlanningModel(spec, ("BF16",) * len(dense_roles(spec)), losses)).plan
+        return plan_bytes(Decision(plan, np.full(losses.popularity.shape, self.sparsity)), spec)
 
 
 def with_sparse(packs: dict[str, SyntheticPack], sparsity: float = 0.9) -> dict[str, SyntheticPack]:
@@ -64,6 +83,21 @@ FLOE = {
     "olmoe-8-layers-floe": SyntheticPack("olmoe-1b-7b", 8, 8192, None, 0.9, FLOE_BITS),
 }
 
+# As CORM stores experts, and all of them in its 4 bits. 45% of the neurons run: theta 0.25 leaves out 55% (Fig. 2).
+_CORM_INT4 = ("--selector", "gate", "--selector-bits", "4", "--record-bits", "4", "--scale-bits", "8")
+_CORM_MODELS = {"mixtral-5-layers": ("mixtral-8x7b", 5), "deepseek-11-layers": ("deepseek-moe-16b", 11)}
+CORM: dict[str, SyntheticPack] = {}
+for _name, (_model, _layers) in _CORM_MODELS.items():
+    CORM[f"{_name}-int4"] = SyntheticPack(_model, _layers, 8192, None, 0.55, _CORM_INT4)
+    CORM[f"{_name}-corm"] = SyntheticPack(_model, _layers, 8192, None, 0.55, preset="corm")
+# In 16 bit, as EdgeMoE's baseline and importance store experts; DeepSeek's first layer has none.
+_WHOLE = ("--selector", "none", "--record-bits", "16")
+EDGEMOE = {
+    "minicpm-8-layers-16-bit": SyntheticPack("minicpm-moe-8x2b", 8, 8192, None, 0.0, _WHOLE),
+    "minicpm-8-layers-edgemoe": SyntheticPack("minicpm-moe-8x2b", 8, 8192, None, 0.0, preset="edgemoe"),
+}
+IMPORTANCE = {"deepseek-7-layers-16-bit": SyntheticPack("deepseek-moe-16b", 7, 8192, None, 0.0, _WHOLE)}
+
 
 def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYNTHETIC | LARGE) -> Path:
     """Returns the pack of this name in `folder`, made unless it is there; `DEMO` or one of `synthetic`."""
@@ -71,7 +105,12 @@ def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYN
     if not (pack / "manifest.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         asked = ["convert", DEMO_MODEL, *PACK_BITS] if name == DEMO else ["synth", *synthetic[name].arguments()]
-        moe_pack(*asked, "-o", pack)
+        with tempfile.NamedTemporaryFile(suffix=".json") as plan:
+            preset = None if name == DEMO else synthetic[name].preset
+            if preset is not None:
+                Path(plan.name).write_bytes(synthetic[name].preset_plan(preset))
+                asked += ["--plan", plan.name]
+            moe_pack(*asked, "-o", pack)
     return pack
 
 

@@ -1,16 +1,16 @@
-"""A run of `moe-run --bench` with some of FloE's parts only; a process of its own, so that a memory cgroup can hold it.
+"""A run of `moe-run --bench` with some of a paper's parts only; a process of its own, so that a cgroup can hold it.
 
 moe-run has options for some groups of parts. The others are switched off here by what the store and the weights are
-built with; all is put together as `Engine` does within a budget on the CPU. LRU evicts. A synthetic pack has no learned
-networks: the next layer's router predicts experts, as moe-run then does. One line of JSON is printed, with moe-run's
-names, and the rows that were predicted for chosen experts.
+built with; all is put together as `Engine` does within a budget on the CPU. A synthetic pack has no learned networks
+and no paths: the next layer's router predicts experts in their place, as moe-run then does. One line of JSON is
+printed, with moe-run's names, and the rows that were predicted for chosen experts.
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -22,45 +22,52 @@ from moe_pack.formats.cli import cache_folder
 from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
 from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus
+from moe_pack.runtime.cpu.reads import Reads
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
-from moe_pack.runtime.offload import PRESETS, OffloadedWeights, Preset, divide_budget, expert_cache_for, routing_bytes
+from moe_pack.runtime.offload import (
+    Approximations,
+    OffloadedWeights,
+    Preset,
+    divide_budget,
+    expert_cache_for,
+    routing_bytes,
+)
 from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a run has of FloE; with nothing, whole experts are read after their router has chosen them.
+    """What a run has of a paper.
 
-    `rows`: only running rows are read (§3.2.1).   `selectors`: stay in memory, where rows are read.   `experts`: are
-    predicted and prefetched (§3.3.1): whole; where rows are read, a selector that is not in memory.   `neurons`: the
-    next layer's selectors predict the rows of predicted experts, which are prefetched (§3.3.2).
+    `preset`: its policies.   `selectors`: whether selectors stay in memory, where rows are read (FloE §3.2).
+    `substitute`: alpha of importance's Algorithm 1; None: off.
     """
 
-    rows: bool = False
+    preset: Preset
     selectors: bool = False
-    experts: bool = False
-    neurons: bool = False
+    substitute: float | None = None
 
-    def preset(self) -> Preset:
-        """Returns FloE's preset with these parts."""
-        floe = PRESETS["floe"]
-        return replace(
-            floe,
-            prediction="router" if self.experts else "none",
-            rows_below=floe.rows_below if self.rows else 0.0,
-            reuse_selector=self.neurons,
-        )
-
-    def flags(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Returns the options of this program."""
-        return [f"--{name}" for name in self.__slots__ if getattr(self, name)]
+        substitute = [] if self.substitute is None else ["--substitute", str(self.substitute)]
+        return ["--preset", json.dumps(asdict(self.preset)), *["--selectors"] * self.selectors, *substitute]
 
 
 class CountingWeights(OffloadedWeights):
-    """Counts, in decode, the rows that were predicted for the experts that then ran."""
+    """Counts, in decode, the rows that were predicted for the experts that then ran, and the time of reads.
+
+    `reads`: of the store; None: not counted.   `prompt_read_ns`: how long reads took until the first token of decode.
+    """
 
     rows_predicted = 0
+    reads: Reads | None = None
+    prompt_read_ns: int | None = None
+
+    def decode_read_s(self) -> float:
+        """Returns the seconds of decode in which at least one read was in progress."""
+        assert self.reads is not None and self.prompt_read_ns is not None, "there was a token of decode"
+        return (self.reads.stats().busy_ns - self.prompt_read_ns) / 1e9
 
     def run_experts(
         self,
@@ -70,6 +77,8 @@ class CountingWeights(OffloadedWeights):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
+        if self.reads is not None and self.prompt_read_ns is None and len(x) == 1 and layer_idx == 0:
+            self.prompt_read_ns = self.reads.stats().busy_ns
         y = super().run_experts(layer_idx, x, experts, router_weights, partial_state)
         if len(x) == 1:
             self.rows_predicted += sum(len(neurons) for neurons in self.predicted.values())
@@ -84,10 +93,10 @@ def open_parts(
 
     Args:    options: of which budget, threads, reads and the measured machine count.
     """
-    assert not parts.neurons or (parts.rows and parts.experts), "rows are predicted of predicted experts"
-    assert parts.rows or not parts.selectors, "whole experts come with their selectors"
+    preset = parts.preset
+    assert preset.rows_below or not parts.selectors, "whole experts come with their selectors"
     assert options.budget_bytes is not None, "experts are offloaded within a budget"
-    preset, choices = parts.preset(), OffloadChoices(pack, options, lambda what: click.echo(what, err=True))
+    choices = OffloadChoices(pack, options, lambda what: click.echo(what, err=True))
     heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0) if parts.selectors else None
     plan = divide_budget(pack.layout, options.budget_bytes, context_tokens, routing_bytes(pack.folder), heat=heat)
     has_selector = resident_selectors(pack.layout, heat, plan.num_selectors)
@@ -106,8 +115,16 @@ def open_parts(
         )
         stack.enter_context(closing(store))
         cache = expert_cache_for(preset, cache_facts(pack, plan, choices.routing, has_selector))
-        weights = CountingWeights(pack, operations, store, cache, reuses_selector=preset.reuse_selector)
-        weights.prefetcher = choices.prefetcher(preset, weights)
+        weights = CountingWeights(
+            pack,
+            operations,
+            store,
+            cache,
+            scores_matter=preset.needs_scores,
+            reuses_selector=preset.reuse_selector,
+            approximations=Approximations(substitute=parts.substitute),
+        )
+        weights.prefetcher, weights.reads = choices.prefetcher(preset, weights), choices.reads
         yield Decoder(weights, context_tokens, torch.device("cpu"), plan.chunk_tokens), weights
 
 
@@ -118,29 +135,39 @@ def open_parts(
 @click.option("--max-tokens", type=int, required=True)
 @click.option("--threads", type=int, required=True)
 @click.option("--seed", type=int, required=True)
-@click.option("--rows", is_flag=True)
+@click.option("--preset", required=True, help="The fields of a preset, as JSON.")
 @click.option("--selectors", is_flag=True)
-@click.option("--experts", is_flag=True)
-@click.option("--neurons", is_flag=True)
+@click.option("--substitute", type=float)
 def main(
-    folder: Path, budget: int, prompt_tokens: int, max_tokens: int, threads: int, seed: int, **parts: bool
+    folder: Path,
+    budget: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    threads: int,
+    seed: int,
+    preset: str,
+    selectors: bool,
+    substitute: float | None,
 ) -> None:
-    """Measures a run with the parts of the flags, on the tokens of `moe-run --bench`."""
+    """Measures a run with the parts of the options, on the tokens of `moe-run --bench`."""
+    parts = Parts(Preset(**json.loads(preset)), selectors, substitute)
     options = EngineOptions("cpu", budget, threads=threads, machine=load_facts(cache_folder(), folder))
     with Pack(folder) as pack:
         spec = pack.spec
         context = context_for(prompt_tokens, max_tokens, spec.max_position_embeddings)
         prompt = random_prompt(prompt_tokens, spec.vocab_size, spec.max_position_embeddings, seed)
-        with open_parts(pack, Parts(**parts), options, context) as (decoder, weights):
+        with open_parts(pack, parts, options, context) as (decoder, weights):
             times = measure(decoder, prompt, Sampler(SamplingOptions(seed=seed)), max_tokens)
-            counts = weights.decode
+            counts, read_s = weights.decode, weights.decode_read_s()
     decode = {
         "tokens": counts.tokens,
         "experts_needed": counts.needed,
         "hits": counts.hits,
         "prefetched": counts.prefetched,
         "prefetched_chosen": counts.prefetched_chosen,
+        "substituted": counts.substituted,
         "stall_s": counts.stall_ns / 1e9,
+        "read_s": read_s,
         "asked_bytes": counts.asked_bytes,
         "rows_run": counts.running,
         "rows_predicted": weights.rows_predicted,

@@ -23,7 +23,7 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.offload import ExpertCache, PathStatistics, Predictor, Recorder
 from moe_pack.runtime.offload.cache import ComputeEvent, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.prefetch import ranked
 from moe_pack.runtime.offload.split import LoadOrCompute, substitute
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ class SecondProcessor:
     one token on the CPU.
     """
 
-    split: Callable[[Sequence[int], float, float], LoadOrCompute]
+    split: Callable[[Sequence[float], Sequence[float]], LoadOrCompute]
     token_time: float
 
 
@@ -151,8 +151,9 @@ class Play:
         if self.second is None:
             counted.time += len(missing)
             return experts
-        split = self.second.split([1] * len(missing), self.second.token_time, 1.0)
-        counted.time += split.seconds([1] * len(missing), self.second.token_time, 1.0)
+        times = [self.second.token_time] * len(missing), [1.0] * len(missing)
+        split = self.second.split(*times)
+        counted.time += split.seconds(*times)
         computed = {missing[place] for place in split.computed}
         counted.computed += len(computed)
         counted.needed += len(computed)
@@ -273,12 +274,26 @@ def by_networks(routes: ModelRoutes, num_predicted: int, networks: dict[int, Pre
 # --- importance's prediction, which needs the model
 
 
-class _Played(MappedPackWeights):
-    """Weights whose experts are all at hand, while a cache is played as if they were not."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The scores [E] of a layer for one token: its own, and those of the prediction before (None: not predicted)."""
+
+    scores: NDArray[np.float32]
+    guessed: NDArray[np.float32] | None
+
+
+class PlayedWeights(MappedPackWeights):
+    """Weights whose experts are all at hand, while a cache is played as if they were not.
+
+    `scored`: for single tokens, layer by layer.
+    Args:    num_predicted: experts of the next layer; 0: nothing is predicted.
+    """
 
     def __init__(self, pack: Pack, kernels: Kernels, run: Play, num_predicted: int) -> None:
         super().__init__(pack, NativeOperations(kernels))
+        self.scored: list[Scored] = []
         self._run, self._num_predicted, self._token = run, num_predicted, 0
+        self._guessed: NDArray[np.float32] | None = None
 
     def run_experts(
         self,
@@ -294,6 +309,9 @@ class _Played(MappedPackWeights):
         scores = expert_scores(logits, self.spec.router).numpy()
         is_single = len(x) == 1
         run.counted.num_tokens += is_single and layer_idx == 0
+        if is_single:
+            self.scored.append(Scored(scores[0], self._guessed))
+        self._guessed = None
         resident = run.cache.is_resident[layer_idx]
         if is_single and run.alpha is not None:
             replaced = substitute(scores, experts.numpy(), resident, run.alpha)
@@ -307,12 +325,14 @@ class _Played(MappedPackWeights):
             assert partial_state is not None, "the next layer has experts"
             y = super_run(layer_idx, x, experts[:, here], router_weights[:, here]) if here.any() else x * 0
             state, following = partial_state(y), layers[layer_idx + 1]
-            guessed = router_scores(mlp_input(state, self, following), self, following).numpy()
+            state = mlp_input(state, self, following)
+            self._guessed = expert_scores(router_logits(state, self, following), self.spec.router).numpy()[0]
+            guessed = router_scores(state, self, following).numpy()
             likeliest: list[int] = ranked(guessed, self._num_predicted)[0].tolist()
             return likeliest
 
         super_run = super().run_experts
-        asks = is_single and layer_idx + 1 < len(layers)
+        asks = is_single and self._num_predicted > 0 and layer_idx + 1 < len(layers)
         run.layer(
             self._token if is_single else None,
             layer_idx,
@@ -332,7 +352,7 @@ def play_partial(
     """
     run.waits_for_hits = True
     k = model.pack.spec.router.num_experts_per_tok
-    weights = _Played(model.pack, model.kernels, run, k if num_predicted is None else num_predicted)
+    weights = PlayedWeights(model.pack, model.kernels, run, k if num_predicted is None else num_predicted)
     decoder = Decoder(weights, 512)
     run_chat(decoder, model.ids[num_learned : num_learned + num_played])
     return run.counted

@@ -20,13 +20,13 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState, mlp_input, router_scores
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (
     LearnedPrediction,
     NextRouterPrediction,
     PartialPrediction,
     PathPrediction,
     PredictionInput,
+    ranked,
 )
 
 # CORM's kind of pack: the gate decides, and 45% of the neurons run. A small vocabulary, so that the head counts little.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from balanced import balanced
 from cases import case
 from gpu_layers import (
     PartlyThere,
@@ -383,13 +384,36 @@ def test_lists_are_those_of_the_twin(
             found, left, expected_left = running_on(expected, kernel_device), there.pinned(3), twin.pinned(3)
             part = torch.tensor([share])
             numbers, part_there = experts.to(kernel_device), part.to(kernel_device)
-            compact(numbers, there.tables, found, there.landing, part_there, left, is_split, whole_records)
-            compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, is_split, whole_records)
-            on_host = running_on(found, CPU)
-            for name in ("neurons", "units", "totals"):
-                assert torch.equal(getattr(on_host, name), getattr(expected, name)), name
-            for name in ("counts", "neurons", "a", "pulled_counts", "pulled"):
-                assert torch.equal(getattr(left, name), getattr(expected_left, name)), name
+            for by_expert in (False, True) if is_split else (False,):
+                how = (is_split, whole_records, by_expert)
+                compact(numbers, there.tables, found, there.landing, part_there, left, *how)
+                compact_plain(experts, twin.tables, expected, twin.landing, part, expected_left, *how)
+                on_host = running_on(found, CPU)
+                for name in ("neurons", "units", "totals"):
+                    assert torch.equal(getattr(on_host, name), getattr(expected, name)), (name, by_expert)
+                for name in ("counts", "neurons", "a", "pulled_counts", "pulled"):
+                    assert torch.equal(getattr(left, name), getattr(expected_left, name)), (name, by_expert)
+
+
+def test_whole_missing_experts_are_split_by_algorithm_2_as_it_is_printed(kernel_device: torch.device) -> None:
+    """Of a batch of one token: each expert loads in 1 / link seconds, and is computed in 1 / CPU."""
+    k, f = 6, 33
+    layer = random_layer([Shape(f, 64)] * k)
+    experts = torch.tensor([4, 0, 5, 2, 1, 3], dtype=torch.int32)
+    there = with_scratch(partly_there(layer, kernel_device, 1.0, k, 0), f)
+    numbers, found_splits = experts.to(kernel_device), set[tuple[int, ...]]()
+    for link, cpu in ((1, 100), (1, 3), (2, 3.1), (1, 1), (5, 2), (3, 1), (100, 1)):
+        with case((link, cpu)):
+            found = running_on(random_running(there.tables, experts.tolist(), 1.0, 0), kernel_device)
+            left, share = there.pinned(k), torch.tensor([link / (link + cpu)], device=kernel_device)
+            compact(numbers, there.tables, found, there.landing, share, left, True, 0.0, True)
+            split = balanced([1 / cpu] * k, [1 / link] * k)
+            (number,) = set(found.counts[1].sum(dim=1).tolist())  # of neurons, in each
+            expected = [number if place in split.loaded else 0 for place in range(k)]
+            assert found.totals[:, PULLED].tolist() == expected
+            assert left.counts.tolist() == found.totals[:, LEFT].tolist() == [number - pulled for pulled in expected]
+            found_splits.add(split.loaded)
+    assert len(found_splits) == 5, "the first is always loaded, then 1, 2, 3 or 4 more"
 
 
 def test_lists_meet_every_place() -> None:

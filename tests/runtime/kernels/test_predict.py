@@ -22,7 +22,8 @@ from moe_pack.runtime.gpu.kernels.predict import (
     rank,
     score_paths,
 )
-from moe_pack.runtime.offload.paths import BackoffLevel, ranked
+from moe_pack.runtime.offload.paths import BackoffLevel
+from moe_pack.runtime.offload.prefetch import ranked
 from moe_pack.runtime.offload.routing_file import multi_hot
 
 SELECTORS: tuple[Selector, ...] = ("up", "none")
