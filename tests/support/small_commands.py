@@ -209,7 +209,7 @@ NOT_HERE = {
     "python tests/bench/vllm_logits.py": "needs vLLM, which needs a GPU",
     "python tests/bench/harness.py": "needs lm-evaluation-harness",
     "python tests/bench/clients.py": "installs packages of PyPI and npm",
-    "python tests/bench/family_table.py --docs": "writes docs/families.md; tests/formats/test_expert_types.py makes the same",
+    "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "python tests/support/messages.py": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
     "python -m references": "writes tests/data/references; tests/endtoend/test_references.py makes the same files",
     "python -c": "prints texts of Python's own documentation",
@@ -226,7 +226,7 @@ NOT_HERE = {
     "podman": _INSTALLS,
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
-    "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py has a tiny one",
+    "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py has none",
     "python tests/bench/loaded.py": "tests/test_start_up.py counts with the same functions, and has bounds for them",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
     "tests/convert/test_preset_command.py converts a tiny model with every preset",
