@@ -226,7 +226,7 @@ NOT_HERE = {
     "podman": _INSTALLS,
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
-    "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py has none",
+    "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py makes one",
     "python tests/bench/loaded.py": "tests/test_start_up.py counts with the same functions, and has bounds for them",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
     "tests/convert/test_preset_command.py converts a tiny model with every preset",
