@@ -89,7 +89,7 @@ def named_commands(page: Path) -> Iterator[Shown]:
         words = span.split()
         if len(words) > 1 and words[0] in PRODUCT and words[1].startswith("-"):
             yield Shown(name, tuple(words))
-        if len(words) > 1 and words[0] == "moe-pack" and words[1] in moe_pack.commands:  # type: ignore[attr-defined]
+        if len(words) > 1 and words[0] == "moe-pack" and words[1] in moe_pack.commands:
             yield Shown(name, tuple(words))
 
 
@@ -178,7 +178,7 @@ def parsed(shown: Shown) -> dict[str, object]:
             if not isinstance(param.type, _CHECKED) or not isinstance(value, str | list):
                 continue
             for each in value if isinstance(value, list) else [value]:
-                param.type.convert(each, param, context)
+                param.type(each, param, context)
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -92,7 +92,7 @@ SMALL = {
         f"--layers 2 --experts 4 --workers 1 --tokens 512 {_SIZES}", ("run | anonymous GiB | bytes",)
     ),
     "memory.py profile": Small(
-        f"--layers 2 --experts 2 --tokens 512 {_SIZES} --sensitivity none --only plain",
+        f"--layers 2 --experts 2 --tokens 256 {_SIZES} --sensitivity none --only plain",
         ("run | anonymous GiB | bytes",),
     ),
     "neighbours.py": Small("--folder FOLDER --model gpt-oss-20b --layers 1", ("model | largest difference",)),
@@ -209,6 +209,7 @@ NOT_HERE = {
     "python tests/bench/vllm_logits.py": "needs vLLM, which needs a GPU",
     "python tests/bench/harness.py": "needs lm-evaluation-harness",
     "python tests/bench/clients.py": "installs packages of PyPI and npm",
+    "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "python tests/support/messages.py": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
     "python -m references": "writes tests/data/references; tests/endtoend/test_references.py makes the same files",
     "python -c": "prints texts of Python's own documentation",

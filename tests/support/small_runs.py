@@ -82,7 +82,8 @@ def _quick(arguments: list[str]) -> list[str]:
     """Returns a command of moe-pack with little to do: no search for codes unless one is asked for, few tokens."""
     if arguments[0] == "convert":
         arguments = [*arguments, "--workers", "1"]
-        quick = {"--quantizer", "--profile"}.isdisjoint(arguments)  # with a profile it is calibrated
+        # A profile is for a calibrated pack, unless it is for a sparsity.
+        quick = "--quantizer" not in arguments and ("--profile" not in arguments or "--sparsity" in arguments)
         return [*arguments, "--quantizer", "nearest"] if quick else arguments
     if arguments[0] == "profile":
         place = arguments.index("--tokens") + 1
