@@ -139,17 +139,22 @@ def test_on_a_terminal_a_bar_shows_the_share_of_time(monkeypatch: pytest.MonkeyP
     reader, writer = pty.openpty()
     termios.tcsetwinsize(writer, (24, 100))
     monkeypatch.setattr(cli, "BAR_S", 0.01)
+
+    def read_until(end: bytes, found: bytes = b"") -> bytes:  # a read may end anywhere, within a character too
+        while end not in found:
+            found += os.read(reader, 4096)
+        return found
+
     with os.fdopen(writer, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        text = ""
         with TerminalProgress() as progress:
             progress.begin(Stage("packing", 100, "B"))
             progress.advance(100, "layer {1}")  # braces are no format of a bar
-            while "layer {1}" not in text:
-                text += os.read(reader, 4096).decode()
+            found = read_until(b"layer {1}")
             progress.end()
+        terminal.write("<end>")
         terminal.flush()
-        text += os.read(reader, 4096).decode()
+        text = read_until(b"<end>", found).decode().removesuffix("<end>")
     os.close(reader)
     assert "packing: 100%|" in text and text.endswith("\r") and "\n" not in text and "done in" not in text
 

@@ -43,7 +43,7 @@ _SCORES = {
     "batches": "sequences | off | saved",
 }
 _PATHS = ("path | distinct | possible", "layers before | tokens | 0", "routes | layers known | n = 1")
-_POPULARITY = ("0 | 1 | 7", "paper's share | placed | most popular")
+_POPULARITY = ("0 | 1 | 3", "paper's share | placed | most popular")
 _CORRELATION = ("layer | cosine | popularity | paths | next router", "layer | cosine | up 90%")
 _TIMES = ("predictor | microseconds | experts in memory",)
 _ACTIVATIONS = ("layer | < 0.001 | < 0.25",)
@@ -86,13 +86,13 @@ SMALL = {
         ("command | way | median s",),
     ),
     "many_machines.py hours": Small(
-        "--experts 2 --tokens 256 --hidden 128 --intermediate 64", ("hours | s an expert", "static, h | parts, h")
+        "--experts 2 --tokens 128 --hidden 128 --intermediate 64", ("hours | s an expert", "static, h | parts, h")
     ),
     "memory.py convert": Small(
         f"--layers 2 --experts 4 --workers 1 --tokens 512 {_SIZES}", ("run | anonymous GiB | bytes",)
     ),
     "memory.py profile": Small(
-        f"--layers 2 --experts 4 --tokens 256 {_SIZES} --sensitivity none --only plain",
+        f"--layers 2 --experts 2 --tokens 256 {_SIZES} --sensitivity none --only plain",
         ("run | anonymous GiB | bytes",),
     ),
     "neighbours.py": Small("--folder FOLDER --model gpt-oss-20b --layers 1", ("model | largest difference",)),
