@@ -83,7 +83,8 @@ def _quick(arguments: list[str]) -> list[str]:
     if arguments[0] == "convert":
         arguments = [*arguments, "--workers", "1"]
         # A profile is for a calibrated pack, unless it is for a sparsity.
-        quick = "--quantizer" not in arguments and ("--profile" not in arguments or "--sparsity" in arguments)
+        is_free = {"--quantizer", "--preset"}.isdisjoint(arguments)
+        quick = is_free and ("--profile" not in arguments or "--sparsity" in arguments)
         return [*arguments, "--quantizer", "nearest"] if quick else arguments
     if arguments[0] == "profile":
         place = arguments.index("--tokens") + 1
