@@ -21,7 +21,6 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from balanced import balanced
 from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
 from benchlib.packs import budget_with, make_demo, make_profiled_demo
 from benchlib.playing import (
@@ -40,6 +39,7 @@ from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, r
 from evictions import FIFO, Random
 from numpy.typing import NDArray
 from played_slots import PlayedToken, played, popularity_of, recorded_tokens
+from printed_split import balanced
 from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile

@@ -1,5 +1,6 @@
 """Every command that a page shows is one that a test runs, or that one table says cannot run here."""
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -152,3 +153,26 @@ def test_a_page_names_a_commit_that_has_its_old_scripts(files_of: Callable[[str]
             for commit in named:
                 commits.setdefault(commit, files_of(commit))
             assert any(script in commits[commit] for commit in named), f"none of the commits {named} has it"
+
+
+# --- what a benchmark finds as a program of its own
+
+
+def test_a_benchmark_imports_what_tests_have_after_benchlib() -> None:
+    """Tests find both; a program finds the modules of tests/support once benchlib has put their folder on the path."""
+    support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
+    found = 0
+    for path in (ROOT / "tests" / "bench").glob("*.py"):
+        text = path.read_text("utf-8")
+        if "sys.path" in text:  # it finds them by itself
+            continue
+        names = [
+            str(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
+            for node in ast.parse(text).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        with case(path.name):
+            used = [number for number, name in enumerate(names) if name in support]
+            found += len(used)
+            assert not used or "benchlib" in names[: used[0]]
+    assert found > 5

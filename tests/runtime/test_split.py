@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from balanced import balanced
+from printed_split import balanced
 
 from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from balanced import balanced
 from cases import case
 from gpu_layers import (
     PartlyThere,
@@ -18,6 +17,7 @@ from gpu_layers import (
 from in_turn import in_turn, slow
 from kernel_twins import compact_plain, listed_in_blocks, pull_records_plain, pull_selectors_plain
 from named_formats import Name, named_expert, named_format
+from printed_split import balanced
 from random_experts import Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
