@@ -148,7 +148,7 @@ SMALL = {
     "policies.py parts": Small(
         "--learned 256 --sample 1024 --tokens 66", ("paper | parts | hits | read a token | published",)
     ),
-    "policies.py hits": Small("--learned 256 --sample 1024 --tokens 66", ("experts that fit | 4 | 24",)),
+    "policies.py hits": Small("--learned 256 --sample 1024 --tokens 66", ("experts that fit",)),
     "policies.py trust": Small("--folder FOLDER --tokens 16", ("policy | not the router's | loss, nats | KB a token",)),
     "policies.py gpu": Small(
         "--folder FOLDER --learned 32 --tokens 32", ("policy | 25% of the memory: resident | KB by the CPU",)
