@@ -266,7 +266,8 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             counts.mispredicted += num_wrong
             if num_wrong:
                 chosen = np.array([sorted(predicted, key=lambda expert: -scores[0, expert])])  # best first
-        elif alpha is not None and self._is_decoding(len(x)):
+        elif alpha is not None and self._is_decoding(len(x)) and layer not in spec.table_layers:
+            # Where a table names the experts, scores say nothing of which may replace another.
             from moe_pack.runtime.offload.split import substitute
 
             chosen = substitute(scores, chosen, self._expert_cache.is_resident[layer_idx], alpha)

@@ -303,7 +303,6 @@ class Recorder:
         """Records the routes [T, k], of any integer dtype, of a layer, before its schedule begins.
 
         Args:    is_decode: whether the pass is of decode; None: one of a single token is.
-
         """
         if layer_idx == 0:
             self.begin_pass()

@@ -168,6 +168,29 @@ def test_experts_that_tables_name_are_all_prefetched_and_no_others(policy: str, 
                 assert torch.equal(found, expected) and not without.early
 
 
+def test_experts_that_tables_name_are_not_substituted(tables: Path, tmp_path: Path) -> None:
+    ids = token_ids()
+    with Pack(tables) as opened:
+        layers = [opened.spec.moe_layers.index(layer) for layer in opened.spec.router.table_layers]
+
+        def routes(alpha: float | None) -> NDArray[np.uint16]:
+            options = EngineOptions(
+                budget_bytes=budget_for(opened, 8, CONTEXT),
+                policy="lru",
+                prefetches=False,
+                kernels="portable",
+                record=tmp_path / "routes",
+                approximations=Approximations(substitute=alpha),
+            )
+            with Engine(opened, options, CONTEXT) as engine:
+                run_all(Decoder(engine.weights, CONTEXT, num_sequences=2, chunk_tokens=16), ids)
+            return read_recording(tmp_path / "routes").passes.routes
+
+        plain, substituted = routes(None), routes(1.0)
+    assert np.array_equal(plain[:, layers], substituted[:, layers])
+    assert not np.array_equal(plain, substituted), "the other layers have substitutes"
+
+
 def test_without_a_table_least_recently_used_experts_are_prefetched_for_whole_passes_alone(demo: Path) -> None:
     with Pack(demo) as opened:
         options = EngineOptions(budget_bytes=budget_for(opened, 8, CONTEXT), policy="lru", kernels="portable")
