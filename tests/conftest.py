@@ -85,6 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if number[item.path.name] == which % num_parts]
 
 
+@pytest.fixture(scope="module")
+def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No doctor has been here: plans are the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_walk() -> None:
     """Takes what stays from file to file out of the garbage collector: a walk over all modules takes half a second."""

@@ -1,7 +1,7 @@
 """Packs that keep what a checkpoint in 8 or 4 bit holds: every weight the same bits, in any order, after any kill."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -324,14 +324,6 @@ def test_a_synthetic_pack_has_no_source_to_keep(tmp_path: Path) -> None:
 
 
 # --- plans for a memory
-
-
-@pytest.fixture(scope="module")
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.mark.slow

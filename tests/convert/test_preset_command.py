@@ -22,6 +22,8 @@ from moe_pack.formats import BF16, Pack, PartFormat, Quantizer, Selector, dense_
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
@@ -31,14 +33,6 @@ def done(*arguments: object) -> Result:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

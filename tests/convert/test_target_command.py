@@ -23,17 +23,11 @@ from moe_pack.runtime.offload import divide_budget, routing_bytes
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments, prog_name="moe-pack")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,7 @@ FAMILIES = (
 )
 FEW_PAGES = 30_000  # bytes beyond the room for one expert: some stay, most take turns
 
-pytestmark = pytest.mark.slow  # packs are made by profiles and plans
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unmeasured")]  # packs are made by profiles and plans
 
 
 def done(*arguments: object) -> Result:

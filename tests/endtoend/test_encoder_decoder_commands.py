@@ -21,7 +21,7 @@ SHAPE = Tiny(
     {"vocab_size": 4096, "num_decoder_layers": 4, "num_sparse_decoder_layers": 2, "expert_capacity": 8},
 )
 
-pytestmark = pytest.mark.slow  # every command on one model
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unmeasured")]  # every command on one model
 MEMORY, CONTEXT = 20 << 20, 64
 CPU = ["--target-vram", str(MEMORY), "--device", "cpu", "--context", str(CONTEXT)]
 TEXT = ["--tokens", "512", "--sequence-length", "64"]
@@ -35,14 +35,6 @@ def done(*arguments: str) -> Result:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

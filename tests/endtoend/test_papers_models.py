@@ -26,16 +26,8 @@ SHAPES = (
     Tiny("qwen2_moe", "of importance", WORDS | {"num_experts": 16}),
 )
 
-pytestmark = pytest.mark.slow  # packs are made by profiles and plans
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unmeasured")]  # packs are made by profiles and plans
 FEW_PAGES = 100_000  # bytes beyond the room for one expert: some stay, most take turns
-
-
-@pytest.fixture(scope="module", autouse=True)
-def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """No doctor has been here: plans are the same on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def done(*arguments: object) -> Result:

@@ -15,12 +15,14 @@ class Small:
 
     `options`: in place of those on the page; MODEL is a tiny checkpoint, PACK a pack of the demo model, FOLDER has
     packs of a tiny model, SCRATCH is a folder for files.   `tables`: a header's cells, or some of them, of each table
-    that has to be there.   `judges`: whether it exits with 1 where figures are unlike those of a whole run.
+    that has to be there.   `judges`: whether it exits with 1 where figures are unlike those of a whole run.   `says`: a
+    pattern that has to be found where it prints no table, or not the same for all of its options.
     """
 
     options: str
     tables: tuple[str, ...]
     judges: bool = False
+    says: str = ""
 
 
 _QUALITY = "--tokens 512 --tokens-learned 512 --passages 4 --no-plain --sparsities 0.8 --thetas 0,0.25 --widths 16,2"
@@ -53,7 +55,7 @@ SMALL = {
     "drafts.py": Small(
         "--kind prose --texts 1 --rounds 1 --tokens 4", ("texts | drafts | tokens/s | accepted | tokens a pass",)
     ),
-    "family_table.py": Small("--family flex_olmo", ()),
+    "family_table.py": Small("--family flex_olmo", (), says=r"flex_olmo +pass +\d"),
     "gguf_files.py rates": Small("--rounds 1", ("type | MB/s of the file",)),
     "gguf_files.py convert": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
     "gguf_files.py export": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
@@ -144,7 +146,7 @@ SMALL = {
     ),
     "plans.py table": Small("--model granite-3.0-1b-a400m --size 24", ("model | 16 bit | GiB | loss: KL | tokens/s",)),
     "plans.py presets": Small("--preset edgemoe", ("preset | model | pack | bits | hits | read a token",)),
-    "plans.py assumed-losses": Small("--tokens 1024 -o SCRATCH/losses.json", ()),
+    "plans.py assumed-losses": Small("--tokens 1024 -o SCRATCH/losses.json", (), says="losses.json: written"),
     "policies.py parts": Small(
         "--learned 256 --sample 1024 --tokens 66", ("paper | parts | hits | read a token | published",)
     ),
@@ -168,7 +170,7 @@ SMALL = {
         ("stored as | quantizer | bits a weight | KL",),
         judges=True,
     ),
-    "real_experts.py": Small("", (), judges=True),
+    "real_experts.py": Small("", (), judges=True, says=r"\| (stored as|bits) +\|.* (median token's|layer 0) +\|"),
     "row_reads.py": Small(
         "--folder FOLDER --table-size 16M --rounds 1 --here", ("how rows are read | 32 rows, disk | 8192 rows, cache",)
     ),
