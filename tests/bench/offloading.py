@@ -10,6 +10,7 @@ All but `soak` need root: they make memory cgroups and empty the page cache. Pac
 `LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
+import itertools
 import json
 import tempfile
 import time
@@ -530,8 +531,11 @@ def parts_command(
     """
     needs_cgroup()
     task, rows, every = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
-    wanted = [lines for paper in papers or _PAPERS for lines in _PAPERS[paper] if lines[0].pack in packs]
-    for lines in wanted:
+    wanted = {paper: [lines for lines in _PAPERS[paper] if lines[0].pack in packs] for paper in papers or _PAPERS}
+    if missing := [paper for paper in papers if not wanted[paper]]:
+        known = ", ".join(lines[0].pack for lines in _PAPERS[missing[0]])
+        raise click.UsageError(f"--paper {missing[0]} measures other packs than --pack names: {known}")
+    for lines in itertools.chain.from_iterable(wanted.values()):
         made = {line.pack: make_pack(line.pack, folder, _STORED) for line in lines}
         budgets = {name: share_budget(pack, share, prompt_tokens + decode_tokens + 1) for name, pack in made.items()}
         runs: dict[Line, list[ConfinedRun]] = {line: [] for line in lines}

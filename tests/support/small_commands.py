@@ -112,7 +112,8 @@ SMALL = {
         ("pack | policy | hits | hidden | predicted",),
     ),
     "offloading.py parts": Small(
-        "--folder FOLDER --pack mixtral-5-layers-floe --rounds 1 --prompt-tokens 4 --decode-tokens 2",
+        "--folder FOLDER --pack mixtral-5-layers-floe --pack mixtral-5-layers-int4 --pack minicpm-8-layers-16-bit "
+        "--pack deepseek-7-layers-16-bit --rounds 1 --prompt-tokens 4 --decode-tokens 2",
         ("pack | parts | tokens/s | MB a token | rows right",),
     ),
     "offloading.py soak": Small(
