@@ -10,7 +10,6 @@ All but `soak` need root: they make memory cgroups and empty the page cache. Pac
 `LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
-import itertools
 import json
 import tempfile
 import time
@@ -529,13 +528,14 @@ def parts_command(
     token's milliseconds: reading, in which a read is under way, and waiting, in which the computation waits for reads.
     The others are computation; reading that is not waiting overlaps with it.
     """
+    for paper in papers:
+        known = [lines[0].pack for lines in _PAPERS[paper]]
+        if not set(known) & set(packs):
+            raise click.UsageError(f"--pack names none of the packs of --paper {paper}: {', '.join(known)}")
     needs_cgroup()
     task, rows, every = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
-    wanted = {paper: [lines for lines in _PAPERS[paper] if lines[0].pack in packs] for paper in papers or _PAPERS}
-    if missing := [paper for paper in papers if not wanted[paper]]:
-        known = ", ".join(lines[0].pack for lines in _PAPERS[missing[0]])
-        raise click.UsageError(f"--paper {missing[0]} measures other packs than --pack names: {known}")
-    for lines in itertools.chain.from_iterable(wanted.values()):
+    wanted = [lines for paper in papers or _PAPERS for lines in _PAPERS[paper] if lines[0].pack in packs]
+    for lines in wanted:
         made = {line.pack: make_pack(line.pack, folder, _STORED) for line in lines}
         budgets = {name: share_budget(pack, share, prompt_tokens + decode_tokens + 1) for name, pack in made.items()}
         runs: dict[Line, list[ConfinedRun]] = {line: [] for line in lines}

@@ -95,3 +95,10 @@ def test_the_benchmark_runs_and_prints_its_tables(
                 rows = [rows for header, rows in found if set(expected.split(" | ")) <= set(header)]
                 assert rows and all(rows), (expected, result.output)
     torch.set_num_threads(1)  # as before: some set another number
+
+
+def test_a_paper_without_a_pack_is_refused_with_the_names_of_its_packs() -> None:
+    main = importlib.import_module("offloading").main
+    result = CliRunner().invoke(main, ["parts", "--paper", "corm", "--pack", "mixtral-5-layers-floe"])
+    assert result.exit_code == 2, result.output
+    assert "of --paper corm: mixtral-5-layers-int4, deepseek-11-layers-int4" in result.output
