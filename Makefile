@@ -24,9 +24,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 ROOMS := formats runtime calib convert
-# Tests and type checker see the rooms as installed, linked file by file: a new file needs a new link.
-# The extension is built when that is done: other C++, another extension.
-FILES := $(shell (git ls-files -co --exclude-standard $(ROOMS) | sort; cat setup.py runtime/cpu/native/*) | cksum | tr -d ' ')
+# The extension is built when the package is installed: other C++ needs that again, other Python does not.
+NATIVE := $(shell cat setup.py runtime/cpu/native/* | cksum | tr -d ' ')
 DEMO := build/demo-pack
 
 FUZZ_SECONDS ?= 60
@@ -150,11 +149,14 @@ gpu-report: $(INSTALLED)
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(INSTALLED): pyproject.toml constraints.txt build/files-$(FILES)
+# Site-packages has a link to each room, so that type checkers see them too, and a new file at once.
+$(INSTALLED): pyproject.toml constraints.txt build/native-$(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moe-pack needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	DISABLE_CUDA=1 $(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	DISABLE_CUDA=1 $(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && rm -rf "$$site/moe_pack" && \
+	    mkdir "$$site/moe_pack" && ln -s $(ROOMS:%="$(CURDIR)/%") "$$site/moe_pack/"
 	@touch $@
 
-build/files-%:
-	@mkdir -p build && rm -f build/files-* && touch $@
+build/native-%:
+	@mkdir -p build && rm -f build/native-* && touch $@

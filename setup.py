@@ -1,6 +1,7 @@
-"""The native kernels of `runtime/cpu/`: optional, so that a machine without a compiler installs the rest.
+"""The packages of the four rooms, and the native kernels of `runtime/cpu/`.
 
-Everything else about the package is in pyproject.toml.
+The kernels are optional, so that a machine without a compiler installs the rest. Everything else about the package is
+in pyproject.toml.
 """
 
 import os
@@ -8,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, CompileError
 
+ROOMS = ("formats", "runtime", "calib", "convert")
 FOLDER = "runtime/cpu/native"
 SOURCES = (
     "module",
@@ -100,6 +102,10 @@ class ParallelBuild(build_ext):
 
 
 setup(
+    packages=[
+        f"moe_pack.{name}" for name in find_packages(include=[f"{room}{end}" for room in ROOMS for end in ("", ".*")])
+    ],
+    package_dir={f"moe_pack.{room}": room for room in ROOMS},
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(

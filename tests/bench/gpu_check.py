@@ -65,7 +65,9 @@ def _extension() -> SimpleNamespace:
 
     names = ("setuptools", "setuptools.command", "setuptools.command.build_ext", "setuptools.errors")
     stands_in = {name: ModuleType(name) for name in names}
-    stands_in["setuptools"].__dict__.update(Extension=describe, setup=lambda **options: None)
+    stands_in["setuptools"].__dict__.update(
+        Extension=describe, find_packages=lambda **options: [], setup=lambda **options: None
+    )
     stands_in["setuptools.command.build_ext"].__dict__.update(build_ext=object)
     faults = ("BaseError", "CCompilerError", "CompileError")
     stands_in["setuptools.errors"].__dict__.update(dict.fromkeys(faults, Exception))
