@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, families, size_text
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime import drafts, machine, model, offload
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.machine import MachineFacts, available_bytes

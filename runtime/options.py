@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moe_pack.formats import RunError, option, parts
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.base.commands import given, read_size
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption

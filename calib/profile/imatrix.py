@@ -56,8 +56,8 @@ from moe_pack.formats import (
     Progress,
     RangeReader,
 )
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.errors import shortened
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.base.errors import shortened
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
 from moe_pack.formats.gguf.header import MAGIC, gguf_package, read_header

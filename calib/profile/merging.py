@@ -40,9 +40,9 @@ from moe_pack.calib.statistics import (
     learn_paths,
 )
 from moe_pack.formats import NO_PROGRESS, PlanError, Progress, UsageError
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.manifest import ROTATION_FILE, rotation_bytes
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.pack.manifest import ROTATION_FILE, rotation_bytes
+from moe_pack.formats.parts.spec import first_moe_layers
 from moe_pack.runtime.offload import PREDICTORS, PathStatistics
 
 _BY_ROUTES = slice(0, 2)  # of PREDICTORS: popularity and path statistics

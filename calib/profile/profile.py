@@ -59,10 +59,10 @@ from moe_pack.formats import (
     load,
     parse,
 )
-from moe_pack.formats.commands import did_you_mean, names_beside
+from moe_pack.formats.base.commands import did_you_mean, names_beside
+from moe_pack.formats.base.json_files import Count, Within
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.json_files import Count, Within
-from moe_pack.formats.manifest import (
+from moe_pack.formats.pack.manifest import (
     ROTATION_FILE,
     ContentFile,
     PackageVersion,
@@ -70,8 +70,8 @@ from moe_pack.formats.manifest import (
     check_size_and_digest,
     rotation_fault,
 )
-from moe_pack.formats.safetensors import read_small
-from moe_pack.formats.spec import spec_fault, with_repeats
+from moe_pack.formats.pack.safetensors import read_small
+from moe_pack.formats.parts.spec import spec_fault, with_repeats
 from moe_pack.runtime.offload import PathStatistics
 
 VERSION = 9

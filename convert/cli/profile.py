@@ -32,8 +32,8 @@ from moe_pack.convert.cli.options import (
     write_output,
 )
 from moe_pack.formats import Progress, UsageError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, given, stage_of, time_text
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import Stage, given, stage_of, time_text
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
 from moe_pack.runtime import DEVICE_OPTION
 

@@ -12,10 +12,10 @@ import click
 
 from moe_pack.convert.cli.options import known_facts
 from moe_pack.formats import ModelSpec, Progress, RunError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, did_you_mean, read_size
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import Stage, did_you_mean, read_size
 from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.spec import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import PRESETS, PolicyName

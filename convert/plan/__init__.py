@@ -6,7 +6,7 @@ How a budget is divided between dense part, key-value cache and experts is not d
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.convert.plan.options import LossLimit, Target

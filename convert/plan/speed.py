@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
-from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.pack.layout import whole_blocks
+from moe_pack.formats.parts.spec import first_moe_layers
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.choices import auto_preset
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES

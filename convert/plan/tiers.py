@@ -42,8 +42,8 @@ from moe_pack.formats import (
     Quantizer,
     Selector,
 )
-from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
-from moe_pack.formats.spec import record_matrices, selector_matrices
+from moe_pack.formats.pack.layout import CRC_BYTES, ROW_ALIGN, extra_layout
+from moe_pack.formats.parts.spec import record_matrices, selector_matrices
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.model.caches import KvDtype

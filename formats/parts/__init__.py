@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.formats.parts.added import is_added
     from moe_pack.formats.parts.attention import (
         PROJECTIONS,
         AttentionSpec,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
         NormedResidualSpec,
         NormedStateSpec,
         ParallelResidualSpec,
-        ResidualSpec,
         ShortcutResidualSpec,
     )
     from moe_pack.formats.parts.roles import DenseRole
@@ -82,14 +80,12 @@ __all__ = [
     "ParallelResidualSpec",
     "Projection",
     "RelativeSpec",
-    "ResidualSpec",
     "RopeSpec",
     "ShortConvSpec",
     "ShortcutResidualSpec",
     "StateShape",
     "TemperatureSpec",
     "halves_fault",
-    "is_added",
     "mixer_fault",
     "ngrams_fault",
 ]

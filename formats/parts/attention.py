@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_pack.formats.parts.added import added
+from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts.roles import DenseRole, are_layers
 from moe_pack.formats.parts.rope import RopeSpec, is_by_length, scaling_fault
 

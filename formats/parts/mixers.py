@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from moe_pack.formats.parts.added import added
+from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts.roles import DenseRole, Shape, are_layers
 
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_pack.formats.parts.added import added
+from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts.roles import DenseRole, are_layers
 
 Half = Literal["attention", "mlp"]

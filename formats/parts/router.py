@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_pack.formats.parts.added import added
+from moe_pack.formats.base.json_files import added
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import click
 
 from moe_pack.formats import RunError, option, size_text
-from moe_pack.formats.cli import (
+from moe_pack.formats.base.cli import (
     Program,
     TerminalProgress,
     cache_folder,
@@ -30,7 +30,7 @@ from moe_pack.formats.cli import (
     environment_text,
     options_from,
 )
-from moe_pack.formats.commands import check_is_folder, read_size
+from moe_pack.formats.base.commands import check_is_folder, read_size
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
 from moe_pack.runtime.machine import use_one_heap

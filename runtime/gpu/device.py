@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, RunError, size_text
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.system import READ_FLAGS, anonymous_memory, read_at
+from moe_pack.formats.base import READ_FLAGS, anonymous_memory, read_at
+from moe_pack.formats.base.commands import Stage
 
 _NAME_BYTES = 96  # of a GPU's UUID, as the library writes it
 

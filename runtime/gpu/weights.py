@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
-from moe_pack.formats.layout import DenseLayout, check_rows
+from moe_pack.formats.pack.layout import DenseLayout, check_rows
 from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.formats.layout import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
+from moe_pack.formats.pack.layout import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
 from moe_pack.runtime.cpu import ExpertRows, MapCutError, extent_rows
 from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
 from moe_pack.runtime.model import mixers

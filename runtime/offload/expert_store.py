@@ -31,7 +31,7 @@ from moe_pack.formats import (
     RunError,
     Selector,
 )
-from moe_pack.formats.layout import whole_blocks
+from moe_pack.formats.pack.layout import whole_blocks
 from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, PagedRows, SelectedNeurons, expert_numbers
 from moe_pack.runtime.cpu.reads import Reads
 from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.spec import first_moe_layers
 from moe_pack.runtime.cpu import SelectedNeurons
 from moe_pack.runtime.model import (
     ExpertRunner,

@@ -31,7 +31,7 @@ from benchlib.confined import SAMPLE_SECONDS, SPARE_BYTES, MemoryCgroup, NoCgrou
 from chat_model import chat_source
 from server_process import ServerProcess, is_itself
 
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 
 KEY = "the-key-of-the-bench"
 CONTEXT = 1024

@@ -23,7 +23,7 @@ from moe_pack.calib.sensitivity import (
     prediction_cost,
 )
 from moe_pack.formats import trellis_format
-from moe_pack.formats.cli import StageTime
+from moe_pack.formats.base.cli import StageTime
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
 

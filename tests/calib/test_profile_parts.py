@@ -19,7 +19,7 @@ from waiting import HANG_S
 from moe_pack.calib.forward import ProfileStore, Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.formats import ConversionError
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 TOKENS = random_tokens(5, 16, SMALLEST.vocab_size)
@@ -33,7 +33,7 @@ sys.path[:0] = [support]
 import torch
 from profiles import random_tokens
 from moe_pack.calib.profile import ProfileOptions, make_profile
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 torch.set_num_threads(1)

@@ -38,11 +38,11 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
-from moe_pack.formats.layout import Item
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layout import Item
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F, E = 64, 1088, 2  # more neurons than are rounded at once

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 
 from moe_pack.convert import ConversionResult, convert, layout_for
 from moe_pack.formats import ConversionError, Quantizer
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.writer import Step
 
 TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json", "thresholds.safetensors"]
 

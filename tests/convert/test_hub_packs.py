@@ -21,7 +21,7 @@ from moe_pack.formats import Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub.packs import find_pack
 from moe_pack.formats.hub.repository import Patience
-from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Quality, SourceQuality
 

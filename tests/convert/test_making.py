@@ -16,7 +16,7 @@ from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder
 from moe_pack.convert.plan import Decision
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.pack.sidecar import read_sidecar
 from moe_pack.runtime.quality import Quality
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=1, num_experts=2, vocab_size=64)

@@ -27,7 +27,7 @@ from moe_pack.convert.plan import (
 )
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layout import pack_layout
 from moe_pack.runtime import Engine, EngineOptions, machine
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.machine import GpuHere

@@ -41,11 +41,11 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.spec import num_parameters, with_repeats
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layout import pack_layout
+from moe_pack.formats.pack.writer import Step
+from moe_pack.formats.parts.spec import num_parameters, with_repeats
 from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations, operations_for
 
 pytestmark = pytest.mark.slow

@@ -25,11 +25,11 @@ from moe_pack.convert.pipeline import EarlierPack, made_item
 from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import FP8
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.manifest import RotationVectors
+from moe_pack.formats.pack.plan import FP8
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F = 192, 70

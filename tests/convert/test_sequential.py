@@ -31,10 +31,10 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.manifest import RotationVectors
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, activations, embed
 
 D, F, E = 64, 128, 3

@@ -35,13 +35,13 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import check_rows, row_layout
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layout import check_rows, row_layout
+from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import ParallelResidualSpec
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.writer import Step
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.pack_weights import table_values
 

@@ -75,7 +75,7 @@ def test_direct_reads_are_refused_where_the_system_has_none(demo_pack: PackMaker
 @pytest.mark.parametrize("absent", ["", ABSENT])
 def test_a_folder_is_locked_for_one_writer(absent: str, tmp_path: Path) -> None:
     source = absent + (
-        "from pathlib import Path; from moe_pack.formats.system import FolderLock; folder = Path(sys.argv[1])\n"
+        "from pathlib import Path; from moe_pack.formats.base import FolderLock; folder = Path(sys.argv[1])\n"
         "first = FolderLock(folder)\n"
         "try:\n    FolderLock(folder)\nexcept BlockingIOError:\n    print('busy')\n"
         "first.close()\n"

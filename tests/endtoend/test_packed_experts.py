@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moe_pack.convert import compare_weights, convert
 from moe_pack.formats import CheckpointError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 

@@ -18,7 +18,7 @@ from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, family_of, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.rope import LongRopeSpec, YarnSpec
-from moe_pack.formats.spec import attending, cached_values, num_parameters
+from moe_pack.formats.parts.spec import attending, cached_values, num_parameters
 
 
 def by_name(name: str) -> Published:

@@ -16,8 +16,8 @@ from reseal import array_tensor, edit_array, edit_byte, manifest_of, reseal, wri
 from second_reader import SecondReader
 
 from moe_pack.formats import ConversionError, Pack, PackError, PlanError
-from moe_pack.formats.pack import audit
-from moe_pack.formats.writer import Step, rewrite_thresholds
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step, rewrite_thresholds
 
 THRESHOLDS, NEW, MANIFEST = "thresholds.safetensors", "thresholds.safetensors.new", "manifest.json"
 MEASURED = np.array([[0.25, 0.0], [1e-3, 3.5]], np.float32)  # of the sound pack's two layers of two experts

@@ -24,10 +24,10 @@ from specs import COMPRESSED, RESIDUALS, changed
 from synthetic import made, plan_for, small
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.layout import check_rows, row_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layout import check_rows, row_layout
+from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.parts.spec import SELECTORS
 from moe_pack.runtime.model import PackWeights
 from moe_pack.runtime.model.matrix import TORCH_DTYPES
 

@@ -8,7 +8,7 @@ import pytest
 from cases import case
 
 from moe_pack.formats import CheckpointError, PackError, canonical, dump, load, parse
-from moe_pack.formats.parts.added import added
+from moe_pack.formats.base.json_files import added
 
 
 def refusal(raw: bytes) -> str:

@@ -10,7 +10,7 @@ from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
 
 from moe_pack.formats import PackError
-from moe_pack.formats.safetensors import assemble, lay_out, read_header
+from moe_pack.formats.pack.safetensors import assemble, lay_out, read_header
 
 
 def entry(dtype: str, shape: object, first: object, end: object) -> dict[str, object]:

@@ -12,7 +12,7 @@ from cases import case
 from specs import GROUPED
 
 from moe_pack.formats import LimitedFunction, Matrix, Selector
-from moe_pack.formats.spec import SELECTORS, LimitedName, LimitSpec, spec_fault
+from moe_pack.formats.parts.spec import SELECTORS, LimitedName, LimitSpec, spec_fault
 from moe_pack.runtime.model import TORCH, NeuronBlock, StoredMatrix, activations, run_expert
 from moe_pack.runtime.model.layer import run_dense_expert
 

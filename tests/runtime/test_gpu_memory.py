@@ -12,7 +12,7 @@ from synthetic import made, plan_for, small
 
 from moe_pack.formats import BF16, Pack, PackLayout, Plan, RunError, Selector, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layout import pack_layout
 from moe_pack.runtime.gpu.device import HostArena, Queues
 from moe_pack.runtime.gpu.placement import (
     GpuPlacement,

@@ -16,7 +16,7 @@ from routings import random_routing
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.placement import mostly_static, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights

@@ -14,7 +14,7 @@ from routings import random_routing
 import moe_pack.runtime.engine as engine_module
 import moe_pack.runtime.gpu.fit as fit
 from moe_pack.formats import Pack
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions, machine, report
 from moe_pack.runtime.engine import _GpuRun
 from moe_pack.runtime.gpu.device import HostArena

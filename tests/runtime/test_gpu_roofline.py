@@ -17,7 +17,7 @@ from synthetic import plan_for, small
 from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
 from moe_pack.convert.plan.speed import estimate_on_gpu
 from moe_pack.formats import dense_roles
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layout import pack_layout
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.placement import GpuPlacement, Misses
 from moe_pack.runtime.offload import Passes

@@ -35,8 +35,8 @@ import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
 from moe_pack.convert import convert
 from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.plan import E5M2, MXFP4, uniform_dense
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.placement import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan

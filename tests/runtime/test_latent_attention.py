@@ -9,7 +9,7 @@ from families import FULL_V2, NUM_TOKENS, Tiny, token_ids, write
 
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
-from moe_pack.formats.spec import cached_values
+from moe_pack.formats.parts.spec import cached_values
 from moe_pack.runtime.model import CheckpointWeights, Decoder, ExpertRunner, PartialState, mlp_input
 from moe_pack.runtime.model import attention as latent_attention
 from moe_pack.runtime.model.caches import KVCache

@@ -16,7 +16,7 @@ from native import INSTRUCTION_SETS
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackError
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import Decoder, NativeOperations, Operations, open_weights

@@ -10,7 +10,7 @@ from predictors import random_arrays, random_predictor
 from torch import Tensor
 
 from moe_pack.formats import PackError
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.runtime.offload import Predictor
 
 LAYERS = pytest.mark.parametrize("num_layers", [1, 2])

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from models import TESTS, PackMaker
 
 from moe_pack.formats import Pack, PackError, RunError
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.runtime import EngineOptions
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.loaded_model import load

@@ -26,7 +26,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.parts import GatedStreamsSpec
-from moe_pack.formats.spec import dense_roles, state_values
+from moe_pack.formats.parts.spec import dense_roles, state_values
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.model import (

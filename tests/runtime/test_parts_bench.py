@@ -11,7 +11,7 @@ from models import DEMO_MODEL, pack
 from streaming import budget_for
 
 from moe_pack.formats import Pack
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.offload import PRESETS, Approximations, OffloadedWeights, PhaseCounts, Preset

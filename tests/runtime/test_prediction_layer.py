@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from moe_pack.convert import convert, keep_source
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint, PredictionLayer
-from moe_pack.formats.layout import UNUSED_FILE
+from moe_pack.formats.pack.layout import UNUSED_FILE
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes

@@ -12,7 +12,7 @@ from cases import case
 from residencies import facts_of
 
 from moe_pack.formats import RunError, canonical, dump
-from moe_pack.formats.safetensors import assemble, read_header
+from moe_pack.formats.pack.safetensors import assemble, read_header
 from moe_pack.runtime.offload import (
     PRESETS,
     ExpertKey,

@@ -14,8 +14,8 @@ from random_experts import assert_near, product_magnitudes, random_rows, random_
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.plan import MXFP4, format_text
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.plan import MXFP4, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers
 
 ROUNDING = ("avx2", "avx512", "avx512vbmi")

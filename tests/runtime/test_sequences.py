@@ -15,7 +15,7 @@ from models import PackMaker, pack
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights

@@ -15,7 +15,7 @@ from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cpu.reads import BlockingReads

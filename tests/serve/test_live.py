@@ -28,7 +28,7 @@ from waiting import HANG_S
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.offload import read_recording
 from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Quality, SourceQuality

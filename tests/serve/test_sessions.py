@@ -18,8 +18,8 @@ from models import PackMaker, pack
 from running_scheduler import VOCAB, request, served, sessions_in
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.json_files import sealed
-from moe_pack.formats.safetensors import read_header
+from moe_pack.formats.base.json_files import sealed
+from moe_pack.formats.pack.safetensors import read_header
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import CachedSequence

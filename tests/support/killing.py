@@ -35,10 +35,10 @@ from waiting import HANG_S
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import Item
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.layout import Item
+from moe_pack.formats.pack.writer import Step
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
 
 QUICK = ProfileOptions("none")

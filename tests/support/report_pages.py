@@ -28,7 +28,7 @@ from moe_pack.calib.statistics import LayerPredictors, learn_paths
 from moe_pack.calib.statistics.popularity import coactivation
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ContentFile, PackageVersion
+from moe_pack.formats.pack.manifest import ContentFile, PackageVersion
 from moe_pack.runtime.offload import Predictor
 
 Values = dict[str, Any]

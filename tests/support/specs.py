@@ -39,7 +39,7 @@ from moe_pack.formats.parts import (
     TemperatureSpec,
 )
 from moe_pack.formats.parts.rope import ProportionalSpec
-from moe_pack.formats.spec import EncoderSpec, LimitSpec
+from moe_pack.formats.parts.spec import EncoderSpec, LimitSpec
 
 Values = dict[str, Any]
 

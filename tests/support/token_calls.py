@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from moe_pack.formats import ExpertFormat, ExpertSpec, RouterSpec, part_format
-from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layout import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,

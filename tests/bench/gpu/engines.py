@@ -30,7 +30,7 @@ from gpu.packs import CORRELATION, SKEW, PackRequest
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import ModelSpec, Pack, dense_roles
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layout import pack_layout
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available

@@ -38,9 +38,9 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.layout import row_layout as layout_of_rows
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.layout import expert_layout
+from moe_pack.formats.pack.layout import row_layout as layout_of_rows
+from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import HostShare, HostShareBuffers, Kernels, extent_rows, open_kernels
 from moe_pack.runtime.gpu.device import HostCalls
 from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records

@@ -11,9 +11,9 @@ from random_experts import assert_near, product_magnitudes, random_section, rand
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.layout import row_layout, write_rows
-from moe_pack.formats.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layout import row_layout, write_rows
+from moe_pack.formats.pack.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gather_row, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 

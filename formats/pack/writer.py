@@ -40,11 +40,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files
-from moe_pack.formats.commands import Part
-from moe_pack.formats.errors import ConversionError, PackError, PartBusyError, PlanError
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
-from moe_pack.formats.manifest import (
+from moe_pack.formats.base import WRITE_FLAGS, FolderLock, json_files, lock_file, read_at, sync_folder, write_at
+from moe_pack.formats.base.commands import Part
+from moe_pack.formats.base.errors import ConversionError, PackError, PartBusyError, PlanError
+from moe_pack.formats.pack.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
+from moe_pack.formats.pack.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
     NEW_THRESHOLDS_FILE,
@@ -59,10 +59,9 @@ from moe_pack.formats.manifest import (
     thresholds_bytes,
     thresholds_fault,
 )
-from moe_pack.formats.pack import Pack, is_listed
-from moe_pack.formats.safetensors import RangeReader, split_bytes
-from moe_pack.formats.spec import ModelSpec
-from moe_pack.formats.system import WRITE_FLAGS, FolderLock, lock_file, read_at, sync_folder, write_at
+from moe_pack.formats.pack.reader import Pack, is_listed
+from moe_pack.formats.pack.safetensors import RangeReader, split_bytes
+from moe_pack.formats.parts.spec import ModelSpec
 
 
 def encode_line(item: int, digests: Digests, note: bytes = b"") -> bytes:

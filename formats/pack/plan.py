@@ -6,9 +6,9 @@ This file has facts and counts of bytes. `codecs` turns weights into these bytes
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_pack.formats.errors import PlanError
-from moe_pack.formats.parts.added import added
-from moe_pack.formats.spec import (
+from moe_pack.formats.base.errors import PlanError
+from moe_pack.formats.base.json_files import added
+from moe_pack.formats.parts.spec import (
     MATRICES,
     Matrix,
     ModelSpec,

@@ -15,8 +15,7 @@ import typing
 from collections import Counter
 from typing import Any, TypeVar, cast
 
-from moe_pack.formats.errors import MoePackError, PackError, shortened
-from moe_pack.formats.parts import is_added
+from moe_pack.formats.base.errors import MoePackError, PackError, shortened
 
 T = TypeVar("T")
 
@@ -33,8 +32,21 @@ Count = typing.Annotated[int, Within(0)]
 Positive = typing.Annotated[int, Within(1)]
 Amount = typing.Annotated[float, Within(0)]
 Share = typing.Annotated[float, Within(0, 1)]
+ADDED = {"added": True}  # metadata of a field that a later version added
 _LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def added(default: T) -> T:
+    """Declares a dataclass field that a later version added: its key is written only if the value is not `default`.
+
+    Older files stay readable and are written with the same bytes; older readers refuse the new key.
+    """
+    return dataclasses.field(default=default, metadata=ADDED)
+
+
+def _is_added(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("added"))
 
 
 def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool = False) -> Any:
@@ -91,7 +103,7 @@ def dump(record: Any) -> Any:
     """Returns a dataclass as JSON dicts, lists and scalars, which `load` reads back."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
-        return {field.name: dump(value) for field, value in pairs if not (is_added(field) and value == field.default)}
+        return {field.name: dump(value) for field, value in pairs if not (_is_added(field) and value == field.default)}
     return [dump(value) for value in record] if isinstance(record, (tuple, list)) else record
 
 
@@ -158,7 +170,7 @@ def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -
         if key not in fields:
             raise error(f"{place}: unknown key {shortened(key)}")
     for key, field in fields.items():
-        if key not in value and not is_added(field):
+        if key not in value and not _is_added(field):
             raise error(f"{place}: key {key!r} is missing")
     given = [key for key in fields if key in value]
     return kind(**{key: _load(_hint(kind, key), value[key], f"{place}: {key}", error) for key in given})

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files
-from moe_pack.formats.errors import PackError
-from moe_pack.formats.json_files import check_seal, sealed
-from moe_pack.formats.manifest import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
-from moe_pack.formats.safetensors import (
+from moe_pack.formats.base import json_files
+from moe_pack.formats.base.errors import PackError
+from moe_pack.formats.base.json_files import check_seal, sealed
+from moe_pack.formats.pack.manifest import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
+from moe_pack.formats.pack.safetensors import (
     METADATA_KEY,
     RangeReader,
     StoredTensor,
@@ -39,7 +39,7 @@ MAX_SIDECAR_BYTES = 16_000_000
 _CONTENT = "content"
 
 if TYPE_CHECKING:
-    from moe_pack.formats.writer import SteppedFolder
+    from moe_pack.formats.pack.writer import SteppedFolder
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
 
     Raises:  ConversionError if another command is writing in the folder.
     """
-    from moe_pack.formats.writer import SteppedFolder, pass_step
+    from moe_pack.formats.pack.writer import SteppedFolder, pass_step
 
     assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
     disk = SteppedFolder(folder, pass_step)

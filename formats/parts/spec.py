@@ -17,27 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_pack.formats import parts
-from moe_pack.formats.parts import (
+from moe_pack.formats import parts  # its face loads a kind of part for a model that has one
+from moe_pack.formats.base.json_files import added
+from moe_pack.formats.parts.attention import (
     AttentionSpec,
     CompressedSpec,
-    DenseRole,
-    GatedStreamsSpec,
     GroupedQuerySpec,
     IndexerSpec,
     LatentSpec,
-    MixedStreamsSpec,
-    NormedResidualSpec,
-    NormedStateSpec,
     OtherAttentionSpec,
-    ParallelResidualSpec,
     RelativeSpec,
-    ResidualSpec,
-    RopeSpec,
-    ShortcutResidualSpec,
-)
-from moe_pack.formats.parts.added import added
-from moe_pack.formats.parts.attention import (
     attention_fault,
     attention_sizes,
     cached_width,
@@ -49,6 +38,13 @@ from moe_pack.formats.parts.attention import (
     rope_fault,
 )
 from moe_pack.formats.parts.residual import (
+    GatedStreamsSpec,
+    MixedStreamsSpec,
+    NormedResidualSpec,
+    NormedStateSpec,
+    ParallelResidualSpec,
+    ResidualSpec,
+    ShortcutResidualSpec,
     final_stream_roles,
     has_input_norm,
     has_output_norm,
@@ -56,7 +52,8 @@ from moe_pack.formats.parts.residual import (
     residual_fault,
     stream_roles,
 )
-from moe_pack.formats.parts.roles import are_layers
+from moe_pack.formats.parts.roles import DenseRole, are_layers
+from moe_pack.formats.parts.rope import RopeSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
 from moe_pack.formats.parts.router import router_fault, table_fault
 
@@ -225,7 +222,7 @@ class ModelSpec:
     expert: ExpertSpec
     shared_expert: SharedExpertSpec | None
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
-    mixer: "parts.MixerSpec | None" = added(None)  # noqa: RUF009  # as text: imported for a model that has one
+    mixer: "parts.MixerSpec | None" = added(None)  # noqa: RUF009  # a field, whose default is None
     halves: "parts.HalvesSpec | None" = added(None)  # noqa: RUF009
     others: tuple[OtherAttentionSpec, ...] = added(())
     residual: ResidualSpec | None = added(None)  # noqa: RUF009

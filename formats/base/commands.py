@@ -2,7 +2,7 @@
 
 An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
 `field(default=0.8, metadata=option("--temperature", help="..."))`. The field's type and default are the option's.
-`formats/cli.py` derives the command line from these fields; this file does not import click.
+`formats/base/cli.py` derives the command line from these fields; this file does not import click.
 
 If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
 is None unless the user gives its option without a default, or one that `begins` it too. A class may have a method
@@ -19,7 +19,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from moe_pack.formats.errors import PackError
+from moe_pack.formats.base.errors import PackError
 
 Work = TypeVar("Work")
 _KEY = "option"

@@ -18,10 +18,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.errors import PackError, PlanError
-from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
-from moe_pack.formats.safetensors import (
+from moe_pack.formats.base.errors import PackError, PlanError
+from moe_pack.formats.pack.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
+from moe_pack.formats.pack.safetensors import (
     DTYPE_BYTES,
     StoredTensor,
     TensorEntry,
@@ -29,7 +28,8 @@ from moe_pack.formats.safetensors import (
     lay_out,
     split_bytes,
 )
-from moe_pack.formats.spec import (
+from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.parts.spec import (
     MATRICES,
     ExpertSpec,
     Matrix,

@@ -24,9 +24,9 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeVar, Union, get_
 import click
 from click.core import ParameterSource
 
-from moe_pack.formats.commands import Kind, Option, Stage, did_you_mean, option_of, size_text, time_text
-from moe_pack.formats.errors import MoePackError, UsageError
-from moe_pack.formats.version import VERSION
+from moe_pack.formats.base.commands import Kind, Option, Stage, did_you_mean, option_of, size_text, time_text
+from moe_pack.formats.base.errors import MoePackError, UsageError
+from moe_pack.formats.base.version import VERSION
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -220,7 +220,7 @@ def common_options(body: C) -> C:
 
 
 def options_from(kind: type[Any]) -> Callable[[C], C]:
-    """Adds the options of a dataclass's fields (`formats/commands.py`); the body gets the dataclass as `options`.
+    """Adds the options of a dataclass's fields (`formats/base/commands.py`); the body gets the dataclass as `options`.
 
     Raises:  click.UsageError for an option of a group whose required option is missing, and for errors of `check`.
     """

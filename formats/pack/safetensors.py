@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files
-from moe_pack.formats.errors import MoePackError, shortened
-from moe_pack.formats.system import READ_FLAGS, read_at
+from moe_pack.formats.base import READ_FLAGS, json_files, read_at
+from moe_pack.formats.base.errors import MoePackError, shortened
 
 _HASH_CHUNK_BYTES = 8 << 20
 CONTENT_BYTES = 64  # of a file's beginning, by which `check_content` knows what it is
