@@ -34,36 +34,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "MEMORY_BYTES",
-    "SOURCE",
-    "AutoPackResult",
-    "AutoPacker",
-    "ConversionResult",
-    "SyntheticTraits",
-    "check_calibration",
-    "compare_logits",
-    "compare_weights",
-    "convert",
-    "dense_dtypes",
-    "describe",
-    "find_checkpoint",
-    "format_runs",
-    "keep_source",
-    "kept_text",
-    "layout_for",
-    "link_memory_folder",
-    "loss_text",
-    "lossless_formats",
-    "measure_fixed_costs",
-    "memory_line",
-    "pack_goal",
-    "profiled_popularity",
-    "same_tensors",
-    "skewed_popularity",
-    "synthesize",
-    "synthetic_layout",
-    "threshold_rule",
-    "with_kept",
-]

@@ -35,37 +35,3 @@ if TYPE_CHECKING:
     from moe_pack.runtime.text import Text
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "DEVICE_OPTION",
-    "USUAL_DISK",
-    "BenchTimes",
-    "ChatTemplate",
-    "DiskFacts",
-    "Engine",
-    "EngineOptions",
-    "FixedCosts",
-    "MachineFacts",
-    "Model",
-    "ReadRate",
-    "RunReport",
-    "Sampler",
-    "SamplingOptions",
-    "Text",
-    "WidthRate",
-    "available_bytes",
-    "chat_prompt",
-    "context_for",
-    "give_back_freed",
-    "give_back_large_at_once",
-    "load",
-    "load_facts",
-    "measure",
-    "measure_disk",
-    "measure_machine",
-    "random_prompt",
-    "report",
-    "report_lines",
-    "save_facts",
-    "total_bytes",
-]

@@ -271,23 +271,6 @@ def test_modules_are_imported_by_statements_which_the_tests_above_read() -> None
     assert {source.module for source in sources() if re.search(r"import_module\(|__import__\(", source.text)} == by_name
 
 
-def sorted_names(names: set[str]) -> list[str]:
-    """CONSTANTS, then Classes, then functions, each in order."""
-
-    def key(name: str) -> tuple[int, str]:
-        return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
-
-    return sorted(names, key=key)
-
-
-def test_a_package_lists_exactly_the_public_names_it_has() -> None:
-    for source in sources():
-        if source.is_face:
-            public = names_bound(source)
-            listed = getattr(importlib.import_module(source.module), "__all__", []) if public else []
-            assert listed == sorted_names(public), f"{source.module}: sorted, none twice"
-
-
 def test_formats_imports_torch_in_one_module() -> None:
     formats = [source.module for source in sources() if source.room == "formats" and "torch" in packages(source)]
     assert formats == ["moe_pack.formats.pack.codecs"]

@@ -13,24 +13,3 @@ if TYPE_CHECKING:
     from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, ThresholdRule, measure_thresholds
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "NUM_CALIBRATION_TOKENS",
-    "REFERENCE_FILE",
-    "MeasuredThresholds",
-    "RealizedSparsity",
-    "Reference",
-    "TaskScore",
-    "TaskTokens",
-    "ThresholdRule",
-    "check_continues",
-    "check_source",
-    "evaluate",
-    "make_reference",
-    "measure_numerics",
-    "measure_prices",
-    "measure_thresholds",
-    "read_reference",
-    "read_tasks",
-    "task_score",
-]

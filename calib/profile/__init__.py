@@ -13,23 +13,3 @@ if TYPE_CHECKING:
     from moe_pack.calib.profile.profiler import attach, make_profile, most_routing_bytes, routing_of
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "Losses",
-    "Profile",
-    "ProfileOptions",
-    "assumed_losses",
-    "attach",
-    "check_same_source",
-    "dense_entries",
-    "hottest_first",
-    "losses_of",
-    "make_profile",
-    "merge_profiles",
-    "most_routing_bytes",
-    "profile_of_imatrix",
-    "read_imatrix",
-    "routing_of",
-    "texts_of",
-    "write_imatrix",
-]

@@ -31,29 +31,3 @@ if TYPE_CHECKING:
     from moe_pack.calib.quantize.trellis import UnrepresentableError
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "BLOCK_NEURONS",
-    "MAX_OTHER_TOKENS",
-    "MAX_OWN_TOKENS",
-    "UNROTATED",
-    "Calibration",
-    "DownRows",
-    "ExpertLoss",
-    "ExpertMoments",
-    "ExpertQuantizer",
-    "ExpertTokens",
-    "GuardedQuantizer",
-    "LayerRotation",
-    "Rotate",
-    "RotateChoice",
-    "RowQuantizer",
-    "UnrepresentableError",
-    "calibration_bytes",
-    "check_finite",
-    "measured_rotation",
-    "needs_inputs",
-    "repeats_between",
-    "rotation_vectors",
-    "usual_repeats",
-]

@@ -8,8 +8,3 @@ if TYPE_CHECKING:
     from moe_pack.calib.report.page import measured_pack, report_html
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "measured_pack",
-    "report_html",
-]

@@ -43,36 +43,3 @@ if TYPE_CHECKING:
     from moe_pack.calib.sensitivity.stage import SensitivityPass
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "ABSMAX_FORMATS",
-    "DENSE_WIDTHS",
-    "GROUP",
-    "MOST_COPIES",
-    "MOST_GROWTH",
-    "SPARSITIES",
-    "WIDTHS",
-    "Cost",
-    "Effects",
-    "ExactPass",
-    "LayerLosses",
-    "Level",
-    "SensitivityPass",
-    "Trial",
-    "base_width",
-    "calibrated_formats",
-    "compared_formats",
-    "copies_of",
-    "effects_of",
-    "expert_multiplications",
-    "half_multiplications",
-    "head_pieces",
-    "is_rotated_better",
-    "kind_of",
-    "kinds_of_layers",
-    "log_probabilities",
-    "prediction_cost",
-    "quantized_formats",
-    "roundable_roles",
-    "stage_of_phases",
-]

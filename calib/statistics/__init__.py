@@ -38,31 +38,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "COVERED_PERCENTS",
-    "MIN_TOKENS",
-    "QUANTILE_LEVELS",
-    "USUAL_TRAINING",
-    "InputFiles",
-    "LayerInputs",
-    "LayerPredictors",
-    "LayerRecall",
-    "LayerStatistics",
-    "PartialStates",
-    "PathCoverage",
-    "PopularityTest",
-    "Shares",
-    "accumulated_frequency",
-    "compare_popularity",
-    "cost",
-    "evaluate",
-    "judge_by_routes",
-    "learn_paths",
-    "measure_coverage",
-    "measure_layer",
-    "path_coverage",
-    "predict_layer",
-    "shapes_for",
-    "train",
-]

@@ -17,15 +17,3 @@ if TYPE_CHECKING:
     from moe_pack.convert.export.gguf import GGUF_BYTES, export_gguf
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "GGUF_BYTES",
-    "SHARD_BYTES",
-    "CodeFormat",
-    "ExportResult",
-    "ExportWork",
-    "compare_export",
-    "export_compressed",
-    "export_gguf",
-    "export_plain",
-]

@@ -38,32 +38,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "Decision",
-    "EstimatedPlan",
-    "LossLimit",
-    "PlanOption",
-    "Planner",
-    "PlanningModel",
-    "Target",
-    "check_budget",
-    "choose_target_device",
-    "compression_text",
-    "decision_lines",
-    "defaults_text",
-    "gap_text",
-    "held_out_passes",
-    "kv_text",
-    "model_text",
-    "option_json",
-    "option_lines",
-    "plan_bytes",
-    "planner_for",
-    "preset_decision",
-    "read_plan",
-    "share_lines",
-    "speed_note",
-    "two_digits",
-    "with_kv_dtype",
-]

@@ -19,18 +19,3 @@ if TYPE_CHECKING:
     from moe_pack.formats.base.memory import anonymous_memory, peak_resident_bytes, user_number
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "DIRECT_FLAG",
-    "READ_FLAGS",
-    "WRITE_FLAGS",
-    "FolderLock",
-    "anonymous_memory",
-    "drop_cached",
-    "lock_file",
-    "peak_resident_bytes",
-    "read_at",
-    "sync_folder",
-    "user_number",
-    "write_at",
-]

@@ -13,14 +13,3 @@ if TYPE_CHECKING:
     from moe_pack.formats.families.text_files import text_config
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "SCALE_BLOCK",
-    "Checkpoint",
-    "PredictionLayer",
-    "SourceMatrix",
-    "SourceReader",
-    "model_spec",
-    "short_names",
-    "text_config",
-]

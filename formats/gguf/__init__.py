@@ -17,19 +17,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "AnyPlacement",
-    "ConstantPlacement",
-    "ExpertPlacement",
-    "GgufFiles",
-    "Placement",
-    "block_values",
-    "encode_rows",
-    "find_gguf",
-    "gguf_model",
-    "lay_out_parts",
-    "tensor_bytes",
-    "vocabulary_fields",
-    "vocabulary_notes",
-]

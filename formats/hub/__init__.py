@@ -10,16 +10,3 @@ if TYPE_CHECKING:
     from moe_pack.formats.hub.streamed import StreamedFiles
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "LEAST_STREAM_BYTES",
-    "STREAM_BYTES",
-    "HubName",
-    "HubRepository",
-    "StreamedFiles",
-    "cached_snapshot",
-    "has_repository",
-    "import_client",
-    "parse_name",
-    "patiently",
-]

@@ -41,37 +41,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "CACHE_KINDS",
-    "MAX_ODD_FACTOR",
-    "ExpertRows",
-    "ExpertWork",
-    "FloatAngles",
-    "Floats",
-    "HostShare",
-    "HostShareBuffers",
-    "Kernels",
-    "LayerCutError",
-    "LayerFacts",
-    "LayerMatrices",
-    "LayerMatrix",
-    "LayerPass",
-    "LayerVectors",
-    "MapCutError",
-    "NativeLayers",
-    "PagedRows",
-    "SelectedNeurons",
-    "SequenceCaches",
-    "TrellisRows",
-    "TrellisTables",
-    "expert_numbers",
-    "extent_rows",
-    "is_available",
-    "num_cpus",
-    "open_kernels",
-    "row_numbers",
-    "search_trellis",
-    "stored_numbers",
-    "why_unavailable",
-]

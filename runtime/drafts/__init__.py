@@ -12,13 +12,3 @@ if TYPE_CHECKING:
     from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "MOST_DRAFTED",
-    "Drafts",
-    "Gate",
-    "NgramDrafter",
-    "PredictionDrafter",
-    "PredictionWeights",
-    "prediction_bytes",
-]

@@ -31,28 +31,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "Angles",
-    "Batch",
-    "CachedSequence",
-    "Checkpoint",
-    "Chosen",
-    "EntryCache",
-    "Follower",
-    "KVCache",
-    "KvDtype",
-    "LayerCache",
-    "LayerRopes",
-    "Rope",
-    "RowStorage",
-    "RunningSoftmax",
-    "SequenceRows",
-    "block_sizes",
-    "each_sequence",
-    "joined_angles",
-    "layer_cache_bytes",
-    "plain_dtype",
-    "rotate",
-    "row_storages",
-]

@@ -13,15 +13,3 @@ if TYPE_CHECKING:
     from moe_pack.runtime.model.mixers.states import LayerState, States
 else:
     __getattr__ = face(__name__)
-
-__all__ = [
-    "SLOTS_PER_TABLE",
-    "SLOT_TOKENS",
-    "LaterRows",
-    "LayerState",
-    "NgramRows",
-    "RowTable",
-    "States",
-    "convolve",
-    "recur",
-]
