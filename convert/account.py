@@ -18,8 +18,8 @@ from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_
 from moe_pack.formats import ModelSpec, PackLayout, Plan, PlanError, canonical, dump
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layout import DENSE_FILE, UNUSED_FILE, experts_file
-from moe_pack.formats.pack.manifest import (
+from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, experts_file
+from moe_pack.formats.pack.manifests import (
     COPIED_FILES,
     FORMAT,
     INDEX_FILE,
@@ -48,7 +48,7 @@ from moe_pack.formats.pack.manifest import (
     table_files,
     thresholds_bytes,
 )
-from moe_pack.formats.pack.plan import dense_quantizer
+from moe_pack.formats.pack.plans import dense_quantizer
 from moe_pack.formats.pack.sidecar import sidecar_bytes
 from moe_pack.formats.pack.writer import PackWriter
 

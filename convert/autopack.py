@@ -46,7 +46,7 @@ from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canon
 from moe_pack.formats.base.json_files import Positive
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import MANIFEST_FILE
+from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.pack.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations

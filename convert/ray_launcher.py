@@ -32,7 +32,7 @@ from moe_pack.formats.base.commands import Part, Stage
 from moe_pack.formats.base.errors import MoePackError, PartBusyError
 from moe_pack.formats.base.version import VERSION
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
 MAX_RETRIES = 8  # of a part whose process or machine dies

@@ -11,7 +11,7 @@ from statistics import median
 
 from moe_pack.calib.quantize import ExpertLoss
 from moe_pack.formats import ConversionError, Pack, PackError, canonical, dump, load, parse
-from moe_pack.formats.pack.manifest import root_without_thresholds
+from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import read_sidecar
 
 ROUNDING_FILE = "rounding.json"

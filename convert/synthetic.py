@@ -58,12 +58,12 @@ from moe_pack.formats import (
 from moe_pack.formats.base import user_number
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.pack.codecs import Trellis, affine, e2m1_values, trellis_levels
-from moe_pack.formats.pack.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
-from moe_pack.formats.pack.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
-from moe_pack.formats.pack.plan import E5M2, FP8
+from moe_pack.formats.pack.layouts import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
+from moe_pack.formats.pack.manifests import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
+from moe_pack.formats.pack.plans import E5M2, FP8
 from moe_pack.formats.pack.writer import PackWriter, Step
 from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
-from moe_pack.formats.parts.spec import usual_dtypes, with_repeats
+from moe_pack.formats.parts.specs import usual_dtypes, with_repeats
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
 
 # The constant part of a normed hidden state, one value in every dimension: a quarter of the state's square.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
         UsageError,
     )
     from moe_pack.formats.base.json_files import canonical, dump, load, parse
-    from moe_pack.formats.pack.layout import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
-    from moe_pack.formats.pack.plan import (
+    from moe_pack.formats.pack.layouts import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
+    from moe_pack.formats.pack.plans import (
         BF16,
         ROW_GROUP,
         ExpertFormat,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from moe_pack.formats.pack.reader import Pack
     from moe_pack.formats.pack.safetensors import RangeReader
-    from moe_pack.formats.parts.spec import (
+    from moe_pack.formats.parts.specs import (
         MATRICES,
         ExpertSpec,
         LimitedFunction,

@@ -39,9 +39,9 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.base import READ_FLAGS, anonymous_memory, drop_cached
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.pack.layout import expert_layout, row_layout
-from moe_pack.formats.pack.manifest import MANIFEST_FILE
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.pack.manifests import MANIFEST_FILE
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import (
     ExpertRows,
     Kernels,

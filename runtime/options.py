@@ -37,7 +37,7 @@ _GENERATION = "generation_config.json"
 
 def cpu_only(spec: "ModelSpec") -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
-    from moe_pack.formats.parts.rope import ProportionalSpec
+    from moe_pack.formats.parts.positions import ProportionalSpec
 
     attention = spec.attention
     lacks = {

@@ -30,7 +30,7 @@ from moe_pack.formats.base.commands import Part
 from moe_pack.formats.base.errors import PartBusyError, shortened
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import SOURCE_FILE, PackageVersion, account_bytes
+from moe_pack.formats.pack.manifests import SOURCE_FILE, PackageVersion, account_bytes
 from moe_pack.formats.pack.safetensors import assemble, read_header
 
 Array = NDArray[Any]

@@ -47,9 +47,9 @@ from moe_pack.formats import (
 from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.base.commands import Stage, given, read_size, stage_of
 from moe_pack.formats.hub.cli import CHECKPOINT
-from moe_pack.formats.pack.plan import QUANTIZERS
+from moe_pack.formats.pack.plans import QUANTIZERS
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.parts.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from moe_pack.convert.ray_launcher import PackJob
     from moe_pack.formats import PackLayout
     from moe_pack.formats.families import Checkpoint
-    from moe_pack.formats.pack.manifest import RotationVectors
+    from moe_pack.formats.pack.manifests import RotationVectors
     from moe_pack.runtime import Text
 
 AnyQuantizer = Quantizer | Literal["auto"]

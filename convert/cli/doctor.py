@@ -52,7 +52,7 @@ def doctor_command(options: DoctorOptions) -> None:
     or any folder on the disk where packs will be. Run it once for each disk, without other work on the machine.
     """
     from moe_pack.convert import measure_fixed_costs
-    from moe_pack.formats.pack.manifest import MANIFEST_FILE
+    from moe_pack.formats.pack.manifests import MANIFEST_FILE
     from moe_pack.runtime import measure_machine
 
     path, seconds = options.path, options.seconds

@@ -26,8 +26,8 @@ from moe_pack.formats.base.cli import (
 )
 from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.formats.pack.plan import format_text
-from moe_pack.formats.parts.spec import (
+from moe_pack.formats.pack.plans import format_text
+from moe_pack.formats.parts.specs import (
     cached_values,
     num_active_parameters,
     num_dense_layers,

@@ -36,8 +36,8 @@ from moe_pack.formats import (
 from moe_pack.formats.base.cli import TerminalProgress, cache_folder
 from moe_pack.formats.base.commands import Part, Stage, given, read_size
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS
-from moe_pack.formats.parts.spec import with_repeats
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
 
 if TYPE_CHECKING:

@@ -184,7 +184,7 @@ def _made_by_ray(
     import torch
 
     from moe_pack.calib.profile import Profile
-    from moe_pack.calib.profile.profile import layer_file
+    from moe_pack.calib.profile.profiles import layer_file
     from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
 
     output, threads = options.output.absolute(), torch.get_num_threads()

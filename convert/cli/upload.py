@@ -124,7 +124,7 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
 
 def _files(pack: Pack) -> list[Path]:
     """Returns the pack's files and sidecars, sorted."""
-    from moe_pack.formats.pack.manifest import MANIFEST_FILE
+    from moe_pack.formats.pack.manifests import MANIFEST_FILE
 
     listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
     sidecars = {path.name for pattern in _SIDECARS for path in pack.folder.glob(pattern) if path.is_file()}

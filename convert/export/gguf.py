@@ -32,7 +32,7 @@ from moe_pack.formats.gguf import (
     vocabulary_fields,
     vocabulary_notes,
 )
-from moe_pack.formats.pack.manifest import COPIED_FILES
+from moe_pack.formats.pack.manifests import COPIED_FILES
 from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import DenseRole
 

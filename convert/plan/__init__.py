@@ -1,7 +1,7 @@
 """Decides what a pack stores: the formats and the sparsity of all experts, for a memory budget and a limit of loss.
 
 How a budget is divided between dense part, key-value cache and experts is not decided here, but in
-`runtime/offload/budget.py` and `runtime/gpu`, for plans and for runs alike.
+`runtime/offload/budgets.py` and `runtime/gpu`, for plans and for runs alike.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ from moe_pack.convert.plan.machines import GPUS, MEASURE
 from moe_pack.formats import Selector, UsageError, option
 from moe_pack.formats.base.commands import given, read_size
 from moe_pack.formats.base.json_files import ADDED
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS
 

@@ -27,7 +27,7 @@ from moe_pack.formats import (
     parse,
 )
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.pack.plan import dense_quantizer, plan_fault, quantizer_fault
+from moe_pack.formats.pack.plans import dense_quantizer, plan_fault, quantizer_fault
 from moe_pack.formats.pack.safetensors import read_small
 
 MAX_PLAN_BYTES = 1 << 30

@@ -33,8 +33,8 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.pack.plan import format_fault
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.plans import format_fault
+from moe_pack.formats.parts.specs import SELECTORS
 
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 

@@ -41,8 +41,8 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.base.commands import given
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.formats.pack.plan import format_fault, uniform_dense
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import format_fault, uniform_dense
 from moe_pack.runtime import MachineFacts, machine, total_bytes
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.machine import GpuHere

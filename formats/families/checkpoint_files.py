@@ -25,7 +25,7 @@ from moe_pack.formats.families.weight_files import (
     join_shards,
     refuse_adapters,
 )
-from moe_pack.formats.pack.manifest import SourceFile
+from moe_pack.formats.pack.manifests import SourceFile
 from moe_pack.formats.pack.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
 
 _CONFIG = "config.json"

@@ -28,10 +28,10 @@ from moe_pack.formats.families.family import (
 )
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
-from moe_pack.formats.pack.layout import UNUSED_FILE
+from moe_pack.formats.pack.layouts import UNUSED_FILE
 from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
-from moe_pack.formats.parts.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 
 _CONFIG = "config.json"
 PROJECT, EMBED_NORM, HIDDEN_NORM = "project", "embed_norm", "hidden_norm"  # roles that only this layer has

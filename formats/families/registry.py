@@ -128,7 +128,7 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
     from moe_pack.formats.families.readers import dense_model, read_quantization
-    from moe_pack.formats.parts.spec import spec_fault
+    from moe_pack.formats.parts.specs import spec_fault
 
     model_type = config.text("model_type")
     family = family_of(model_type)

@@ -52,7 +52,7 @@ from moe_pack.formats.gguf.rows import (
 )
 from moe_pack.formats.gguf.tokenizer import tokenizer_files
 from moe_pack.formats.gguf.windowed import WINDOWED
-from moe_pack.formats.pack.manifest import SourceFile
+from moe_pack.formats.pack.manifests import SourceFile
 from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import (
     DenseRole,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats.pack.plan import BLOCK, PartFormat
+from moe_pack.formats.pack.plans import BLOCK, PartFormat
 
 # Of a step's nibble, of the nibble before it, and of the one before that: 16 bytes each.
 TRELLIS_HASH: tuple[str, str, str] = (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.base.commands import NO_PROGRESS, Kind, Progress, Stage, check_is_folder, size_text
 from moe_pack.formats.base.errors import PackError
-from moe_pack.formats.pack.layout import (
+from moe_pack.formats.pack.layouts import (
     DENSE_FILE,
     TABLE,
     UNUSED_FILE,
@@ -29,7 +29,7 @@ from moe_pack.formats.pack.layout import (
     layout_of,
     ngrams_file,
 )
-from moe_pack.formats.pack.manifest import (
+from moe_pack.formats.pack.manifests import (
     INDEX_FILE,
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -48,10 +48,10 @@ from moe_pack.formats.pack.manifest import (
     read_rotation,
     read_thresholds,
 )
-from moe_pack.formats.pack.plan import PartFormat, format_fault
+from moe_pack.formats.pack.plans import PartFormat, format_fault
 from moe_pack.formats.pack.safetensors import RangeReader, StoredTensor, TensorEntry, read_header
 from moe_pack.formats.parts.roles import FLOAT_DTYPES, plain_dtypes
-from moe_pack.formats.parts.spec import dense_roles
+from moe_pack.formats.parts.specs import dense_roles
 
 _NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moe_pack.formats.base import json_files
 from moe_pack.formats.base.errors import PackError
 from moe_pack.formats.base.json_files import check_seal, sealed
-from moe_pack.formats.pack.manifest import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
+from moe_pack.formats.pack.manifests import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
 from moe_pack.formats.pack.safetensors import (
     METADATA_KEY,
     RangeReader,

@@ -43,8 +43,8 @@ from numpy.typing import NDArray
 from moe_pack.formats.base import WRITE_FLAGS, FolderLock, json_files, lock_file, read_at, sync_folder, write_at
 from moe_pack.formats.base.commands import Part
 from moe_pack.formats.base.errors import ConversionError, PackError, PartBusyError, PlanError
-from moe_pack.formats.pack.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
-from moe_pack.formats.pack.manifest import (
+from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, Item, PackLayout
+from moe_pack.formats.pack.manifests import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
     NEW_THRESHOLDS_FILE,
@@ -61,7 +61,7 @@ from moe_pack.formats.pack.manifest import (
 )
 from moe_pack.formats.pack.reader import Pack, is_listed
 from moe_pack.formats.pack.safetensors import RangeReader, split_bytes
-from moe_pack.formats.parts.spec import ModelSpec
+from moe_pack.formats.parts.specs import ModelSpec
 
 
 def encode_line(item: int, digests: Digests, note: bytes = b"") -> bytes:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         mixer_fault,
     )
     from moe_pack.formats.parts.ngrams import NgramSpec, ngrams_fault
+    from moe_pack.formats.parts.positions import RopeSpec
     from moe_pack.formats.parts.residual import (
         FactorsSpec,
         GatedNormsSpec,
@@ -46,6 +47,5 @@ if TYPE_CHECKING:
         ShortcutResidualSpec,
     )
     from moe_pack.formats.parts.roles import DenseRole
-    from moe_pack.formats.parts.rope import RopeSpec
 else:
     __getattr__ = face(__name__)

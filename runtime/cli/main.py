@@ -343,7 +343,7 @@ def _open_engine(
     from moe_pack.runtime import Engine
     from moe_pack.runtime.engine import choose_device
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.offload.budget import BudgetOptionNames
+    from moe_pack.runtime.offload.budgets import BudgetOptionNames
 
     names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, LimitedFunction, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
-from moe_pack.formats.pack.layout import Part
+from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
 _why_unavailable: str | None = None

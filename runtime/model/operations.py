@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, RouterSpec, RowLayout
-from moe_pack.formats.pack.layout import Part
+from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model import mixers

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.offload.budget import (
+    from moe_pack.runtime.offload.budgets import (
         ONE_SEQUENCE,
         BudgetPlan,
         Sequences,

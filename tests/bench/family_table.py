@@ -29,7 +29,7 @@ from published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of
 from tqdm import tqdm
 
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.formats.parts.spec import cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters
 
 TOLERANCE = 1e-4
 

@@ -30,7 +30,7 @@ from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.formats import size_text
 from moe_pack.formats.base.commands import read_size
 from moe_pack.runtime.gpu.kernels.tables import WHOLE
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
+from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TableChanges, TokenRoutes
 from moe_pack.runtime.offload import PRESETS
 

@@ -41,8 +41,8 @@ from moe_pack.convert import convert
 from moe_pack.formats import ModelSpec, Quantizer, part_format, trellis_format, uniform_plan
 from moe_pack.formats.base.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.plan import ROW_GROUP
-from moe_pack.formats.parts.spec import num_parameters
+from moe_pack.formats.pack.plans import ROW_GROUP
+from moe_pack.formats.parts.specs import num_parameters
 
 _MODEL = "deepseek-v3"
 _TWO_BITS = trellis_format(4, ROW_GROUP)

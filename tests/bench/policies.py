@@ -48,10 +48,10 @@ from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
 from moe_pack.convert.plan.papers import FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.pack.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime import Engine, EngineOptions, Text
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, place_experts, usual_heat
+from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, place_experts, usual_heat
 from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import (
     PRESETS,

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_pack.formats.pack.codecs import TRELLIS_HASH, trellis_levels, trellis_unit
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import TrellisRows, TrellisTables, search_trellis
 
 _ROWS, _COLUMNS, _TRAINING_ROWS = 200, 1024, 60

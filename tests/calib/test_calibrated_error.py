@@ -29,7 +29,7 @@ from moe_pack.calib.sensitivity.errors import (
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, Matrix, part_format, trellis_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS, format_fault, format_text
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault, format_text
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, activations
 
 D, F = 128, 20

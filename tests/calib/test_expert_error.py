@@ -21,7 +21,7 @@ from moe_pack.calib.sensitivity.errors import (
 )
 from moe_pack.formats import MATRICES, Quantizer, part_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plan import QUANTIZERS, format_text
+from moe_pack.formats.pack.plans import QUANTIZERS, format_text
 from moe_pack.runtime.model import NeuronBlock
 
 # Outputs here are sums of up to 90 float32 products of order 1, in another order than brute force has them.

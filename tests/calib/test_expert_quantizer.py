@@ -20,7 +20,7 @@ from moe_pack.calib.quantize.gptq import (
 from moe_pack.calib.quantize.plain import affine_pairs, stored_pairs
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.codecs import affine, decode_part, unpack_codes
-from moe_pack.formats.pack.plan import MXFP4
+from moe_pack.formats.pack.plans import MXFP4
 from moe_pack.runtime.model import NeuronBlock, activations
 
 D, N, TOKENS = 128, 24, 300

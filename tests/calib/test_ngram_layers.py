@@ -18,7 +18,7 @@ from moe_pack.calib.sensitivity.gradients import Tracked, half_gradient
 from moe_pack.convert import convert
 from moe_pack.formats import Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.plan import trellis_format
+from moe_pack.formats.pack.plans import trellis_format
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, embed, head, run_expert
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.calib.quantize import LayerRotation, measured_rotation
 from moe_pack.formats import PackError, trellis_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import RotationVectors, rotation_bytes
+from moe_pack.formats.pack.manifests import RotationVectors, rotation_bytes
 from moe_pack.runtime.model import CheckpointWeights, activations, run_expert
 
 D = 192

@@ -11,7 +11,7 @@ from specs import GROUPED
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.profile.profile import layer_file
+from moe_pack.calib.profile.profiles import layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report.page import MeasuredPack, price_curves, prices_reading
 from moe_pack.calib.report.readings import nats

@@ -15,7 +15,7 @@ from moe_pack.calib.sensitivity.exact import ExactPass
 from moe_pack.calib.sensitivity.gradients import Tracked, end_gradient
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 from moe_pack.runtime.model import Decoder, embed, head, run_expert
 
 CPU = torch.device("cpu")

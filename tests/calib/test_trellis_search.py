@@ -19,7 +19,7 @@ from moe_pack.formats.pack.codecs import (
     trellis_hashes,
     trellis_levels,
 )
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
 from moe_pack.runtime.cpu.kernels import InstructionSet
 

@@ -12,9 +12,9 @@ from moe_pack.convert.plan import Decision, PlanningModel
 from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time
 from moe_pack.convert.plan.tiers import expert_choices, fused_choices
 from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.formats.pack.plan import uniform_dense
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import uniform_dense
+from moe_pack.formats.parts.specs import SELECTORS
 
 SPEC = dataclasses.replace(
     GROUPED,

@@ -41,7 +41,7 @@ from moe_pack.formats import (
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.layout import Item
+from moe_pack.formats.pack.layouts import Item
 from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 

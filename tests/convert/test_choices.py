@@ -13,8 +13,8 @@ from moe_pack.calib.profile import assumed_losses
 from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PartFormat, part_format
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.pack.layout import expert_layout
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.parts.specs import SELECTORS
 
 LOSSES = random_losses(GROUPED)
 

@@ -31,9 +31,9 @@ from moe_pack.convert.plan.speed import (
 from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4
-from moe_pack.formats.parts.spec import cached_values
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, WidthRate
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording

@@ -12,7 +12,7 @@ from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.pack.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget
 

@@ -14,7 +14,7 @@ from moe_pack.convert.plan.tiers import FormatChoices, expert_choices
 from moe_pack.formats import ModelSpec, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles
-from moe_pack.formats.pack.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime import Text
 
 pytestmark = pytest.mark.slow  # the demo model is profiled

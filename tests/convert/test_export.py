@@ -47,7 +47,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.writer import Step, rewrite_thresholds
-from moe_pack.formats.parts.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 MODEL = TinyMixtral(64, 128, num_layers=2, num_experts=3)

@@ -30,7 +30,7 @@ from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
 from moe_pack.formats.gguf.header import FACTORS
 from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
-from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
+from moe_pack.formats.parts.positions import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
 # Values that llama.cpp's converter writes and llama.cpp does not need, or gets wrong.

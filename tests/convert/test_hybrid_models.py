@@ -16,7 +16,7 @@ from moe_pack.runtime import Engine, Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
-from moe_pack.runtime.offload.budget import routing_bytes
+from moe_pack.runtime.offload.budgets import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")

@@ -34,7 +34,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import PackWeights, read_neurons, read_rows

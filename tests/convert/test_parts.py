@@ -17,7 +17,7 @@ from moe_pack.convert import ConversionResult, convert
 from moe_pack.formats import ConversionError, Pack, trellis_format, uniform_plan
 from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import Digests
+from moe_pack.formats.pack.manifests import Digests
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import SEALING_FILE, Step, await_parts, encode_line
 

@@ -13,8 +13,8 @@ from specs import GROUPED
 
 from moe_pack.convert.plan import Decision, plan_bytes, plan_file, read_plan
 from moe_pack.formats import BF16, ExpertFormat, Plan, PlanError, Selector, dense_roles, part_format, uniform_plan
-from moe_pack.formats.pack.plan import uniform_dense
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.plans import uniform_dense
+from moe_pack.formats.parts.specs import SELECTORS
 
 Values = dict[str, Any]
 

@@ -31,8 +31,8 @@ from moe_pack.formats import (
     size_text,
     uniform_plan,
 )
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, QUANTIZERS, plan_fault
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, QUANTIZERS, plan_fault
+from moe_pack.formats.parts.specs import SELECTORS
 
 SPEC = replace(
     GROUPED, num_hidden_layers=2, dense_intermediate_size=None, router=replace(GROUPED.router, num_experts=8)

@@ -13,8 +13,8 @@ from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.formats.pack.plan import plan_fault
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import plan_fault
 
 
 def model_of(spec: ModelSpec) -> PlanningModel:

@@ -26,7 +26,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.convert import convert
 from moe_pack.formats import Pack, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.plan import QUANTIZERS, format_text
+from moe_pack.formats.pack.plans import QUANTIZERS, format_text
 from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 pytestmark = pytest.mark.slow

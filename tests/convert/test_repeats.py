@@ -43,9 +43,9 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.pack.writer import Step
-from moe_pack.formats.parts.spec import num_parameters, with_repeats
+from moe_pack.formats.parts.specs import num_parameters, with_repeats
 from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations, operations_for
 
 pytestmark = pytest.mark.slow

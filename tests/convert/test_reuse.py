@@ -14,7 +14,7 @@ from moe_pack.convert.account import Recipe
 from moe_pack.convert.pipeline import EarlierPack
 from moe_pack.formats import PackError, Plan, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layout import Item
+from moe_pack.formats.pack.layouts import Item
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=70)
 CHANGED = {("expert", 0, 1), ("expert", 1, 2), ("dense", "embed")}

@@ -27,8 +27,8 @@ from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.manifest import RotationVectors
-from moe_pack.formats.pack.plan import FP8
+from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.plans import FP8
 from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 

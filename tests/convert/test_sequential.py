@@ -33,7 +33,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, activations, embed
 

@@ -37,8 +37,8 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.layout import check_rows, row_layout
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.layouts import check_rows, row_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import ParallelResidualSpec

@@ -22,7 +22,7 @@ from shown_commands import PRODUCT, Shown, shown_commands, with_options
 from small_commands import NOT_HERE, RUN_ELSEWHERE, reasons
 
 from moe_pack.convert.cli.main import main as moe_pack
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS, WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, WIDTHS
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 

@@ -15,11 +15,11 @@ from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layout import UNUSED_FILE
-from moe_pack.formats.pack.manifest import read_account
-from moe_pack.formats.pack.plan import FP8
+from moe_pack.formats.pack.layouts import UNUSED_FILE
+from moe_pack.formats.pack.manifests import read_account
+from moe_pack.formats.pack.plans import FP8
 from moe_pack.formats.pack.reader import audit
-from moe_pack.formats.parts.spec import num_parameters
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime.model import Decoder, PackWeights
 
 # The project's bound on float32 logits; see test_families.py.

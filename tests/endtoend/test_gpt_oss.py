@@ -23,10 +23,10 @@ from torch import Tensor
 from moe_pack.convert import convert, keep_source
 from moe_pack.formats import BF16, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.plan import E5M2, MXFP4
+from moe_pack.formats.pack.plans import E5M2, MXFP4
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights
 from moe_pack.runtime.offload import OffloadedWeights

@@ -19,7 +19,14 @@ from moe_pack.formats.families.readers import (
     yarn_scale,
 )
 from moe_pack.formats.parts import RopeSpec
-from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, LongRopeSpec, ProportionalSpec, YarnSpec
+from moe_pack.formats.parts.positions import (
+    DynamicSpec,
+    LinearSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    ProportionalSpec,
+    YarnSpec,
+)
 
 Values = dict[str, Any]
 Read = Callable[[Config], object]

@@ -28,9 +28,9 @@ from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.pipeline import ItemWork, MadeItem, write_pack
 from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layout import Item, pack_layout, write_rows
-from moe_pack.formats.pack.manifest import NO_SOURCE, PackageVersion
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.layouts import Item, pack_layout, write_rows
+from moe_pack.formats.pack.manifests import NO_SOURCE, PackageVersion
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import PackWriter
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import CheckpointError, Pack
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.pack.manifest import SOURCE_FILE, read_account
+from moe_pack.formats.pack.manifests import SOURCE_FILE, read_account
 
 FAMILY = "qwen3_vl_moe"
 REASON = "the vision part, which a text model does not run"

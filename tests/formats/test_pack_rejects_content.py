@@ -23,7 +23,7 @@ from reseal import (
     write_tensors,
 )
 
-from moe_pack.formats.pack.manifest import order_fault
+from moe_pack.formats.pack.manifests import order_fault
 
 THRESHOLDS, ORDER, INDEX = "thresholds.safetensors", "order.safetensors", "index.safetensors"
 DENSE, EXPERTS = "dense.safetensors", "experts-000.safetensors"

@@ -14,9 +14,9 @@ from models import Tensors, TinyMixtral
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
 from moe_pack.formats import BF16, CheckpointError, Matrix, Pack, PlanError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import read_account
+from moe_pack.formats.pack.manifests import read_account
 from moe_pack.formats.pack.reader import audit
-from moe_pack.formats.parts.spec import num_parameters
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime.model import CheckpointWeights, Decoder, read_neurons, read_rows
 
 D, F = 192, 320

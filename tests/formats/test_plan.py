@@ -19,8 +19,8 @@ from moe_pack.formats import (
     part_format,
     uniform_plan,
 )
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, format_fault, format_text
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_fault, format_text
 
 # Two layers of three experts.
 SPEC = dataclasses.replace(

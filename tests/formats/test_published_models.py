@@ -17,8 +17,8 @@ from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, family_of, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
-from moe_pack.formats.parts.rope import LongRopeSpec, YarnSpec
-from moe_pack.formats.parts.spec import attending, cached_values, num_parameters
+from moe_pack.formats.parts.positions import LongRopeSpec, YarnSpec
+from moe_pack.formats.parts.specs import attending, cached_values, num_parameters
 
 
 def by_name(name: str) -> Published:

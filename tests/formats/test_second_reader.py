@@ -25,11 +25,11 @@ from synthetic import made, plan_for, small
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.layout import check_rows, row_layout
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.layouts import check_rows, row_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model import PackWeights
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)

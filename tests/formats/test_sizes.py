@@ -7,7 +7,7 @@ from specs import COMPRESSED, GROUPED, HYBRID, LATENT, changed
 
 from moe_pack.formats import dense_roles
 from moe_pack.formats.parts import OtherAttentionSpec
-from moe_pack.formats.parts.spec import (
+from moe_pack.formats.parts.specs import (
     cache_values,
     cached_tokens,
     cached_values,

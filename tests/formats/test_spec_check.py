@@ -10,7 +10,7 @@ from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN,
 
 from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.parts import HalvesSpec, IndexerSpec, KimiDeltaSpec, LatentSpec, OtherAttentionSpec
-from moe_pack.formats.parts.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 
 MAX = 2**31 - 1
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from moe_pack.formats import ConversionError, Pack, PackError
-from moe_pack.formats.pack.manifest import root_without_thresholds
+from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.safetensors import assemble
 from moe_pack.formats.pack.sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds

@@ -22,7 +22,7 @@ from moe_pack.formats.pack.codecs import (
     trellis_refinements,
     trellis_windows,
 )
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS, format_fault
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault
 
 ROOT = Path(__file__).parents[2]
 FORMATS = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for group, bits in ((ROW_GROUP, 16), (16, 8))]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec, NormSpec
 from moe_pack.formats.parts import BlockIndexerSpec, GroupedQuerySpec, RopeSpec
-from moe_pack.formats.parts.spec import cache_values, cached_values, spec_fault
+from moe_pack.formats.parts.specs import cache_values, cached_values, spec_fault
 from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix, operations
 from moe_pack.runtime.model import attention as block_attention
 from moe_pack.runtime.model.attention import attend, choose_blocks, largest

@@ -19,7 +19,7 @@ from streaming import budget_for
 
 from moe_pack.formats import MATRICES, CheckpointError, ModelSpec, Pack, RunError, dense_roles
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts.spec import cache_values, cached_values, layer_cache_values
+from moe_pack.formats.parts.specs import cache_values, cached_values, layer_cache_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens

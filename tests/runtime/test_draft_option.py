@@ -17,7 +17,7 @@ from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.drafts import MOST_DRAFTED
 from moe_pack.runtime.offload import Approximations, least_budget
-from moe_pack.runtime.offload.budget import most_verified_tokens, workspace_bytes
+from moe_pack.runtime.offload.budgets import most_verified_tokens, workspace_bytes
 
 WORDS = "The cat saw the dog, and the dog saw the cat. The cat saw the dog, and the dog saw"
 CONTEXT = 80

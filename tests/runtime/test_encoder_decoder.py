@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackLayout, RunError
-from moe_pack.formats.parts.spec import cached_values
+from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, report
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cli.main import main

@@ -12,9 +12,9 @@ from cases import case
 from specs import GROUPED
 
 from moe_pack.formats import LimitedFunction, Matrix, Selector
-from moe_pack.formats.parts.spec import SELECTORS, LimitedName, LimitSpec, spec_fault
+from moe_pack.formats.parts.specs import SELECTORS, LimitedName, LimitSpec, spec_fault
 from moe_pack.runtime.model import TORCH, NeuronBlock, StoredMatrix, activations, run_expert
-from moe_pack.runtime.model.layer import run_dense_expert
+from moe_pack.runtime.model.layers import run_dense_expert
 
 
 @dataclass

@@ -12,9 +12,9 @@ from synthetic import made, plan_for, small
 
 from moe_pack.formats import BF16, Pack, PackLayout, Plan, RunError, Selector, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.pack.layout import pack_layout
-from moe_pack.runtime.gpu.device import HostArena, Queues
-from moe_pack.runtime.gpu.placement import (
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.runtime.gpu.devices import HostArena, Queues
+from moe_pack.runtime.gpu.placements import (
     GpuPlacement,
     Misses,
     least_placement,

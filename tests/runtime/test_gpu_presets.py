@@ -17,7 +17,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions, machine, report
 from moe_pack.runtime.engine import _GpuRun
-from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.fit import GpuRequest
 from moe_pack.runtime.gpu.gpu_engine import GpuInputs
 from moe_pack.runtime.machine import GpuHere

@@ -17,9 +17,9 @@ from synthetic import plan_for, small
 from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
 from moe_pack.convert.plan.speed import estimate_on_gpu
 from moe_pack.formats import dense_roles
-from moe_pack.formats.pack.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import GpuPlacement, Misses
+from moe_pack.runtime.gpu.placements import GpuPlacement, Misses
 from moe_pack.runtime.offload import Passes
 
 RATES = Rates(memory=100.0, link=10.0, cpu=20.0, launch_s=1.0, call_s=3.0, token_s=0.0)

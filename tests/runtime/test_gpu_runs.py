@@ -35,14 +35,14 @@ import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
 from moe_pack.convert import convert
 from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.plan import E5M2, MXFP4, uniform_dense
+from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.fit import run_everything
-from moe_pack.runtime.gpu.placement import Misses, place_experts, usual_heat
+from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.model.layer import router_logits, run_one_by_one
+from moe_pack.runtime.model.layers import router_logits, run_one_by_one
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import PRESETS, CacheFacts
 from moe_pack.runtime.offload.eviction import Importance

@@ -8,7 +8,7 @@ from gpu_runs import TOLERANCE, GpuRun, gpu_logits, reference_logits
 from synthetic import made, small
 
 from moe_pack.formats import ExpertFormat, Selector, part_format, trellis_format, uniform_plan
-from moe_pack.runtime.gpu.placement import Misses
+from moe_pack.runtime.gpu.placements import Misses
 
 
 def packed(folder: Path, selector: Selector) -> Path:

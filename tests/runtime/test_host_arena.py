@@ -9,7 +9,7 @@ from models import TinyMixtral, pack
 from profiles import Recorder
 
 from moe_pack.formats import Pack, PackError
-from moe_pack.runtime.gpu.device import HostArena, host_bytes
+from moe_pack.runtime.gpu.devices import HostArena, host_bytes
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from moe_pack.runtime.model.caches.storage import RowStorage, rotation
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.weights import Weights
 from moe_pack.runtime.offload import Sequences, least_budget
-from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
+from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes
 
 CPU = torch.device("cpu")
 ALL_PARTS = slice(None)

@@ -9,11 +9,11 @@ from families import FULL_V2, NUM_TOKENS, Tiny, token_ids, write
 
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
-from moe_pack.formats.parts.spec import cached_values
+from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime.model import CheckpointWeights, Decoder, ExpertRunner, PartialState, mlp_input
 from moe_pack.runtime.model import attention as latent_attention
 from moe_pack.runtime.model.caches import KVCache
-from moe_pack.runtime.model.layer import run_one_by_one
+from moe_pack.runtime.model.layers import run_one_by_one
 
 LITE = LatentSpec("latent", 16, None, 512, 128, 64, 128, 192**-0.5, 1e-6)  # DeepSeek-V2-Lite's
 

@@ -14,7 +14,7 @@ from native import kernels_limited_to
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PromptShare, Rates
-from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.kernels.tables import LEFT, MISSING, PULLED, RunningNeurons
 from moe_pack.runtime.offload.split import fastest_share
 

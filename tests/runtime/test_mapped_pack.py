@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_pack.formats import Pack, PackError, Selector
 from moe_pack.formats.families.registry import FAMILIES
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, PackedExpert, PackWeights, open_weights
 from moe_pack.runtime.model.pack_weights import MappedExpert, MappedPackWeights

@@ -14,12 +14,12 @@ from specs import GROUPED
 from moe_pack.formats import BF16, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.pack.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.fit import GpuCosts, divide_gpu, gpu_needs, least_gpu_budget
-from moe_pack.runtime.gpu.placement import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
+from moe_pack.runtime.gpu.placements import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.model.caches import KVCache, KvDtype
 from moe_pack.runtime.offload import divide_budget, least_budget
-from moe_pack.runtime.offload.budget import FixedParts, MemoryNeeds, divide
+from moe_pack.runtime.offload.budgets import FixedParts, MemoryNeeds, divide
 
 MIB, GIB = 1 << 20, 1 << 30
 

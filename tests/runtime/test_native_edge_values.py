@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, RowLayout, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers
 from moe_pack.runtime.model import activations
 

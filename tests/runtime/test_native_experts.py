@@ -23,7 +23,7 @@ from random_experts import (
 from torch import Tensor
 
 from moe_pack.formats import BF16, ExpertFormat, Selector, part_format
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, SelectedNeurons
 from moe_pack.runtime.model import activations, run_expert
 

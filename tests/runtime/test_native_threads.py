@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, RunError, Selector, part_format
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations

@@ -26,7 +26,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.parts import GatedStreamsSpec
-from moe_pack.formats.parts.spec import dense_roles, state_values
+from moe_pack.formats.parts.specs import dense_roles, state_values
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.model import (
@@ -47,7 +47,7 @@ from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.mixer import ngram_output
 from moe_pack.runtime.model.mixers import LaterRows, LayerState, NgramRows
 from moe_pack.runtime.model.mixers.ngrams import row_numbers
-from moe_pack.runtime.offload.budget import cache_bytes, ngram_bytes
+from moe_pack.runtime.offload.budgets import cache_bytes, ngram_bytes
 from moe_pack.runtime.options import EngineOptions, cpu_only
 
 Tensor = torch.Tensor

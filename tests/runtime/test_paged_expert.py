@@ -14,7 +14,7 @@ from native import INSTRUCTION_SETS, kernels_limited_to, select
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels
 from moe_pack.runtime.offload.disk import PageArena, Pieces, pieces_of_rows
 from moe_pack.runtime.offload.expert_store import PagedExpert

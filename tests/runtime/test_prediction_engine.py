@@ -15,7 +15,7 @@ from moe_pack.runtime.drafts.prediction_layer import prediction_bytes
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.offload import Approximations, Sequences, routing_bytes
-from moe_pack.runtime.offload.budget import least_budget
+from moe_pack.runtime.offload.budgets import least_budget
 from moe_pack.runtime.options import DraftOption, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
 from moe_pack.runtime.sampling import Sampler

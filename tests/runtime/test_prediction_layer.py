@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from moe_pack.convert import convert, keep_source
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint, PredictionLayer
-from moe_pack.formats.pack.layout import UNUSED_FILE
+from moe_pack.formats.pack.layouts import UNUSED_FILE
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
 from moe_pack.runtime.drafts.prediction_weights import PredictionWeights, loaded_bytes
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights
-from moe_pack.runtime.model.layer import run_one_by_one
+from moe_pack.runtime.model.layers import run_one_by_one
 from moe_pack.runtime.sampling import Sampler
 
 TOLERANCE = 1e-4  # the bound of tests/endtoend/test_families.py

@@ -19,7 +19,7 @@ from transformers.models.laguna.modeling_laguna import LagunaAttention
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, OutputGateSpec, RopeSpec
-from moe_pack.formats.parts.rope import ProportionalSpec
+from moe_pack.formats.parts.positions import ProportionalSpec
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, head
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.caches import KVCache, LayerRopes

@@ -17,7 +17,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 
 from moe_pack.formats import ModelSpec, RouterSpec
 from moe_pack.runtime.model import TORCH, NeuronBlock, Operations, StoredMatrix, route_tokens
-from moe_pack.runtime.model.layer import router_logits, run_one_by_one, weights_of_experts, with_returned
+from moe_pack.runtime.model.layers import router_logits, run_one_by_one, weights_of_experts, with_returned
 
 D, T = 64, 200
 

@@ -12,7 +12,7 @@ from families import Tiny, original, token_ids, write
 from moe_pack.formats import RunError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import RopeSpec
-from moe_pack.formats.parts.rope import DynamicSpec, LongRopeSpec, ProportionalSpec, YarnSpec
+from moe_pack.formats.parts.positions import DynamicSpec, LongRopeSpec, ProportionalSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
 from moe_pack.runtime.model.caches import Rope, rotate
 

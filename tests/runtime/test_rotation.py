@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plan import MXFP4, format_text
+from moe_pack.formats.pack.plans import MXFP4, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers
 
 ROUNDING = ("avx2", "avx512", "avx512vbmi")

@@ -13,7 +13,7 @@ from predictors import random_predictor
 from routings import random_routing
 
 from moe_pack.formats import Pack, PackError
-from moe_pack.formats.pack.manifest import root_without_thresholds
+from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.offload import ROUTING_FILE, Routing

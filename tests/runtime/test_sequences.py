@@ -21,7 +21,7 @@ from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights, open_weights
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Approximations, Sequences, least_budget
-from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes
+from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes
 
 CPU = torch.device("cpu")
 CONTEXT = 96

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.runtime.gpu.placement import GpuPlacement
+from moe_pack.runtime.gpu.placements import GpuPlacement
 from moe_pack.runtime.gpu.residency import Promotion, Residency, TableChanges, TokenRoutes
 from moe_pack.runtime.offload import PRESETS, CacheFacts
 from moe_pack.runtime.offload.eviction import eviction_of

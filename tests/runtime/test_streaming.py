@@ -20,7 +20,7 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, PolicyName, divide_budget, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budget import BudgetOptionNames
+from moe_pack.runtime.offload.budgets import BudgetOptionNames
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
 NUM_PROMPT = 14

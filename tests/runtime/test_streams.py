@@ -5,7 +5,7 @@ from families import quiet_transformers
 from random_weights import RandomWeights
 from specs import RESIDUALS, changed
 
-from moe_pack.runtime.model.layer import enter_first, first_input, head
+from moe_pack.runtime.model.layers import enter_first, first_input, head
 
 D, T = 64, 7
 

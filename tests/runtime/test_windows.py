@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.formats.parts.spec import cache_values
+from moe_pack.formats.parts.specs import cache_values
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, Expert, Operations, open_weights
 from moe_pack.runtime.model.caches import LayerCache
 

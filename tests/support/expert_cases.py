@@ -17,8 +17,8 @@ from random_experts import (
 from torch import Tensor
 
 from moe_pack.formats import BF16, LimitedFunction, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 
 ROW_CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]

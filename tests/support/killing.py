@@ -37,7 +37,7 @@ from moe_pack.convert import convert, layout_for
 from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layout import Item
+from moe_pack.formats.pack.layouts import Item
 from moe_pack.formats.pack.writer import Step
 
 JOURNAL = "conversion.journal"

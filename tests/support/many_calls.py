@@ -8,7 +8,7 @@ import torch
 from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
-from moe_pack.formats.pack.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part

@@ -30,8 +30,8 @@ from moe_pack.formats.pack.codecs import (
     powers_of_two,
     unpack_codes,
 )
-from moe_pack.formats.pack.layout import Part, expert_layout, row_layout, seal_rows, write_rows
-from moe_pack.formats.pack.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.layouts import Part, expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.runtime.cpu import ExpertRows, extent_rows
 from moe_pack.runtime.model import Activations, NeuronBlock, PackedExpert, activations
 

@@ -7,7 +7,7 @@ import torch
 from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
-from moe_pack.formats.pack.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select

@@ -32,7 +32,7 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     routing_bytes,
 )
-from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
+from moe_pack.runtime.offload.budgets import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore
 
 

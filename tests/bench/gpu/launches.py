@@ -27,7 +27,7 @@ from triton.runtime.interpreter import GridExecutor
 from moe_pack.formats.families import model_spec
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PoolShare
-from moe_pack.runtime.gpu.device import Queues
+from moe_pack.runtime.gpu.devices import Queues
 
 Queue = Literal["main", "cpu", "link"]
 Mode = Literal["split", "pull", "resident"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.layout import row_layout, write_rows
-from moe_pack.formats.pack.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.layouts import row_layout, write_rows
+from moe_pack.formats.pack.plans import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gather_row, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 

@@ -8,7 +8,7 @@ from random_experts import random_rows, random_tokens
 from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear

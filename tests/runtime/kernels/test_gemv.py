@@ -9,7 +9,7 @@ from random_experts import assert_near, product_magnitudes, random_rows, random_
 from torch import Tensor
 
 from moe_pack.formats import PartFormat, part_format, trellis_format
-from moe_pack.formats.pack.plan import TRELLIS_WIDTHS, format_text
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels import matmul as module
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gather_row, gemv, normed_gemv

@@ -14,8 +14,8 @@ from random_experts import RandomExpert, Shape, random_expert, random_tokens, th
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_format
-from moe_pack.formats.pack.plan import FP8
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.pack.plans import FP8
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.gpu.kernels.grouped import (
     ExpertGroup,
     TilePlan,

@@ -22,7 +22,7 @@ from random_experts import Shape, assert_near, magnitudes, random_expert, random
 from torch import Tensor
 
 from moe_pack.formats import BF16, NeuronFunction, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.parts.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, PULLED, WHOLE, LeftToCpu, RunningNeurons
 from moe_pack.runtime.model import Activations, activations, run_expert

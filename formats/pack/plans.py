@@ -8,7 +8,7 @@ from typing import Literal
 
 from moe_pack.formats.base.errors import PlanError
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts.spec import (
+from moe_pack.formats.parts.specs import (
     MATRICES,
     Matrix,
     ModelSpec,

@@ -34,7 +34,7 @@ from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.attention import attend
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.expert import run_expert
-from moe_pack.runtime.model.matrix import gather_rows, linear
+from moe_pack.runtime.model.matrices import gather_rows, linear
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts

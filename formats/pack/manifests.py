@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from moe_pack.formats.base import json_files
 from moe_pack.formats.base.errors import PackError
 from moe_pack.formats.base.json_files import added, check_seal, sealed
-from moe_pack.formats.pack.layout import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file, ngrams_file
-from moe_pack.formats.pack.plan import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
+from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file, ngrams_file
+from moe_pack.formats.pack.plans import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES, assemble
-from moe_pack.formats.parts.spec import MATRICES, ModelSpec, Selector, spec_fault
+from moe_pack.formats.parts.specs import MATRICES, ModelSpec, Selector, spec_fault
 
 INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"

@@ -37,6 +37,7 @@ from moe_pack.formats.parts.attention import (
     relative_roles,
     rope_fault,
 )
+from moe_pack.formats.parts.positions import RopeSpec
 from moe_pack.formats.parts.residual import (
     GatedStreamsSpec,
     MixedStreamsSpec,
@@ -53,7 +54,6 @@ from moe_pack.formats.parts.residual import (
     stream_roles,
 )
 from moe_pack.formats.parts.roles import DenseRole, are_layers
-from moe_pack.formats.parts.rope import RopeSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
 from moe_pack.formats.parts.router import router_fault, table_fault
 

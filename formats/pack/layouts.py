@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats.base.errors import PackError, PlanError
-from moe_pack.formats.pack.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
+from moe_pack.formats.pack.plans import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
 from moe_pack.formats.pack.safetensors import (
     DTYPE_BYTES,
     StoredTensor,
@@ -29,7 +29,7 @@ from moe_pack.formats.pack.safetensors import (
     split_bytes,
 )
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.parts.spec import (
+from moe_pack.formats.parts.specs import (
     MATRICES,
     ExpertSpec,
     Matrix,

@@ -62,7 +62,7 @@ from moe_pack.formats import (
 from moe_pack.formats.base.commands import did_you_mean, names_beside
 from moe_pack.formats.base.json_files import Count, Within
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifest import (
+from moe_pack.formats.pack.manifests import (
     ROTATION_FILE,
     ContentFile,
     PackageVersion,
@@ -71,7 +71,7 @@ from moe_pack.formats.pack.manifest import (
     rotation_fault,
 )
 from moe_pack.formats.pack.safetensors import read_small
-from moe_pack.formats.parts.spec import spec_fault, with_repeats
+from moe_pack.formats.parts.specs import spec_fault, with_repeats
 from moe_pack.runtime.offload import PathStatistics
 
 VERSION = 9

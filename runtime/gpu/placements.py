@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
-from moe_pack.runtime.gpu.device import LINE_BYTES
-from moe_pack.runtime.offload.budget import resident_rows
+from moe_pack.runtime.gpu.devices import LINE_BYTES
+from moe_pack.runtime.offload.budgets import resident_rows
 
 Array = NDArray[Any]
 # Who has an expert's missing records: the GPU, which pulls them over the link; the CPU, which shares them with the

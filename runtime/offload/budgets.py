@@ -4,7 +4,7 @@
 
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
 the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
-runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a run; runtime/gpu/placement.py divides
+runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a run; runtime/gpu/placements.py divides
 the rest. `best_page_bytes` is the one search for a page size.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
-from moe_pack.formats.pack.layout import plain_layout, whole_blocks
+from moe_pack.formats.pack.layouts import plain_layout, whole_blocks
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
 from moe_pack.formats.parts.attention import raw_places
-from moe_pack.formats.parts.spec import cache_values, cached_tokens, state_values
+from moe_pack.formats.parts.specs import cache_values, cached_tokens, state_values
 from moe_pack.runtime.model import PREFILL_TOKENS, mixers
 from moe_pack.runtime.model.caches import KvDtype, layer_cache_bytes, plain_dtype, row_storages
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES, kernels_attend
