@@ -70,7 +70,7 @@ check: $(INSTALLED)
 # Side by side: mypy takes one CPU, and tests wait for disks and processes now and then.
 types:
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
-	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py install/*.py
+	MYPYPATH=tests $(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py install/*.py
 
 unit:
 	$(BIN)/pytest -n auto --dist loadfile
@@ -82,7 +82,7 @@ wheels:
 	build/wheel-tools/bin/python install/wheels.py build/wheels
 
 messages: $(INSTALLED)
-	$(BIN)/python tests/support/messages.py
+	PYTHONPATH=tests $(BIN)/python -m support.messages
 
 soak: $(INSTALLED)
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder $(if $(PART),--part $(PART))

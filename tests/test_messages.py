@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 import pytest
-from cases import case
 from click.testing import CliRunner
-from messages import GOLDEN, collected_messages
-from models import TinyMixtral, pack
+from support.cases import case
+from support.messages import GOLDEN, collected_messages
+from support.models import TinyMixtral, pack
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import RunError

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import case
 from click import Choice, Command, Context, Group
 from click.testing import CliRunner
-from loaded_modules import Loaded
+from support.cases import case
+from support.loaded_modules import Loaded
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats.families import short_names
@@ -160,7 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
     # Not above: this file is imported where torch may not be.
     from loaded import CASES, loaded_by_case
-    from models import DEMO_MODEL, pack
+    from support.models import DEMO_MODEL, pack
 
     from moe_pack.runtime.cpu import is_available
 
@@ -256,7 +256,7 @@ def test_help_mistakes_and_completion_load_neither_torch_nor_numpy(here: Path) -
     lines += ["moe-pack convert --list", "moe-pack synth --list"]
     script = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent / "support")]}
+sys.path[:0] = {[str(Path(__file__).parent)]}
 import test_start_up as here
 loaded = set()
 for work, line in [*((here.typed, line) for line in {lines}), *((here.offered, line) for line, _ in here.TABS)]:

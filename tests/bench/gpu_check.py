@@ -181,7 +181,7 @@ def _prepare() -> None:
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(_ROOT / room)
-    paths = [_FOLDER, rooms, _ROOT / "tests" / "support", *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [_FOLDER, rooms, _ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     try:
         build_native()

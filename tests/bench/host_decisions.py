@@ -23,7 +23,7 @@ from benchlib import finish, json_option, table
 from gpu.packs import MIXTRAL, QWEN3
 from gpu.roofline import CPU_RATES, Misses, Subject, rates_of
 from numpy.typing import NDArray
-from played_slots import residency_of, static_table
+from support.played_slots import residency_of, static_table
 from tqdm import tqdm
 
 from moe_pack.convert.plan.speed import drawn_passes

@@ -31,8 +31,8 @@ import click
 import torch
 from benchlib import finish, json_option, table
 from benchlib.checkpoints import Shape, generate
-from profiles import random_tokens
-from published import PUBLISHED, spec_of
+from support.profiles import random_tokens
+from support.published import PUBLISHED, spec_of
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile

@@ -36,10 +36,10 @@ from benchlib.playing import (
     play_partial,
 )
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
-from evictions import FIFO, Random
 from numpy.typing import NDArray
-from played_slots import PlayedToken, played, popularity_of, recorded_tokens
-from printed_split import balanced
+from support.evictions import FIFO, Random
+from support.played_slots import PlayedToken, played, popularity_of, recorded_tokens
+from support.printed_split import balanced
 from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile

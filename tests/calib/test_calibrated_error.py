@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from families import original
-from models import TinyMixtral
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.families import original
+from support.models import TinyMixtral
+from support.profiles import profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import DEMO_MODEL
-from specs import GROUPED, LATENT
+from support.models import DEMO_MODEL
+from support.specs import GROUPED, LATENT
 
 from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.sensitivity import (

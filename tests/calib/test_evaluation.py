@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
-from profiles import Recorder, StoppedError, random_tokens, tokens_of
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.profiles import Recorder, StoppedError, random_tokens, tokens_of
 
 from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference, measure_thresholds
 from moe_pack.calib.evaluate.evaluation import block_losses, quality_of

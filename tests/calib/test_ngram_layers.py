@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import pack
-from ngrams import CONFIG, TinyNgrams, known_family
-from profiles import Recorder, profiled, random_tokens
+from support.models import pack
+from support.ngrams import CONFIG, TinyNgrams, known_family
+from support.profiles import Recorder, profiled, random_tokens
 
 from moe_pack.calib.evaluate import evaluate
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights

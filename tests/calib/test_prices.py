@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral, pack
-from profiles import Recorder, StoppedError, random_tokens
+from support.models import TinyMixtral, pack
+from support.profiles import Recorder, StoppedError, random_tokens
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_prices, measure_thresholds
 from moe_pack.calib.evaluate.prices import ALPHAS, POLICY, budget_with_room, first_tokens

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import Tiny, write
-from profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
-from waiting import HANG_S
+from support.families import Tiny, write
+from support.profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
+from support.waiting import HANG_S
 
 from moe_pack.calib.forward import ProfileStore, Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
@@ -23,7 +23,7 @@ from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 TOKENS = random_tokens(5, 16, SMALLEST.vocab_size)
-SUPPORT = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ from pathlib import Path
 support, source, folder, level, part, *shape = sys.argv[1:]
 sys.path[:0] = [support]
 import torch
-from profiles import random_tokens
+from support.profiles import random_tokens
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
@@ -195,7 +195,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 def started(source: Path, folder: Path, level: str, part: Part, tokens: Tokens) -> subprocess.Popen[str]:
     shape = (*tokens.sequences.shape, SMALLEST.vocab_size)
-    arguments = [str(each) for each in (SUPPORT, source, folder, level, f"{part.index}/{part.count}", *shape)]
+    arguments = [str(each) for each in (TESTS, source, folder, level, f"{part.index}/{part.count}", *shape)]
     return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stderr=subprocess.PIPE, text=True)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, copied, folder_bytes, profiled, random_tokens, reseal
 from safetensors.torch import load_file, save_file
-from second_reader import rotation_matrix
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, copied, folder_bytes, profiled, random_tokens, reseal
+from support.second_reader import rotation_matrix
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.calib.quantize import LayerRotation, measured_rotation

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner
-from models import TinyMixtral
-from profiles import copied, reseal
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import copied, reseal
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import RunError

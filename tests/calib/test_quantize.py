@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case as named_case
-from models import DEMO_MODEL, TinyMixtral, pack
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from support.cases import case as named_case
+from support.models import DEMO_MODEL, TinyMixtral, pack
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer, check_finite

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, random_tokens
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, random_tokens
 
 from moe_pack.calib.evaluate import REFERENCE_FILE, Reference, make_reference, read_reference
 from moe_pack.calib.forward import Tokens

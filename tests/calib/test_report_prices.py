@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from losses import calibrated_losses
-from report_pages import EXERCISE, HandMade, browse, held, needs_browser
-from specs import GROUPED
+from support.losses import calibrated_losses
+from support.report_pages import EXERCISE, HandMade, browse, held, needs_browser
+from support.specs import GROUPED
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Profile

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_weights import RandomWeights
-from specs import RESIDUALS, ROUTED
+from support.random_weights import RandomWeights
+from support.specs import RESIDUALS, ROUTED
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences

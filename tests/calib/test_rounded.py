@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from families import TINY, Tiny, write_config
-from specs import GROUPED, LATENT
+from support.cases import case
+from support.families import TINY, Tiny, write_config
+from support.specs import GROUPED, LATENT
 
 from moe_pack.calib.quantize import RowQuantizer
 from moe_pack.calib.sensitivity import roundable_roles

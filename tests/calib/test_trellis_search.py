@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import trellis

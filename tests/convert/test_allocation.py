@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import case
-from losses import calibrated_losses, random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import calibrated_losses, random_losses
+from support.specs import GROUPED
 
 from moe_pack.convert.plan import Decision, PlanningModel
 from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time

@@ -9,13 +9,13 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
-from killing import different_files, files_in
-from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
-from profiles import QUICK, profiled, random_tokens
+from support.cases import case
+from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.killing import different_files, files_in
+from support.models import Tensors, TinyMixtral
+from support.profiles import QUICK, profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from losses import calibrated_losses, random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import calibrated_losses, random_losses
+from support.specs import GROUPED
 
 from moe_pack.calib.profile import assumed_losses
 from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices

@@ -8,12 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL, pack
-from streaming import budget_for
-from synthetic import character, small
-from synthetic import made as synthetic_pack
-from tiers import steady_disk
+from support.cases import case
+from support.models import DEMO_MODEL, pack
+from support.streaming import budget_for
+from support.synthetic import character, small
+from support.synthetic import made as synthetic_pack
+from support.tiers import steady_disk
 
 from moe_pack.convert import skewed_popularity
 from moe_pack.convert.plan.machines import Machine

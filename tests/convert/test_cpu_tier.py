@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import DEMO_MODEL
-from tiers import steady_disk
+from support.models import DEMO_MODEL
+from support.tiers import steady_disk
 
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts

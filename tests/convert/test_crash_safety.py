@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from killing import (
+from safetensors.torch import save_file
+from support.killing import (
     CLAIM,
     JOURNAL,
     OnStep,
@@ -20,9 +21,8 @@ from killing import (
     quick_plan,
     run_scenarios,
 )
-from models import TinyMixtral, pack
-from profiles import Recorder
-from safetensors.torch import save_file
+from support.models import TinyMixtral, pack
+from support.profiles import Recorder
 
 from moe_pack.convert import ConversionResult, convert, layout_for
 from moe_pack.formats import ConversionError, Quantizer

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from cases import case
-from models import DEMO_MODEL
+from support.cases import case
+from support.models import DEMO_MODEL
 
 from moe_pack.convert.plan.papers import edgemoe_plan, widths_for_bytes, widths_for_loss
 from moe_pack.formats import PlanError, part_format

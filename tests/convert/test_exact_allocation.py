@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import BOOK, DEMO_MODEL
-from profiles import profiled
+from support.models import BOOK, DEMO_MODEL
+from support.profiles import profiled
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of

@@ -15,11 +15,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from golden_gguf import GOLDEN
-from models import DEMO_MODEL, PackMaker
 from numpy.typing import NDArray
+from support.cases import case
+from support.golden_gguf import GOLDEN
+from support.models import DEMO_MODEL, PackMaker
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiers import steady_disk
+from support.tiers import steady_disk
 
 from moe_pack.convert import measure_fixed_costs
 from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of

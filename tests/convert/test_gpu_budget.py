@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from cases import case
-from published import PUBLISHED, spec_of
+from support.cases import case
+from support.published import PUBLISHED, spec_of
 
 from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from synthetic import plan_for, small
-from tiers import steady_disk
+from support.cases import case
+from support.synthetic import plan_for, small
+from support.tiers import steady_disk
 
 from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
 from moe_pack.convert.plan.speed import (

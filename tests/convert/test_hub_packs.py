@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
 from huggingface_hub import ModelCard
-from models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
+from support.cases import case
+from support.hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
+from support.models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
 
 from moe_pack.convert import convert
 from moe_pack.convert.cli.main import main

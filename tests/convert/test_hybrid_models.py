@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from families import NUM_POSITIONS, Tiny, token_ids, write
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.families import NUM_POSITIONS, Tiny, token_ids, write
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert.cli.main import main

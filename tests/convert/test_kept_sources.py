@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
-from killing import different_files, files_in
-from losses import random_losses
-from models import BOOK, Tensors, TinyMixtral
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
+from support.killing import different_files, files_in
+from support.losses import random_losses
+from support.models import BOOK, Tensors, TinyMixtral
 
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source, lossless_formats, with_kept
 from moe_pack.convert.cli.main import main

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.evaluate import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first

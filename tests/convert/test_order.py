@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from killing import different_files, files_in, in_memory, nothing
-from models import TinyMixtral
 from numpy.typing import NDArray
-from second_reader import SecondReader
+from support.cases import case
+from support.killing import different_files, files_in, in_memory, nothing
+from support.models import TinyMixtral
+from support.second_reader import SecondReader
 
 from moe_pack.convert import ConversionResult, compare_logits, compare_weights, convert, same_tensors
 from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan

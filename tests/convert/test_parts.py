@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from killing import different_files, files_in, nothing, quick_plan
-from models import TinyMixtral
-from profiles import StoppedError, profiled, random_tokens
-from waiting import HANG_S
+from support.killing import different_files, files_in, nothing, quick_plan
+from support.models import TinyMixtral
+from support.profiles import StoppedError, profiled, random_tokens
+from support.waiting import HANG_S
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import ConversionResult, convert

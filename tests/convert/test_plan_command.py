@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from losses import random_losses
-from models import DEMO_MODEL, TinyMixtral
-from published import CONFIGS, PUBLISHED
+from support.cases import case
+from support.losses import random_losses
+from support.models import DEMO_MODEL, TinyMixtral
+from support.published import CONFIGS, PUBLISHED
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main

@@ -7,10 +7,10 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from cases import case
-from losses import random_losses
-from specs import GROUPED
-from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
+from support.cases import case
+from support.losses import random_losses
+from support.specs import GROUPED
+from support.tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
 from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
 from moe_pack.convert.plan.machines import assumed_cpu

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from losses import random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import random_losses
+from support.specs import GROUPED
 
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, PresetName

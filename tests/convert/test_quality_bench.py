@@ -18,9 +18,9 @@ from benchlib.judging import (
     uniform,
 )
 from benchlib.llama import LlamaExperts, experts_with_inputs, llama_types
-from models import DEMO_MODEL, TinyMixtral
-from profiles import profiled, random_tokens
 from quality import MOST_KL, SERIES, Curve, Point, draw, plot
+from support.models import DEMO_MODEL, TinyMixtral
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.convert import convert

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import different_files, files_in
-from models import TinyMixtral
 from numpy.typing import NDArray
+from support.killing import different_files, files_in
+from support.models import TinyMixtral
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe

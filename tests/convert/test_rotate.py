@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from killing import different_files, files_in
-from models import DEMO_MODEL, TinyMixtral
-from profiles import profiled, random_tokens
 from safetensors.torch import load_file, save_file
-from second_reader import SecondReader, rotation_matrix
+from support.killing import different_files, files_in
+from support.models import DEMO_MODEL, TinyMixtral
+from support.profiles import profiled, random_tokens
+from support.second_reader import SecondReader, rotation_matrix
 
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from killing import different_files, files_in
-from models import TinyMixtral
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.killing import different_files, files_in
+from support.models import TinyMixtral
+from support.profiles import profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates

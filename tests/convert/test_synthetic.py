@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from ngrams import CONFIG, ngrams_of
-from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
-from second_reader import SecondReader
-from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
+from support.cases import case
+from support.ngrams import CONFIG, ngrams_of
+from support.profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
+from support.second_reader import SecondReader
+from support.synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import (

@@ -6,9 +6,9 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner
-from losses import random_losses
+from support.cases import case
+from support.losses import random_losses
 
 from moe_pack.convert.plan import (
     LossLimit,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import click
 import pytest
-from cases import case
-from shown_commands import (
+from support.cases import case
+from support.shown_commands import (
     PAGES,
     PRODUCT,
     ROOT,
@@ -20,7 +20,7 @@ from shown_commands import (
     parsed,
     shown_commands,
 )
-from small_commands import NOT_HERE, RUN_ELSEWHERE, SMALL, reasons
+from support.small_commands import NOT_HERE, RUN_ELSEWHERE, SMALL, reasons
 
 SHOWN = [shown for page in PAGES for shown in shown_commands(page)]
 OF_MAKE = makefile_commands()
@@ -159,8 +159,7 @@ def test_a_page_names_a_commit_that_has_its_old_scripts(files_of: Callable[[str]
 
 
 def test_a_benchmark_imports_what_tests_have_after_benchlib() -> None:
-    """Tests find both; a program finds the modules of tests/support once benchlib has put their folder on the path."""
-    support = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
+    """Tests find both; a program finds tests/support once benchlib has put tests on the path."""
     found = 0
     for path in (ROOT / "tests" / "bench").glob("*.py"):
         text = path.read_text("utf-8")
@@ -172,7 +171,7 @@ def test_a_benchmark_imports_what_tests_have_after_benchlib() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
         with case(path.name):
-            used = [number for number, name in enumerate(names) if name in support]
+            used = [number for number, name in enumerate(names) if name == "support"]
             found += len(used)
             assert not used or "benchlib" in names[: used[0]]
     assert found > 5

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from coded import FP8_CONFIG, quantize_fp8
-from families import Tiny, config_of, original, token_ids, write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.coded import FP8_CONFIG, quantize_fp8
+from support.families import Tiny, config_of, original, token_ids, write_random
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main

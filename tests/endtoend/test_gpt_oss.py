@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from coded import MXFP4_CONFIG, random_mxfp4
-from families import Tiny, config_of, token_ids, write
-from models import pack
-from native import operations_limited_to
 from safetensors.torch import load_file, save_file
-from streaming import budget_for
+from support.cases import case
+from support.coded import MXFP4_CONFIG, random_mxfp4
+from support.families import Tiny, config_of, token_ids, write
+from support.models import pack
+from support.native import operations_limited_to
+from support.streaming import budget_for
 from torch import Tensor
 
 from moe_pack.convert import convert, keep_source

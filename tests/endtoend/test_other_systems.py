@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import TESTS, PackMaker
+from support.models import TESTS, PackMaker
 
 # What Windows lacks, taken away before anything of ours is imported; other packages saw the whole system before.
 ABSENT = """

@@ -5,8 +5,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import case
 from numpy.typing import NDArray
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.formats import BF16, part_format

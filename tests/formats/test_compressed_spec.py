@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cases import case
-from specs import ANSWERING, COMPRESSED, LONGROPE, changed
+from support.cases import case
+from support.specs import ANSWERING, COMPRESSED, LONGROPE, changed
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts.specs import spec_fault

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from cases import case
-from models import TinyMixtral
 from numpy.typing import NDArray
-from second_reader import SecondReader
-from specs import GROUPED
+from support.cases import case
+from support.models import TinyMixtral
+from support.second_reader import SecondReader
+from support.specs import GROUPED
 
 from moe_pack.convert import convert
 from moe_pack.convert.account import PackOrigin, PackRecord

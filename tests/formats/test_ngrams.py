@@ -9,10 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import Tensors, pack
-from ngrams import CONFIG, EOS, TinyNgrams, known_family, ngrams_of, table_of
-from reseal import HeldTensor, JsonObject, edit_byte, read_tensors, refusal, reseal, safetensors_bytes, write_tensors
-from second_reader import SecondReader
+from support.models import Tensors, pack
+from support.ngrams import CONFIG, EOS, TinyNgrams, known_family, ngrams_of, table_of
+from support.reseal import (
+    HeldTensor,
+    JsonObject,
+    edit_byte,
+    read_tensors,
+    refusal,
+    reseal,
+    safetensors_bytes,
+    write_tensors,
+)
+from support.second_reader import SecondReader
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 

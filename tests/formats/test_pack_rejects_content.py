@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from numpy.typing import NDArray
-from reseal import (
+from support.cases import case
+from support.reseal import (
     ELEMENT_BYTES,
     HeldTensor,
     JsonObject,

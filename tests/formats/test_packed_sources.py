@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from coded import packed_config, packed_words, quantize_packed
-from models import Tensors, TinyMixtral
+from support.cases import case
+from support.coded import packed_config, packed_words, quantize_packed
+from support.models import Tensors, TinyMixtral
 
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
 from moe_pack.formats import BF16, CheckpointError, Matrix, Pack, PlanError, part_format, uniform_plan

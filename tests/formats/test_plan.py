@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from cases import case
-from specs import GROUPED
+from support.cases import case
+from support.specs import GROUPED
 
 from moe_pack.formats import (
     BF16,

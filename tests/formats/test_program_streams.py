@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 import pytest
-from cases import case
 from click.testing import CliRunner
+from support.cases import case
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import PackError

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_configs import built
-from cases import case
-from families import class_of, quiet_transformers, text_values, with_text
-from multimodal_parts import MULTIMODAL, OTHER_PARTS
-from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
-from references import REFERENCES
+from support.built_configs import built
+from support.cases import case
+from support.families import class_of, quiet_transformers, text_values, with_text
+from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
+from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
+from support.references import REFERENCES
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config

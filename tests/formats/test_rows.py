@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from cases import case
 from numpy.typing import NDArray
+from support.cases import case
 
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PackError, RowLayout, part_format
 from moe_pack.formats.pack.layouts import check_rows, expert_layout, row_layout, seal_rows, write_rows

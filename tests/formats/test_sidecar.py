@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cases import case
-from killing import files_in
-from reseal import JsonObject, edit_byte, manifest_of, sealed
+from support.cases import case
+from support.killing import files_in
+from support.reseal import JsonObject, edit_byte, manifest_of, sealed
 
 from moe_pack.formats import ConversionError, Pack, PackError
 from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar

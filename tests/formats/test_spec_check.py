@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import case
-from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
+from support.cases import case
+from support.specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.parts import HalvesSpec, IndexerSpec, KimiDeltaSpec, LatentSpec, OtherAttentionSpec

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
-from reseal import edit_byte, manifest_of
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from support.cases import case
+from support.reseal import edit_byte, manifest_of
 
 from moe_pack.formats import ConversionError, Pack, PackError
 from moe_pack.formats.pack.manifests import root_without_thresholds

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.formats import ROW_GROUP, PartFormat, trellis_format

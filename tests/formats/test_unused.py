@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from reseal import Change, JsonObject, refusal, reseal, unchanged
+from support.reseal import Change, JsonObject, refusal, reseal, unchanged
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.safetensors import lay_out

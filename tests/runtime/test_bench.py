@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import PackMaker, TinyMixtral, pack
+from support.cases import case
+from support.models import PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import RunError
 from moe_pack.formats.base import peak_resident_bytes

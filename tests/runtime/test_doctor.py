@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from waiting import HANG_S
+from support.waiting import HANG_S
 
 from moe_pack.formats import PackError, RunError
 from moe_pack.formats.base.commands import Stage

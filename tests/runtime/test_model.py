@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from models import TESTS, PackMaker
+from support.cases import case
+from support.models import TESTS, PackMaker
 
 from moe_pack.formats import Pack, PackError, RunError
 from moe_pack.formats.base.errors import MoePackError

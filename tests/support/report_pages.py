@@ -15,8 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral
-from waiting import HANG_S
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
@@ -30,6 +28,8 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.manifests import ContentFile, PackageVersion
 from moe_pack.runtime.offload import Predictor
+from support.models import TinyMixtral
+from support.waiting import HANG_S
 
 Values = dict[str, Any]
 

@@ -25,7 +25,7 @@ SEQUENCE_LENGTH = 512
 PACK_BITS = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4")
 FLOE_BITS = ("--selector", "up", "--selector-bits", "2", "--record-bits", "16")
 
-sys.path.append(str(ROOT / "tests" / "support"))  # after all else: some commands use what tests have
+sys.path.append(str(ROOT / "tests"))  # after all else: some commands use what tests have
 
 _NUMBER = re.compile(r"[+-]?[\d.,]+( GiB| MiB|%|$| \[)")
 

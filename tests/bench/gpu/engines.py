@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from gpu_runs import GpuRun, gpu_decoder
-from models import DEMO_MODEL
-from synthetic import shrunk
+from support.gpu_runs import GpuRun, gpu_decoder
+from support.models import DEMO_MODEL
+from support.synthetic import shrunk
 from torch import profiler
 
 from gpu.measuring import Clock, Results

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
-from gpu_runs import GpuRun, gpu_decoder
-from synthetic import character, made, shrunk
+from support.gpu_runs import GpuRun, gpu_decoder
+from support.synthetic import character, made, shrunk
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from models import BOOK
+from support.models import BOOK
 from torch import Tensor
 
 from gpu.engines import (
