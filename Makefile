@@ -16,9 +16,9 @@
 #             quality by size for it too
 # make gpu-check  on a machine with a GPU: what only a GPU can show, in three calls of nine minutes (docs/gpu.md): CALL=1
 #             for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no installation
-# make gpu-report  the page and the picture of docs/benchmarks/gpu-*.json; GPU_FILES for other files
+# make gpu-report  docs/benchmarks/gpu.md from the files of gpu-check: GPU_FILES, or those in build/gpu
 
-GPU_FILES ?= $(wildcard docs/benchmarks/gpu-*.json)
+GPU_FILES ?= $(wildcard build/gpu/gpu-*.json)
 GPU_PYTHON := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -145,7 +145,7 @@ gpu-check:
 	$(GPU_PYTHON) $(BENCH)/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 gpu-report: $(INSTALLED)
-	$(BIN)/python $(BENCH)/gpu_report.py $(GPU_FILES) -o docs/benchmarks/gpu
+	$(BIN)/python $(BENCH)/gpu_report.py $(GPU_FILES)
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

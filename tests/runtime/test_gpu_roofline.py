@@ -11,7 +11,9 @@ from cases import case
 from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from gpu.roofline import CONTEXT_TOKENS, Launches, LayerBytes, Rates, Setup, Subject, forks, moved_bytes, predict
-from gpu_roofline import COUNTS, FOLDER, PAGE, Counts, page, read_measured
+from gpu.runs import read_runs
+from gpu_report import FOLDER, measured_page
+from gpu_roofline import COUNTS, Counts, measured_ms, predictions
 from synthetic import plan_for, small
 
 from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
@@ -133,10 +135,11 @@ def test_a_plan_estimates_what_the_page_predicts() -> None:
 
 def _speed(budget_gib: int, ms: float, **changed: object) -> dict[str, object]:
     wanted = {"misses": "auto", "policy": "auto", "ram_bytes": None, "budget_bytes": budget_gib << 30}
-    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed, "median_token_ms": ms}
+    figures = {"prompt_tokens": 16, "decode_per_s": 1000 / ms, "median_token_ms": ms}
+    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed} | figures
 
 
-def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path: Path) -> None:
+def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults() -> None:
     gpu = {"name": "NVIDIA GeForce RTX 3090"}
     last = [
         {"kind": "Filled", "pack": "a"},
@@ -144,15 +147,20 @@ def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path
         _speed(8, 9.0, misses="pull"),
         _speed(8, 8.0, policy="corm"),
     ]
-    files = {
-        "gpu-b.json": (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
-        "gpu-a.json": (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
-        "gpu-c.json": (None, "new", "2026-11-26", [_speed(8, 1.0)]),
-    }
-    for name, (card, revision, date, rows) in files.items():
-        whole = {"rehearsal": card is None, "gpu": card, "revision": revision, "parts": [{"date": date, "rows": rows}]}
-        (tmp_path / name).write_text(json.dumps(whole))
-    assert read_measured(tmp_path.glob("gpu-*.json")) == {("RTX 3090", "a", 8 << 30): 12.5}
+    calls = (
+        (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
+        (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
+        (None, "new", "2026-11-26", [_speed(8, 1.0)]),
+    )
+    wholes = [
+        {
+            "rehearsal": each is None, "gpu": each, "cores": 2, "cpu": "", "revision": revision,
+            "versions": {"torch": "", "triton": ""},
+            "parts": [{"part": "mixtral", "state": "done", "date": date, "errors": {}, "rows": rows}],
+        }
+        for each, revision, date, rows in calls
+    ]  # fmt: skip
+    assert measured_ms(read_runs(wholes)) == {("RTX 3090", "a", 8 << 30): 12.5}
 
 
 def test_launches_are_those_on_the_page(tmp_path: Path) -> None:
@@ -171,6 +179,15 @@ def test_counts_come_back_from_json() -> None:
     assert counted.total(lambda launch: True) == 32 * 2 + 1
 
 
-@pytest.mark.slow
-def test_the_page_is_what_the_command_writes() -> None:
-    assert page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))) == PAGE.read_text()
+def test_the_page_is_what_the_report_writes_of_the_files_beside_it() -> None:
+    runs = read_runs(json.loads(path.read_text()) for path in sorted(FOLDER.glob("gpu-*.json")))
+    written = (FOLDER / "gpu.md").read_text()
+    measured = measured_page(runs, "gpu.svg")
+    assert written.startswith(measured)
+    assert written.removeprefix(f"{measured}\n") == predictions(runs)
+
+
+def test_no_file_of_raw_results_is_long() -> None:
+    for path in FOLDER.glob("gpu*.json*"):
+        with case(path.name):
+            assert len(path.read_text().splitlines()) < 100

@@ -207,7 +207,7 @@ _HUB = "asks Hugging Face's hub; tests/convert/test_stream.py and test_hub_packs
 NOT_HERE = {
     "python tests/bench/gpu_check.py": _GPU,
     "python tests/bench/gpu_report.py": "writes a page of docs/; tests/endtoend/test_gpu_check.py makes one of its own",
-    "python tests/bench/gpu_roofline.py": "writes a page of docs/; tests/runtime/test_gpu_roofline.py makes the same",
+    "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/test_gpu_roofline.py counts the same",
     "python tests/bench/gguf_logits.py": _LLAMA,
     "python tests/bench/vllm_logits.py": "needs vLLM, which needs a GPU",
     "python tests/bench/harness.py": "needs lm-evaluation-harness",
