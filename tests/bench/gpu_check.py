@@ -151,7 +151,7 @@ def main(calls: str, parts: str | None, limit: float, out: Path | None, revision
     folder.mkdir(parents=True, exist_ok=True)
     _prepare()
     gpu = setting(is_rehearsal).gpu
-    slug = gpu_slug(gpu and gpu.name)
+    slug = gpu_slug(gpu.name if gpu else None)
     ended, times = [], _REHEARSAL_TIMES if is_rehearsal else 1
     for call, names in chosen.items():
         stem = folder / f"gpu-{slug}-{time.strftime('%Y-%m-%d')}-call{call}"

@@ -4,23 +4,19 @@
 
 Without a pack it makes one of the demo model, in 4 bit. Every command runs in an interpreter of its own, to its first
 tokens, or as a server until it has loaded the pack. With `--modules` it lists the modules, and who imported each first,
-so that what made a command larger is found. With `--rounds` it measures the CPU seconds of commands, in turn.
+so that what made a command larger is found.
 """
 
 import re
-import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import click
-from benchlib import DEMO_MODEL, ROOT, figure, finish, json_option, moe_pack, table
-from loaded_modules import PROGRAMS, Loaded, loaded_by
+from benchlib import DEMO_MODEL, ROOT, finish, json_option, moe_pack, table
+from loaded_modules import Loaded, loaded_by
 
 TEXT = ("--prompt", "It was a dark night, and the wind blew over the long road to the town")
 NATIVE = ROOT / "runtime" / "cpu" / "native"
@@ -42,12 +38,6 @@ CASES = (
     Case("moe-run PACK --prompt TEXT --budget 16M", "moe-run", (*TEXT, "--max-tokens", "8", "--budget", "16M")),
     Case("moe-serve PACK --budget 16M", "moe-serve", ("--budget", "16M", "--port", "0")),
 )
-TIMED = (
-    Case("a name that no option has", "moe-run", ("--policy", "wrong"), 2),
-    Case("an option without effect", "moe-run", ("--device", "cpu", "--ram", "1G", *TEXT), 1),
-    Case("the first token", "moe-run", (*TEXT, "--max-tokens", "1")),
-    Case("the first token, with --budget 16M", "moe-run", (*TEXT, "--max-tokens", "1", "--budget", "16M")),
-)
 
 
 def native_lines() -> tuple[int, int]:
@@ -59,16 +49,6 @@ def native_lines() -> tuple[int, int]:
 def loaded_by_case(case: Case, pack: Path) -> Loaded:
     """Returns what a command loads for a pack."""
     return loaded_by(case.program, pack, *case.arguments, exit_code=case.exit_code)
-
-
-def cpu_seconds(case: Case, pack: Path) -> float:
-    """Returns the CPU seconds of a command, with all its threads, to its end."""
-    script = f"from {PROGRAMS[case.program]} import main; main(prog_name={case.program!r})"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", script, str(pack), *case.arguments], capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == case.exit_code, done.stderr.decode(errors="replace")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @contextmanager
@@ -96,27 +76,19 @@ def sizes(found: dict[str, Loaded]) -> str:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.argument("pack", required=False, type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--modules", "shows_modules", is_flag=True, help="List the modules of each folder.")
-@click.option("--rounds", default=0, type=click.IntRange(0), help="Also measure CPU seconds, so often.")
 @json_option
-def main(pack: Path | None, shows_modules: bool, rounds: int, as_json: bool) -> None:
+def main(pack: Path | None, shows_modules: bool, as_json: bool) -> None:
     if pack is None:
         with demo_pack() as made:
-            measure(made, shows_modules, rounds, as_json)
+            measure(made, shows_modules, as_json)
     else:
-        measure(pack, shows_modules, rounds, as_json)
+        measure(pack, shows_modules, as_json)
 
 
-def measure(pack: Path, shows_modules: bool, rounds: int, as_json: bool) -> None:
+def measure(pack: Path, shows_modules: bool, as_json: bool) -> None:
     found = {case.name: loaded_by_case(case, pack) for case in CASES}
     texts = [f"{name}\n{loaded.table()}\n" for name, loaded in found.items() if shows_modules]
     texts.append(sizes(found))
-    seconds: dict[str, list[float]] = {case.name: [] for case in TIMED}
-    for _ in range(rounds):
-        for case in TIMED:
-            seconds[case.name].append(cpu_seconds(case, pack))
-    if rounds:
-        rows = [(name, figure(median(each))) for name, each in seconds.items()]
-        texts.append("\n" + table(("CPU seconds until", "median"), rows))
     facts = {
         name: {
             "modules": len(each.modules),
@@ -126,7 +98,7 @@ def measure(pack: Path, shows_modules: bool, rounds: int, as_json: bool) -> None
         }
         for name, each in found.items()
     }
-    finish({"commands": facts, "native": native_lines(), "cpu_seconds": seconds}, "\n".join(texts), as_json)
+    finish({"commands": facts, "native": native_lines()}, "\n".join(texts), as_json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""What a budget below the pack costs: speed, plan, the disk's limit, hidden reads, the papers' parts, a long run.
+"""What a budget below the pack costs: speed, plan, the papers' parts, a long run.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
-    python tests/bench/offloading.py disk
-    python tests/bench/offloading.py overlap
     python tests/bench/offloading.py parts
     python tests/bench/offloading.py soak
 
@@ -10,18 +8,15 @@ All but `soak` need root: they make memory cgroups and empty the page cache. Pac
 `LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
 import numpy as np
-from benchlib import BOOK, F, figure, finish, folder_option, json_option, moe_pack_command, parts_side, table
+from benchlib import BOOK, F, figure, finish, folder_option, json_option, parts_side, table
 from benchlib.confined import (
     MOE_RUN,
     SPARE_BYTES,
@@ -29,11 +24,8 @@ from benchlib.confined import (
     MemoryCgroup,
     NoCgroupError,
     Task,
-    drop_page_cache,
-    measure,
     run_llama,
     run_ours,
-    tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
 from benchlib.packs import CORM, DEMO, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
@@ -257,142 +249,6 @@ def speed_command(
     text = table(header, [row for case in cases for row in case.rows()])
     facts = {"task": asdict(task), "fixed": asdict(fixed), "cases": [asdict(case) for case in cases]}
     finish(facts, text, as_json, [fault for case in cases for fault in case.faults()])
-
-
-# --- the disk's limit
-
-
-def best_rate(facts: dict[str, Any], num_bytes: float) -> float:
-    """Returns the best rate of reads of this size in doctor's facts, interpolated in logarithms, mapped files apart."""
-    best: dict[int, float] = {}
-    for found in facts["drive"]["best"]:
-        if found["mode"] != "map":
-            best[found["size"]] = max(found["rate"], best.get(found["size"], 0.0))
-    sizes = sorted(best)
-    return float(np.exp(np.interp(np.log(num_bytes), np.log(sizes), np.log([best[size] for size in sizes]))))
-
-
-def run_doctor(pack: Path, seconds: float, limit_bytes: int) -> dict[str, Any]:
-    """Returns what `moe-pack doctor` measures in a cgroup; it keeps nothing.
-
-    Raises:  click.ClickException if it fails.
-    """
-    drop_page_cache(pack)
-    with tempfile.TemporaryDirectory(prefix="moe-pack-") as cache, MemoryCgroup(limit_bytes) as cgroup:
-        command = moe_pack_command("doctor", "--path", pack, "--seconds", seconds, "--json")
-        measured = measure(cgroup.inside(["env", f"XDG_CACHE_HOME={cache}", *command]), tree_anonymous_bytes)
-    if measured.exit_code:
-        raise click.ClickException(f"moe-pack doctor ended with {measured.exit_code}: {measured.errors}")
-    return dict(json.loads(measured.output))
-
-
-@main.command("disk")
-@run_options(1, 3, tuple(SYNTHETIC))
-@click.option("--share", default=0.25, show_default=True, type=click.FloatRange(0.01, 1), help="Of the pack's bytes.")
-@click.option("--seconds", default=0.25, show_default=True, help="Of each of doctor's measurements.")
-def disk_command(
-    folder: Path,
-    packs: tuple[str, ...],
-    share: float,
-    rounds: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    seconds: float,
-    threads: int,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Compares the rate of the engine's reads with what the disk can do, in the same run and memory cgroup.
-
-    The engine's rate is bytes over the time in which at least one read was under way, while it computes; the disk's is
-    the best that `moe-pack doctor` measures, of any mode and number of threads, for scattered reads as long as the
-    pack's experts.
-    """
-    needs_cgroup()
-    task, rows = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), []
-    for name in packs:
-        pack = make_pack(name, folder)
-        with Pack(pack) as opened:
-            expert_bytes = float(opened.index.size.mean())
-        budget = int(share * pack_bytes(pack))
-        for _ in range(rounds):
-            disk = best_rate(run_doctor(pack, seconds, budget + SPARE_BYTES), expert_bytes)
-            run = finished(run_ours(OURS, pack, task, ["--budget", str(budget)], budget + SPARE_BYTES))
-            stream = run.facts["stream"]
-            num_bytes = stream["read_needed"] + stream["read_ahead"]
-            engine, read = num_bytes / stream["read_s"], num_bytes / stream["num_reads"]
-            rows.append(
-                (name, f"{read / 1e6:.1f}", f"{engine / 1e6:,.0f}", f"{disk / 1e6:,.0f}", f"{engine / disk:.0%}")
-            )
-    header = ("pack", "reads of MB", "engine, MB/s", "disk, MB/s", "share")
-    finish({"rounds": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json)
-
-
-# --- hidden read time
-
-
-def hidden_share(run: ConfinedRun) -> float:
-    """Returns the share of the read time that nobody waited in."""
-    stream = run.facts["stream"]
-    waited = stream["prefill"]["stall_s"] + stream["decode"]["stall_s"]
-    return 1 - float(waited) / float(stream["read_s"])
-
-
-@main.command("overlap")
-@run_options(1, 5, (*SYNTHETIC, DEMO))
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(["auto", *PRESETS]), default=("auto",), show_default=True
-)
-@click.option(
-    "--share", default=0.5, show_default=True, type=click.FloatRange(0.01, 1), help="Of experts in the budget."
-)
-@click.option("--most-slower", default=0.02, show_default=True, help="What prefetching may cost.")
-def overlap_command(
-    folder: Path,
-    packs: tuple[str, ...],
-    policies: tuple[str, ...],
-    share: float,
-    rounds: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    threads: int,
-    seed: int,
-    most_slower: float,
-    as_json: bool,
-) -> None:
-    """Measures how much of the read time is hidden behind computation, with prefetching and without.
-
-    Interleaved, in a cgroup, from an empty page cache: the policy lru, which predicts nothing, then every policy asked
-    for, with and without prefetching. Exits with 1 where prefetching makes decoding slower by more than --most-slower.
-    """
-    needs_cgroup()
-    task, rows, faults = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
-    for name in packs:
-        pack = make_pack(name, folder)
-        budget = share_budget(pack, share, prompt_tokens + decode_tokens + 1)
-        ways = [("lru", True), *((policy, ahead) for policy in policies for ahead in (False, True))]
-        runs: dict[tuple[str, bool], list[ConfinedRun]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            machine = measure_disk(pack)
-            for policy, ahead in ways:
-                options = ["--budget", str(budget), "--policy", policy, *([] if ahead else ["--no-prefetch"])]
-                run = run_ours(policy, pack, task, options, budget + SPARE_BYTES, machine)
-                runs[policy, ahead].append(finished(run))
-                tell(f"{name}, prefetch {ahead}", runs[policy, ahead][-1])
-        decode_s = {way: median(run.decode_s or 0.0 for run in done) for way, done in runs.items()}
-        for (policy, ahead), done in runs.items():
-            counts = [run.facts["stream"]["decode"] for run in done]
-            ratio = decode_s[policy, True] / decode_s[policy, False] if ahead and (policy, False) in runs else None
-            if ratio and ratio > 1 + most_slower:
-                faults.append(f"{name}: {policy} takes {ratio:.3f} times as long with prefetching as without")
-            rows.append((
-                name, policy if ahead else f"{policy}, no prefetch", f"{decode_tokens / decode_s[policy, ahead]:.2f}",
-                f"{median(c['hits'] / c['experts_needed'] for c in counts):.1%}",
-                f"{median(map(hidden_share, done)):.1%}", f"{median(c['prefetched'] for c in counts):,.0f}",
-                f"{median(c['prefetched_chosen'] for c in counts):,.0f}", figure(ratio, ".3f"),
-            ))  # fmt: skip
-    header = ("pack", "policy", "tokens/s", "hits", "hidden", "predicted", "right", "time by that without")
-    finish({"runs": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json, faults)
 
 
 # --- the papers' parts

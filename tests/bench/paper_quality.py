@@ -9,7 +9,7 @@ right answers have Wilson's 95% intervals, and differences have 95% intervals of
 questions. `plain` are the questions of tests/data/tasks.jsonl, judged by log-likelihood. `passages` are made from
 tests/data/books-valid.txt: a passage and four continuations, three of them of other passages, judged by log-likelihood
 a byte. Packs of presets are those of `moe-pack convert --preset`. Where a table has a paper's figures, they are of
-other models and other text: docs/benchmarks/papers-quality.md compares them.
+other models and other text: docs/benchmarks/papers.md compares them.
 """
 
 import json
@@ -701,39 +701,20 @@ def main() -> None:
     """Groups the measurements."""
 
 
-@main.command("sparsity-bits")
-@bench_options
-def sparsity_bits_command(**options: Any) -> None:
-    """FloE Fig. 9b: sparsity and the bits of up."""
-    _run(["sparsity-bits"], options)
+def _add(name: str, text: str) -> None:
+    @main.command(name, help=text)
+    @bench_options
+    def command(**options: Any) -> None:
+        _run([name], options)
 
 
-@main.command("strategies")
-@bench_options
-def strategies_command(**options: Any) -> None:
-    """FloE Fig. 9a and Tables 3, 5 and 6: which activation decides, with CATS, CHESS and HQQ."""
-    _run(["strategies"], options)
-
-
-@main.command("theta")
-@bench_options
-def theta_command(**options: Any) -> None:
-    """CORM Fig. 10 and Fig. 2: the threshold on the gate's activation."""
-    _run(["theta"], options)
-
-
-@main.command("tasks")
-@bench_options
-def tasks_command(**options: Any) -> None:
-    """FloE Table 4: answers of the presets' packs."""
-    _run(["tasks"], options)
-
-
-@main.command("widths")
-@bench_options
-def widths_command(**options: Any) -> None:
-    """EdgeMoE Tables II and IV, Fig. 17: sizes and losses by width, by tolerable loss, and by the profile's text."""
-    _run(["widths"], options)
+_add("sparsity-bits", "FloE Fig. 9b: sparsity and the bits of up.")
+_add("strategies", "FloE Fig. 9a and Tables 3, 5 and 6: which activation decides, with CATS, CHESS and HQQ.")
+_add("theta", "CORM Fig. 10 and Fig. 2: the threshold on the gate's activation.")
+_add("tasks", "FloE Table 4: answers of the presets' packs.")
+_add(
+    "widths", "EdgeMoE Tables II and IV, Fig. 17: sizes and losses by width, by tolerable loss, by the profile's text."
+)
 
 
 @main.command("all")

@@ -1,10 +1,7 @@
-"""The papers' parts and every cache policy, by replay on a model's routes; and what trusting predictions costs.
+"""The papers' parts and every cache policy, by replay on a model's routes.
 
     python tests/bench/policies.py parts
     python tests/bench/policies.py hits
-    python tests/bench/policies.py trust
-    python tests/bench/policies.py gpu
-    python tests/bench/policies.py gpu --ahead 1
 
 A model, the demo model by default, is profiled on the shipped sample, which gives the learned networks, the plan of
 EdgeMoE and how well neurons are predicted. Then it runs over a text that it has not seen; popularity and paths are
@@ -14,15 +11,12 @@ learned from the first tokens, and the others are played.
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import numpy as np
-import torch
-from benchlib import BOOK, DEMO_MODEL, SEQUENCE_LENGTH, F, finish, folder_option, json_option, sample_and_unseen, table
-from benchlib.packs import budget_with, make_demo, make_profiled_demo
+from benchlib import DEMO_MODEL, SEQUENCE_LENGTH, F, finish, json_option, sample_and_unseen, table
 from benchlib.playing import (
     Counted,
     ExpertSizes,
@@ -38,38 +32,24 @@ from benchlib.playing import (
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
 from evictions import FIFO, Random
 from numpy.typing import NDArray
-from played_slots import PlayedToken, played, popularity_of, recorded_tokens
 from printed_split import balanced
-from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
 from moe_pack.convert.plan.papers import FLOE_SPARSITY
-from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
+from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.layout import expert_layout
-from moe_pack.runtime import Engine, EngineOptions, Text
-from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, place_experts, usual_heat
-from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import (
     PRESETS,
-    Approximations,
     CacheFacts,
     ExpertCache,
-    OffloadedWeights,
-    PhaseCounts,
-    PolicyName,
     Predictor,
     Preset,
-    Routing,
     expert_cache_for,
-    routing_bytes,
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
-from moe_pack.runtime.offload.prefetch import MethodName
-from moe_pack.runtime.offload.presets import SIMPLEST_FIRST, PredictionName
 from moe_pack.runtime.offload.replay import optimum, replay
 from moe_pack.runtime.offload.split import LoadOrCompute, fastest
 
@@ -126,7 +106,6 @@ class Subject:
 
 _BF16 = ExpertFormat(BF16, BF16, BF16)
 _INT4 = ExpertFormat(*[part_format(4, 64, 8)] * 3)
-_INT2_UP = ExpertFormat(BF16, part_format(2, 64), BF16)
 
 
 def profiled(checkpoint: Checkpoint, num_tokens: int) -> tuple[Losses, dict[int, Predictor]]:
@@ -448,137 +427,6 @@ def hits_command(folder: Path, learned: int, sample: int, tokens: int, shares: s
         ]
     rows = [(name, *(f"{tally[name]:.1%}" for tally in tallies)) for name in tallies[0]]
     header = ("experts that fit", *map(str, sizes))
-    finish({"header": header, "rows": rows}, table(header, rows), as_json)
-
-
-# --- experts that were predicted, in place of the router's
-
-_TRUSTING: tuple[PolicyName, ...] = ("corm", "importance", "floe", "edgemoe")  # the policies that predict experts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Decoded:
-    """Tokens decoded one by one: `log_probs` float64 [T, V], and the counts of the run."""
-
-    log_probs: Tensor
-    counts: PhaseCounts
-
-
-def decoded(pack: Pack, ids: Sequence[int], policy: PolicyName, num_experts: int, trusts: bool) -> Decoded:
-    """Decodes tokens one by one in windows, with memory for some experts.
-
-    Args:    trusts: whether predicted experts run in place of the router's.
-    """
-    budget = budget_with(pack, num_experts, SEQUENCE_LENGTH) + routing_bytes(pack.folder)
-    options = EngineOptions("cpu", budget, policy=policy, approximations=Approximations(runs_predicted=trusts))
-    logits = []
-    with Engine(pack, options, SEQUENCE_LENGTH) as engine:
-        for start in range(0, len(ids), SEQUENCE_LENGTH):
-            engine.decoder.reset()
-            logits += [engine.decoder.next_logits([token]).clone() for token in ids[start : start + SEQUENCE_LENGTH]]
-        assert isinstance(engine.weights, OffloadedWeights), "a budget makes it stream"
-        return Decoded(torch.stack(logits).double().log_softmax(dim=1), engine.weights.decode)
-
-
-def trust_row(pack: Pack, ids: Sequence[int], policy: PolicyName, num_experts: int) -> tuple[str, ...]:
-    """Returns the line of a policy: what its predictions cost and save if they are trusted."""
-    plain, trusting = (decoded(pack, ids, policy, num_experts, trusts) for trusts in (False, True))
-    known = [place for place in range(len(ids) - 1) if (place + 1) % SEQUENCE_LENGTH]  # the next token is in the window
-    after = torch.tensor([ids[place + 1] for place in known])
-    lost = (plain.log_probs - trusting.log_probs)[known, after]
-    kl = (plain.log_probs.exp() * (plain.log_probs - trusting.log_probs)).sum(dim=1)
-    error = float(1.96 * lost.std() / len(lost) ** 0.5)
-    hits = [f"{run.counts.hits / run.counts.needed:.1%}" for run in (plain, trusting)]
-    read = [f"{run.counts.asked_bytes / run.counts.tokens / 1e3:,.0f}" for run in (plain, trusting)]
-    wrong = trusting.counts.mispredicted / trusting.counts.needed
-    return policy, f"{wrong:.1%}", f"{lost.mean():.3f} ± {error:.3f}", f"{kl.mean():.3f}", *hits, *read
-
-
-@main.command("trust")
-@folder_option
-@click.option("--tokens", default=1000, show_default=True, type=click.IntRange(2), help="Of a novel, one by one.")
-@click.option("--experts", default=16, show_default=True, type=click.IntRange(1), help="That fit into the budget.")
-@json_option
-def trust_command(folder: Path, tokens: int, experts: int, as_json: bool) -> None:
-    """Prints what `moe-run --trust-experts` loses and saves on the demo model's pack at 4 bit, by policy.
-
-    The loss is of the same pack without the option, with 1.96 standard errors.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with Pack(make_profiled_demo(folder)) as pack:
-        ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * tokens])[:tokens]
-        rows = [trust_row(pack, ids, policy, experts) for policy in _TRUSTING]
-    header = ("policy", "not the router's", "loss, nats", "KL", "hits", "(trusting)", "KB a token", "(trusting)")
-    finish({"header": header, "rows": rows}, table(header, rows), as_json)
-
-
-_GPU_SHARES = (0.25, 0.5, 0.75)
-# Of each preset's prediction the method that is played. That of importance depends on what is resident; without that it
-# is the next router.
-_PLAYED: dict[PredictionName, MethodName] = {"mlp": "mlp", "router": "router", "paths": "paths", "partial": "router"}
-
-
-def gpu_row(
-    pack: Pack, policy: PolicyName, learned: Sequence[PlayedToken], tokens: Sequence[PlayedToken], ahead_share: float
-) -> tuple[str, ...]:
-    """Returns the line of a policy, by memory: the share of neurons that a GPU had, and what the CPU read.
-
-    Args:    ahead_share: of an expert's records, how many can be pulled ahead.
-    """
-    preset, layout = PRESETS[policy], pack.layout
-    popularity, heat = popularity_of(learned, pack.spec.router.num_experts), usual_heat(layout, pack.thresholds)
-    whole, cells = place_experts(layout, 1 << 40, "split").num_bytes, list[str]()
-    expert, method = layout.experts[0][0], _PLAYED.get(preset.prediction) if ahead_share else None
-    ahead = int(ahead_share * expert.num_rows)
-    for share in _GPU_SHARES:
-        dynamic_share = DYNAMIC_SHARE if preset.keeps else 0.0
-        placement = place_experts(
-            layout, int(share * whole), "split", popularity, heat, dynamic_share, is_pulled=ahead_share > 0
-        )
-        found = played(placement, preset, popularity, tokens, method=method, most_ahead=ahead)
-        read = found.left * expert.records.row_bytes + found.whole_experts * expert.selector_bytes
-        cells += [f"{found.resident / (found.resident + found.left):.1%}", f"{read / len(tokens) / 1000:.0f}"]
-        if ahead_share:
-            pulled = found.ahead * expert.records.row_bytes / len(tokens) / 1000
-            cells += [f"{pulled:.0f}", f"{found.ahead_ran / found.ahead:.0%}" if found.ahead else "-"]
-    return policy, *cells
-
-
-@main.command("gpu")
-@folder_option
-@click.option("--learned", default=1024, show_default=True, type=click.IntRange(1), help="Tokens for popularity.")
-@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(2), help="That are played.")
-@click.option("--sparsity", default=0.8, show_default=True, type=float, help="Share of neurons that do not run.")
-@click.option(
-    "--ahead",
-    "ahead_share",
-    default=0.0,
-    show_default=True,
-    type=click.FloatRange(0, 1),
-    help="Of the records of each expert that the policy predicts, pulled before its layer.",
-)
-@json_option
-def gpu_command(folder: Path, learned: int, tokens: int, sparsity: float, ahead_share: float, as_json: bool) -> None:
-    """Prints, for each policy, which share of a token's neurons a GPU of some memory has, and what the CPU reads.
-
-    The slots of `moe-run --device cuda --misses cpu` are played on the demo model's tokens, at 4 bit; nothing runs on a
-    GPU. Memory is that of all experts times a share. With --ahead: what is pulled before its layer too.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    methods = sorted(set(_PLAYED.values())) if ahead_share else []
-    with ExitStack() as opened:
-        pack = opened.enter_context(Pack(make_demo(folder, sparsity)))
-        kernels = opened.enter_context(closing(Kernels()))
-        routing = None
-        if ahead_share:
-            routing = Routing.open(opened.enter_context(Pack(make_profiled_demo(folder))))
-        ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * (learned + tokens)])[: learned + tokens]
-        found = recorded_tokens(pack, NativeOperations(kernels), ids, SEQUENCE_LENGTH, routing, methods)
-        policies = [name for name in SIMPLEST_FIRST if not ahead_share or PRESETS[name].keeps]
-        rows = [gpu_row(pack, policy, found[:learned], found[learned:], ahead_share) for policy in policies]
-    names = "resident, KB by the CPU" + ", KB ahead, needed" * bool(ahead_share)
-    shares = [f"{share:.0%} of the memory: {names}" for share in _GPU_SHARES]
-    header = ("policy", *(cell for share in shares for cell in share.split(", ")))
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 
 

@@ -8,12 +8,11 @@ import functools
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import benchlib
@@ -33,7 +32,6 @@ from moe_pack.convert import measure_fixed_costs
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.doctor import measure_cpu
-from moe_pack.runtime.model.caches import storage
 
 _MODULES = {"moe_pack.convert.cli": moe_pack, "moe_pack.runtime.cli": moe_run}
 _PADDING_BYTES = 48 << 20  # of a file without blocks in each pack: budgets that are shares of its bytes are then enough
@@ -93,19 +91,6 @@ def _quick(arguments: list[str]) -> list[str]:
     return arguments
 
 
-class StartedHere:
-    """Stands for `subprocess.Popen`: what it starts has ended when it is made."""
-
-    def __init__(self, args: Sequence[object], **options: object) -> None:
-        self.args = args
-        self.pid = os.getpid()
-        self.returncode = run_here(args).exit_code
-
-    def wait(self) -> int:
-        """Returns the exit code."""
-        return self.returncode
-
-
 def measure_here(
     command: list[str],
     anonymous_bytes: Callable[[int], int],
@@ -155,7 +140,7 @@ class SmallRuns:
     """What small runs find: a tiny model and packs of it under the names of those that benchmarks would make.
 
     `folder`: for `--folder`.   `model`, `smallest`: tiny checkpoints.   `packed`: a pack of the demo model that chats.
-    `gguf`: the tiny model's file.   `experts`: a file of one expert with inputs.
+    `experts`: a file of one expert with inputs.
     """
 
     def __init__(self, place: Path) -> None:
@@ -171,13 +156,6 @@ class SmallRuns:
         for each in self._packs.values():
             with (each / "padding").open("wb") as file:
                 file.truncate(_PADDING_BYTES)
-
-    @functools.cached_property
-    def gguf(self) -> Path:
-        """Returns the file, made once."""
-        self.moe_pack("export", self._packs["up"], "--to", "gguf", "-o", self.place / "gguf", "--compare-tokens", 0)
-        (file,) = (self.place / "gguf").iterdir()
-        return file
 
     @functools.cached_property
     def experts(self) -> Path:
@@ -213,7 +191,3 @@ class SmallRuns:
             for name, value in vars(each).copy().items():
                 if id(value) in replaced:
                     patch.setattr(each, name, replaced[id(value)])
-        patch.setattr(storage, "rotation", storage.rotation)  # which one benchmark replaces
-        if module.__name__ == "many_machines":  # it starts many processes, and others what a process shows of itself
-            patch.setattr(module, "subprocess", SimpleNamespace(Popen=StartedHere, DEVNULL=subprocess.DEVNULL))
-            patch.setattr(os, "sched_setaffinity", lambda pid, cpus: None)
