@@ -22,7 +22,6 @@ from benchlib.playing import (
     ExpertSizes,
     Play,
     Predict,
-    SecondProcessor,
     by_networks,
     by_paths,
     by_router,
@@ -31,8 +30,6 @@ from benchlib.playing import (
 )
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
 from evictions import FIFO, Random
-from numpy.typing import NDArray
-from printed_split import balanced
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
@@ -51,10 +48,6 @@ from moe_pack.runtime.offload import (
 )
 from moe_pack.runtime.offload.eviction import LRU, Importance, LayerLRU, NoEviction, placed_by_popularity
 from moe_pack.runtime.offload.replay import optimum, replay
-from moe_pack.runtime.offload.split import LoadOrCompute, fastest
-
-_NO_SECOND = "needs a second processor"
-
 
 # --- the model, what a profile of it knows, and the sizes of its experts
 
@@ -130,29 +123,24 @@ def networks_of(profile: Profile) -> dict[int, Predictor]:
 class Part:
     """A line: a paper's parts so far, or one of them alone.
 
-    `run`: None if replay does not measure it.   `sizes`: of the experts.   `published`: the paper's factor over its own
-    first line.   `time`: in units of the first line's, with the assumed rates of a second processor; None without one.
+    `sizes`: of the experts.   `published`: the paper's factor over its own first line.
     """
 
     paper: str
     parts: str
-    run: Counted | None
-    sizes: ExpertSizes | None
+    run: Counted
+    sizes: ExpertSizes
     published: str = ""
-    time: str = ""
-
-    def read(self) -> tuple[float, float] | None:
-        """Returns what a token reads, in whole 16-bit experts: all, and the late part."""
-        return None if self.run is None or self.sizes is None else self.run.read_sizes(self.sizes)
 
     def cells(self, first: "Part") -> tuple[str, ...]:
-        """Returns the line's figures; `first` is the paper's first line."""
-        read, base = self.read(), first.read()
-        if self.run is None or read is None or base is None:
-            return (self.paper, self.parts, "", "", "", "", "", self.time or _NO_SECOND, self.published)
+        """Returns the line's figures; `first` is the paper's first line.
+
+        What a token reads is in whole 16-bit experts: all, and the late part.
+        """
+        read, base = self.run.read_sizes(self.sizes), first.run.read_sizes(first.sizes)
         ratios = ("" if now == 0 else f"{before / now:.2f}" for before, now in zip(base, read, strict=True))
         figures = (f"{self.run.hit_rate:.1%}", f"{read[0]:.3f}", f"{read[1]:.3f}", *ratios)
-        return (self.paper, self.parts, *figures, self.time, self.published)
+        return (self.paper, self.parts, *figures, self.published)
 
 
 def _in_passing(facts: CacheFacts) -> ExpertCache:
@@ -228,94 +216,37 @@ def edgemoe(subject: Subject) -> Iterator[Part]:
     yield Part(name, "+C: experts kept, by frequency over distance", cached, sizes, "3.22")
 
 
-# Fiddler §1: "over 3 tokens per second" with 56 of 256 experts in GPU memory, and §3.1: some 50 ms to copy one. A token
-# misses 64 (1 - 56 / 256) = 50 experts, so that one takes at most 1 / 3 / 50 s = 6.7 ms on the CPU: 0.13 of a copy.
-_FIDDLER_TOKEN_TIME = 1 / 3 / 50 / 0.050
-# Importance §6.3: "in S3, CPU computation time is only one-third of load time"; 1: a slower CPU, or a faster link.
-_IMPORTANCE_TOKEN_TIMES = (1 / 3, 1.0)
-
-
-def _all_computed(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
-    """Computes every missing expert on the second processor (Fiddler §3.2, decode)."""
-    return LoadOrCompute((), tuple(range(len(computing))))
-
-
 def fiddler(subject: Subject) -> Iterator[Part]:
-    """§3.2: the paper has no ablation; its speeds are over whole systems in 16 bit."""
+    """§3.2: the paper has no ablation; its speeds, 8.2 to 22.5 times, are over whole systems in 16 bit."""
     routes, facts, name = subject.routes, subject.facts, "Fiddler"
     sizes = subject.uniform_sizes(_BF16, "none")
-    alone, placed = play(routes, Play(_in_passing(facts))), play(routes, Play(_placed(facts)))
-    computing = SecondProcessor(_all_computed, _FIDDLER_TOKEN_TIME)
-    computed = play(routes, Play(_placed(facts), second=computing))
-    yield Part(name, "16 bit, read when needed", alone, sizes, "1", "1.00")
-    time = f"{alone.time / placed.time:.2f}"
-    yield Part(name, "+ the most popular experts placed, the others read", placed, sizes, "", time)
-    factor = f"{alone.time / computed.time:.1f} assumed"
-    yield Part(name, "+ the others computed where they are", None, None, "8.2 to 22.5 (systems)", factor)
-    loaded, cpu, split = prompt_times(routes, _placed(facts).is_placed, _FIDDLER_TOKEN_TIME)
-    prompt = "prefill of 64 tokens"
-    yield Part(name, f"{prompt}: missing experts read", None, None, "", "1.00")
-    yield Part(
-        name, f"{prompt}: missing experts computed where they are", None, None, "", f"{loaded / cpu:.2f} assumed"
-    )
-    yield Part(name, f"{prompt}: split by arg min, §3.2", None, None, "", f"{loaded / split:.2f} assumed")
-
-
-def prompt_times(routes: ModelRoutes, is_placed: NDArray[np.bool_], token_time: float) -> tuple[float, float, float]:
-    """Returns the time of missing experts in prompts if all are loaded, all computed, or split: in loads."""
-    passes, loaded, computed, split = routes.passes, 0.0, 0.0, 0.0
-    ends = np.cumsum(passes.chunks, dtype=np.int64)
-    for end, length in zip(ends.tolist(), passes.chunks.tolist(), strict=True):
-        for layer_idx in range(passes.routes.shape[1]) if length > 1 else ():
-            counts = np.bincount(passes.routes[end - length : end, layer_idx].ravel(), minlength=passes.num_experts)
-            tokens = [int(n) for n, placed in zip(counts, is_placed[layer_idx], strict=True) if n and not placed]
-            loaded += len(tokens)
-            computed += sum(tokens) * token_time
-            times = [number * token_time for number in tokens], [1.0] * len(tokens)
-            split += fastest(*times).seconds(*times)
-    return loaded, computed, split
+    yield Part(name, "16 bit, read when needed", play(routes, Play(_in_passing(facts))), sizes, "1")
+    placed = play(routes, Play(_placed(facts)))
+    yield Part(name, "+ the most popular experts placed, the others read", placed, sizes)
 
 
 _ALPHA = 0.3  # importance §6.2 uses 0.25 to 0.35
 
 
 def importance(subject: Subject) -> Iterator[Part]:
-    """Fig. 16's text, three models: time down by 8%, 20%, 14%, 34%, of the part before each.
+    """Fig. 16's text, three models: time down by 8%, 20%, 14% of the part before each.
 
-    The figures of a second processor are for each of `_IMPORTANCE_TOKEN_TIMES`.
+    Its baseline computes the experts that are not placed on a CPU; here they are read. Nor is +BA, Algorithm 2, played.
     """
     routes, facts, name = subject.routes, subject.facts, "importance, Fig. 16"
-    sizes, k, times = subject.uniform_sizes(_BF16, "none"), facts.num_active, _IMPORTANCE_TOKEN_TIMES
+    sizes, k = subject.uniform_sizes(_BF16, "none"), facts.num_active
 
-    def kept(alpha: float | None = _ALPHA, second: SecondProcessor | None = None) -> Play:
-        return Play(ExpertCache(facts, Importance(facts)), alpha=alpha, second=second)
+    def kept(alpha: float | None = _ALPHA) -> Play:
+        return Play(ExpertCache(facts, Importance(facts)), alpha=alpha)
 
-    def predicting(run: Play) -> Counted:
-        return play_partial(subject.model, run, subject.num_learned, subject.num_played)
-
-    bases = [play(routes, Play(_placed(facts), second=SecondProcessor(_all_computed, time))).time for time in times]
-
-    def assumed(*runs: Counted) -> str:
-        return " / ".join(f"{base / run.time:.2f}" for base, run in zip(bases, runs, strict=True)) + " assumed"
-
-    def line(text: str, run: Counted, published: str = "") -> Part:
-        return Part(name, text, run, sizes, published, assumed(run, run))
-
-    yield Part(
-        name, "some experts placed for the whole run, the others read", play(routes, Play(_placed(facts))), sizes
-    )
-    yield Part(name, "baseline: the others computed on the CPU", None, None, "1", "1.00 / 1.00 assumed")
-    yield line("+CE: kept by mean score", play(routes, kept(alpha=None)), "1.09")
-    yield line(f"+ER: substituted, alpha {_ALPHA}", play(routes, kept()), "1.36")
-    yield line("+Pre: predicted from the partial state, §5.2", predicting(kept()), "1.58")
-    yield line("(for comparison: predicted by the next router)", play(routes, kept(), by_router(routes, k)))
-    splits = {
-        "+BA: missing experts split by Algorithm 2": balanced,
-        "(for comparison: split by Fiddler's arg min)": fastest,
-    }
-    for text, split in splits.items():
-        runs = [predicting(kept(second=SecondProcessor(split, time))) for time in times]
-        yield Part(name, text, runs[0], sizes, "2.39" if split is balanced else "", assumed(*runs))
+    placed = play(routes, Play(_placed(facts)))
+    yield Part(name, "some experts placed for the whole run, the others read", placed, sizes, "1")
+    yield Part(name, "+CE: kept by mean score", play(routes, kept(alpha=None)), sizes, "1.09")
+    yield Part(name, f"+ER: substituted, alpha {_ALPHA}", play(routes, kept()), sizes, "1.36")
+    partial = play_partial(subject.model, kept(), subject.num_learned, subject.num_played)
+    yield Part(name, "+Pre: predicted from the partial state, §5.2", partial, sizes, "1.58")
+    by_next = play(routes, kept(), by_router(routes, k))
+    yield Part(name, "(for comparison: predicted by the next router)", by_next, sizes)
 
 
 PAPERS: tuple[Callable[[Subject], Iterator[Part]], ...] = (floe, corm, fiddler, edgemoe, importance)
@@ -350,9 +281,7 @@ def parts_command(
     A token's reads are in experts of 16 bit; experts have the bytes that the paper's format has at the dimensions of a
     published model. "Faster" is the first line's bytes over the line's: at least, where the bytes of predicted experts
     count; at most, where prefetching hides behind computation. Computation takes no time. A part that computes on a
-    second processor cannot be replayed; its factor follows from assumed rates: of Fiddler, by its own speed, 0.13 loads
-    for an expert on the CPU; of importance one third of a load (its §6.3), and a whole one. Published factors are of
-    whole systems' times on other models and machines.
+    second processor cannot be replayed. Published factors are of whole systems' times on other models and machines.
     """
     with routed_model(folder) as model:
         losses, networks = profiled(model.checkpoint, sample)
@@ -363,8 +292,7 @@ def parts_command(
         for paper in PAPERS:
             parts = list(paper(subject))
             rows += [part.cells(parts[0]) for part in parts]
-    header = ("paper", "parts", "hits", "read a token", "late", "faster, at least", "at most", "second processor",
-              "published")  # fmt: skip
+    header = ("paper", "parts", "hits", "read a token", "late", "faster, at least", "at most", "published")  # fmt: skip
     finish({"header": header, "rows": rows}, table(header, rows), as_json)
 
 
