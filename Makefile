@@ -9,7 +9,6 @@
 # make bench  what docs/benchmarks.md says, measured again: all that follows but what needs a GPU
 #   make bench-cpu        the native kernels, and decode and prefill
 #   make bench-streaming  packs larger than memory, with 45 GB in BENCH_PACKS; as root: it makes memory cgroups
-#   make bench-memory     the memory that conversion and profiling take
 #   make bench-serving    the server for several requests, and under load
 #   make bench-drafts     drafts on PACK, which has a real model
 #   make bench-plans      predicted bytes and speeds against measured ones
@@ -41,7 +40,7 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming bench-memory \
+.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming \
     bench-serving bench-drafts bench-plans bench-quality gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
@@ -111,18 +110,6 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
 	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
 
-bench-memory: $(INSTALLED)
-	mkdir -p $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS) --quantizer calibrated --codec trellis --bits 2 \
-	    --layers 1
-	for model in gpt-oss-120b deepseek-v3; do \
-	    $(BIN)/python $(BENCH)/memory.py convert --model $$model --bits source --only plain --folder $(BENCH_PACKS) && \
-	    $(BIN)/python $(BENCH)/memory.py profile --model $$model --layers 2 --experts 4 --tokens 512 --only plain \
-	        --folder $(BENCH_PACKS) || exit 1; \
-	done
-	$(BIN)/python $(BENCH)/memory.py profile --folder $(BENCH_PACKS)
-
 bench-serving: $(INSTALLED)
 	$(BIN)/python $(BENCH)/serving.py --folder $(BENCH_PACKS) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(LLAMA)
 	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS)
@@ -135,10 +122,8 @@ bench-plans: $(INSTALLED)
 	$(BIN)/python $(BENCH)/plans.py predicted --folder $(BENCH_PACKS)
 
 bench-quality: $(INSTALLED)
-	mkdir -p $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/quality.py $(LLAMA) --svg $(BENCH_PACKS)/quality-tiny.svg
-	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quality.py --model $(SMALL_MODEL) $(LLAMA) \
-	    --svg $(BENCH_PACKS)/quality-small.svg)
+	$(BIN)/python $(BENCH)/quality.py $(LLAMA)
+	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quality.py --model $(SMALL_MODEL) $(LLAMA))
 	$(if $(EXPERTS),$(BIN)/python $(BENCH)/real_experts.py --experts $(EXPERTS) $(LLAMA))
 
 ablate: $(INSTALLED)
@@ -151,7 +136,7 @@ papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_routing.py all $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
 	$(BIN)/python $(BENCH)/paper_scores.py all
 
-bench: families bench-cpu bench-streaming bench-memory bench-serving bench-plans bench-quality ablate papers \
+bench: families bench-cpu bench-streaming bench-serving bench-plans bench-quality ablate papers \
     $(if $(PACK),bench-drafts)
 
 gpu-check:

@@ -22,7 +22,6 @@ import click
 import numpy as np
 import torch
 from benchlib import figure, finish, folder_option, json_option, moe_pack, table
-from benchlib.checkpoints import Shape
 from benchlib.ggml import Ggml
 from benchlib.llama import Llama, llama_option, make_gguf
 from numpy.typing import NDArray
@@ -328,6 +327,17 @@ def _llama_operations(library: Ggml, kind: str) -> tuple[Callable[[], object] | 
 
 Task = Literal["decode", "prefill"]
 _TASKS: tuple[Task, ...] = ("decode", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A published model with some layers and tokens."""
+
+    model: str
+    layers: int
+    vocab: int = 4096
+
+
 _SHAPES = {
     "mixtral": Shape("mixtral-8x7b", 2),
     "qwen3": Shape("qwen3-30b-a3b", 4),

@@ -27,7 +27,6 @@ class Small:
 
 _QUALITY = "--tokens 512 --tokens-learned 512 --passages 4 --no-plain --sparsities 0.8 --thetas 0,0.25 --widths 16,2"
 _QUALITY += " --model MODEL --tokens-limited 512 --tolerated 2"
-_SIZES = "--hidden 128 --intermediate 64 --vocab 4096"
 _STRATEGIES = (
     "sparsity | pruned by | perplexity | KL",
     "sparsity | KL | right answers, points",
@@ -54,7 +53,6 @@ SMALL = {
         "--kind prose --texts 1 --rounds 1 --tokens 4", ("texts | drafts | tokens/s | accepted | tokens a pass",)
     ),
     "family_table.py": Small("--family flex_olmo", (), says=r"flex_olmo +pass +\d"),
-    "gpu_numerics.py": Small("--folder SCRATCH --tokens 2", ("numerics | KL, nats | same likeliest token",)),
     "kernels.py experts": Small(
         "--rounds 1 --threads 1 --formats 2 --limit portable", ("experts of | stored as | GB/s | share",)
     ),
@@ -64,13 +62,6 @@ SMALL = {
     "kernels.py decode": Small(
         "--folder FOLDER --model qwen3 --rounds 1 --threads 1 --sparsity 0 --decode-tokens 2 --prefill-tokens 4",
         ("model | task | program | tokens/s | times llama.cpp",),
-    ),
-    "memory.py convert": Small(
-        f"--layers 2 --experts 4 --workers 1 --tokens 512 {_SIZES}", ("run | anonymous GiB | bytes",)
-    ),
-    "memory.py profile": Small(
-        f"--layers 2 --experts 2 --tokens 256 {_SIZES} --sensitivity none --only plain",
-        ("run | anonymous GiB | bytes",),
     ),
     "neighbours.py": Small("--folder FOLDER --model gpt-oss-20b --layers 1", ("model | largest difference",)),
     "offloading.py speed": Small(
@@ -117,7 +108,7 @@ SMALL = {
     ),
     "policies.py hits": Small("--learned 256 --sample 1024 --tokens 66", ("experts that fit",)),
     "quality.py": Small(
-        "--model SMALLEST --tokens 512 --tokens-profiled 1024 --step 3 --svg SCRATCH/quality.svg",
+        "--model SMALLEST --tokens 512 --tokens-profiled 1024 --step 3",
         ("bits a weight | series | name | KL | our plan's KL",),
         judges=True,
     ),

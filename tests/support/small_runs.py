@@ -25,7 +25,7 @@ from benchlib.confined import Measured, MemoryCgroup, back_free_memory, drop_pag
 from chat_model import chat_source
 from click import Context
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral, pack
+from models import TinyMixtral, pack
 from safetensors.torch import save_file
 
 from moe_pack.convert import measure_fixed_costs
@@ -149,7 +149,6 @@ class SmallRuns:
         self.model, self.smallest = write_tiny(place / "model", 3, 4), write_tiny(place / "smallest", 1, 2)
         self.packed = place / "packed"
         pack(chat_source(place / "chats"), self.packed, group=64)
-        self._demo = DEMO_MODEL
         self._packs = {kind: place / kind for kind in ("up", "gate")}
         pack(self.model, self._packs["up"], group=64, dense_width=4)
         pack(self.model, self._packs["gate"], group=64, dense_width=4, selector="gate")
@@ -178,14 +177,11 @@ class SmallRuns:
             source, out = self._packs["gate" if "gate" in words else "up"], words[words.index("-o") + 1]
             shutil.copytree(source, out, copy_function=os.link)
             return
-        words = [str(self._demo) if word == str(DEMO_MODEL) else word for word in words]
         result = run_here([sys.executable, "-m", "moe_pack.convert.cli", *words])
         assert result.exit_code == 0, (words, result.output, result.exception)
 
     def stand_in(self, module: Any, patch: pytest.MonkeyPatch) -> None:
         """Puts the stand-ins in place of what a benchmark's module has of the same name."""
-        # Triton's interpreter takes half a minute for the demo model.
-        self._demo = self.model if module.__name__ == "gpu_numerics" else DEMO_MODEL
         replaced = {id(known): other for known, other in [*_REPLACED, (_MOE_PACK, self.moe_pack)]}
         for each in (module, benchlib, benchlib.confined, benchlib.packs, benchlib.predicting):
             for name, value in vars(each).copy().items():

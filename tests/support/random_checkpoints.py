@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from models import DEMO_MODEL
 from numpy.typing import NDArray
 
-from benchlib import DEMO_MODEL
 from moe_pack.formats.families.published import published_config
 
 _POOL_BYTES = (1 << 25) + 4  # no power of two, so that no row of a matrix meets itself again
