@@ -57,6 +57,13 @@ def test_every_line_of_the_makefiles_benchmarks_is_run() -> None:
             assert [each.text for each in OF_MAKE[target] if each.bench not in SMALL] == []
 
 
+def test_a_benchmark_that_runs_small_is_none_of_the_past() -> None:
+    for name in SMALL:
+        file, *subcommand = name.split()
+        with case(name):
+            assert Shown("", ("python", f"tests/bench/{file}", *subcommand)).is_bench
+
+
 def test_reasons_are_of_commands_that_pages_show_and_that_no_test_runs() -> None:
     every = [*SHOWN, *(each for commands in OF_MAKE.values() for each in commands)]
     for entry, reason in NOT_HERE.items():

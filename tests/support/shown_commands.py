@@ -81,7 +81,7 @@ def _has_subcommands(script: str) -> bool:
 
 @cache
 def _has_subcommand(script: str, name: str) -> bool:
-    return re.search(rf'(command|_add)\("{name}"', (ROOT / script).read_text("utf-8")) is not None
+    return re.search(rf'(command|_add)\(\s*"{name}"', (ROOT / script).read_text("utf-8")) is not None
 
 
 def shown_commands(page: Path) -> Iterator[Shown]:
