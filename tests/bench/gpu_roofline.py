@@ -273,7 +273,7 @@ def _speed_table(subject: Subject, counts: Counts, measured: Measured) -> Table:
     launches, body = counts.of(subject.request.model), list[list[object]]()
     for gpu in NUM_SMS:
         for name, option, budget in _budgets(gpu):
-            found = [predict(subject, Setup(gpu, cpu, budget, misses, "even"), launches) for misses, cpu in _ANSWERS]
+            found = [predict(subject, Setup(gpu, cpu, budget, misses), launches) for misses, cpu in _ANSWERS]
             speeds = [f"{1 / each.token_s:.0f}" for each in found]
             ms = measured.get((gpu, subject.request.name, option))
             share = (f"{found[0].resident:.0%}", f"{found[0].missing_bytes / 1e6:.0f}")

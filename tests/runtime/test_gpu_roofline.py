@@ -77,7 +77,7 @@ def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
 
 
 def test_bytes_of_neurons_by_where_their_records_are() -> None:
-    one, runs = subject(), subject().runs("even")
+    one, runs = subject(), subject().runs()
     expert = one.layout.experts[0][0]
     assert expert.selector is not None
     record, selector = expert.records.row_bytes, 64 * expert.selector.row_bytes
@@ -97,7 +97,7 @@ def test_bytes_of_neurons_by_where_their_records_are() -> None:
 
 
 def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
-    one, runs = subject(), subject().runs("even")
+    one, runs = subject(), subject().runs()
     expert = one.layout.experts[0][0]
     record, selector = expert.records.row_bytes, expert.selector_bytes
     found = moved_bytes(one, placement("split", False), runs, 0.0, num_sms=4)
@@ -111,13 +111,6 @@ def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
     np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
 
 
-def test_rows_run_as_often_as_the_sparsity_says() -> None:
-    one = subject()
-    falling = Subject(one.request, one.layout, one.popularity, np.array([[[7, 5, 3, 1]] * 3]) / 8, one.routes)
-    for order, expected in (("even", [0.5] * 4), ("falling", [0.875, 0.625, 0.375, 0.125])):
-        np.testing.assert_allclose(falling.runs(order)[0, 0], expected)  # type: ignore[arg-type]  # one of both
-
-
 def test_a_plan_estimates_what_the_page_predicts() -> None:
     """The same bytes at the same rates. A plan leaves out partial sums and the tables' offsets: at most 10%."""
     for request in (MIXTRAL, QWEN3):
@@ -125,11 +118,9 @@ def test_a_plan_estimates_what_the_page_predicts() -> None:
         passes = Passes(one.routes.astype("<u2"), np.ones(len(one.routes), np.uint32), None, one.popularity)
         for gpu, gib in product(("RTX 3090", "RTX 4090"), (8, 11, 16, 22)):
             with case(request.name, gpu, gib):
-                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto", "even"), launches)
+                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto"), launches)
                 placed, machine = one.place(one.expert_bytes(gib << 30), "auto"), machine_of_gpu(GPUS[gpu], None, None)
-                found = estimate_on_gpu(
-                    one.layout, placed, machine, one.popularity, one.runs("even"), passes, CONTEXT_TOKENS
-                )
+                found = estimate_on_gpu(one.layout, placed, machine, one.popularity, one.runs(), passes, CONTEXT_TOKENS)
                 assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
 
 

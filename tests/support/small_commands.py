@@ -159,7 +159,7 @@ NOT_HERE = {
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
     "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py makes one",
-    "python tests/bench/loaded.py": "tests/test_start_up.py counts with the same functions, and has bounds for them",
+    "python tests/support/loaded_packs.py": "tests/test_start_up.py counts the same, and has bounds",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
     "tests/convert/test_preset_command.py converts a tiny model with every preset",
     "pytest": "is this suite",
