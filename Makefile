@@ -108,7 +108,6 @@ bench-cpu: $(INSTALLED)
 bench-streaming: $(INSTALLED)
 	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)
 	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
 
 bench-serving: $(INSTALLED)
 	$(BIN)/python $(BENCH)/serving.py --folder $(BENCH_PACKS) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(LLAMA)

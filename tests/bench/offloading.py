@@ -1,22 +1,19 @@
-"""What a budget below the pack costs: speed, plan, the papers' parts, a long run.
+"""What a budget below the pack costs: speed, plan, and the papers' parts.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
     python tests/bench/offloading.py parts
-    python tests/bench/offloading.py soak
 
-All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14; the one of
+Both need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14; the one of
 `LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import click
-import numpy as np
-from benchlib import BOOK, F, figure, finish, folder_option, json_option, parts_side, table
+from benchlib import F, figure, finish, folder_option, json_option, parts_side, table
 from benchlib.confined import (
     MOE_RUN,
     SPARE_BYTES,
@@ -28,17 +25,15 @@ from benchlib.confined import (
     run_ours,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import CORM, DEMO, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import CORM, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
 from moe_pack.formats.commands import read_size
-from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, SamplingOptions, Text, measure_disk
+from moe_pack.runtime import MachineFacts, measure_disk
 from moe_pack.runtime.cpu import num_cpus
-from moe_pack.runtime.generate import generate
-from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload import PRESETS
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 
@@ -424,81 +419,6 @@ def part_run(line: Line, pack: Path, task: Task, budget: int, machine: MachineFa
     command = MOE_RUN if line.parts is None else (str(Path(parts_side.__file__)),)
     options = ["--budget", str(budget), *([] if line.parts is None else line.parts.arguments())]
     return run_ours(line.text, pack, task, options, budget + SPARE_BYTES, machine, command)
-
-
-# --- a long run
-
-_BOOK_CHARACTERS = 100_000
-_PROMPT_TOKENS, _NEW_TOKENS = 96, 64
-_NUM_SLICES, _NUM_WARM = 10, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A tenth of a run: tokens made, the time that prompts and tokens took, and the process's memory at its end."""
-
-    num_tokens: int
-    seconds: float
-    anonymous_bytes: int
-
-
-def soak(pack: Pack, policy: PolicyName, num_experts: int, num_tokens: int, seed: int) -> Iterator[Slice]:
-    """Runs, a slice at a time.
-
-    Raises:  click.ClickException if the system does not say how much memory a process has.
-    """
-    context = _PROMPT_TOKENS + _NEW_TOKENS
-    options = EngineOptions("cpu", budget_with(pack, num_experts, context), policy=policy)
-    generator = np.random.default_rng(seed)
-    ids = Text(pack).encode(BOOK.read_text("utf-8")[:_BOOK_CHARACTERS])
-    with Engine(pack, options, context) as engine:
-        sampler, made, done, began = Sampler(SamplingOptions(seed=seed)), 0, 0, time.perf_counter()
-        for number in range(1, _NUM_SLICES + 1):
-            while made < num_tokens * number // _NUM_SLICES:
-                length, start = int(generator.integers(1, _PROMPT_TOKENS + 1)), int(generator.integers(len(ids) // 2))
-                wanted, prompt = int(generator.integers(1, _NEW_TOKENS + 1)), ids[start : start + length]
-                engine.decoder.reset()
-                made += sum(1 for _ in generate(engine.decoder, prompt, sampler, wanted, frozenset()))
-            taken = anonymous_bytes()
-            if taken is None:
-                raise click.ClickException("the system does not say how much memory a process has")
-            ended = time.perf_counter()
-            yield Slice(made - done, ended - began, taken)
-            began, done = ended, made
-
-
-def growth(slices: list[Slice]) -> int:
-    """Returns by how many bytes the process has grown after its first slices, at most."""
-    warm = [one.anonymous_bytes for one in slices[_NUM_WARM - 1 :]]
-    return max(warm) - warm[0]
-
-
-@main.command("soak")
-@folder_option
-@click.option("--tokens", default=20000, show_default=True, type=click.IntRange(_NUM_SLICES), help="To make.")
-@click.option("--policy", type=click.Choice(list(PRESETS)), default="corm", show_default=True)
-@click.option("--experts", default=1, show_default=True, type=click.IntRange(1), help="That fit into the budget.")
-@click.option("--most-growth", default=4.0, show_default=True, help="MiB.")
-@click.option("--seed", default=0, show_default=True)
-@json_option
-def soak_command(
-    folder: Path, tokens: int, policy: PolicyName, experts: int, most_growth: float, seed: int, as_json: bool
-) -> None:
-    """Runs the demo model for long in the smallest budget: neither memory nor speed may drift.
-
-    One process: prompts of 1 to 96 tokens from a book, each continued by up to 64, with a reset between. Exits with 1
-    where anonymous memory grows by more than --most-growth after the second of ten slices.
-    """
-    with Pack(make_pack(DEMO, folder)) as pack:
-        slices = list(soak(pack, policy, experts, tokens, seed))
-    rows = [
-        (number, f"{one.num_tokens:,}", f"{one.num_tokens / one.seconds:.1f}", f"{one.anonymous_bytes / (1 << 20):.2f}")
-        for number, one in enumerate(slices, 1)
-    ]
-    fault = f"grew by {growth(slices):,} bytes after the first {_NUM_WARM} slices"
-    faults = [fault] if growth(slices) > most_growth * (1 << 20) else []
-    text = table(("slice", "tokens", "tokens/s", "anonymous MiB"), rows)
-    finish({"policy": policy, "slices": [asdict(one) for one in slices]}, text, as_json, faults)
 
 
 if __name__ == "__main__":

@@ -273,37 +273,20 @@ def sparsity_bits(bench: Bench) -> Part:
     header = ("bits of up", *(f"{s:.0%}" for s in sparsities))
     kls = [(f"{w}", *(found[w, s].kl_text() for s in sparsities)) for w in widths]
     perplexities = [(f"{w}", *(f"{exp(found[w, s].nll):.2f}" for s in sparsities)) for w in widths]
-    ratios = [
-        (f"{w}", *(f"{_together(found, w, s, lambda m: float(m.kl.mean())):.2f}" for s in sparsities[1:]))
-        for w in widths
-        if w != 16
-    ]
-    source = bench.source.nll
-    grown = [
-        (f"{w}", *(f"{_together(found, w, s, lambda m: m.nll - source):.2f}" for s in sparsities[1:]))
-        for w in widths
-        if w != 16
-    ]
+    ratios = [(f"{w}", *(f"{_together(found, w, s):.2f}" for s in sparsities[1:])) for w in widths if w != 16]
     texts = [
         ("Perplexity by sparsity", header, perplexities),
         ("KL divergence, nats", header, kls),
         ("KL of both over the sum of both alone", (header[0], *header[2:]), ratios),
-        ("Growth of log perplexity of both over the sum of both alone", (header[0], *header[2:]), grown),
-        (
-            "Neurons that do not run",
-            header,
-            [(f"{w}", *(f"{1 - found[w, s].running.mean():.1%}" for s in sparsities)) for w in widths],
-        ),
     ]
     facts = [{"bits": w, "sparsity": s} | _facts(m) for (w, s), m in found.items()]
     return _titled(texts), {"sparsity_bits": facts}
 
 
-def _together(
-    found: dict[tuple[int, float], Measured], width: int, sparsity: float, loss: Callable[[Measured], float]
-) -> float:
-    """Returns the loss of both over the sum of the losses of sparsity alone and of the width alone."""
-    return loss(found[width, sparsity]) / (loss(found[width, 0.0]) + loss(found[16, sparsity]))
+def _together(found: dict[tuple[int, float], Measured], width: int, sparsity: float) -> float:
+    """Returns the KL divergence of both over the sum of that of sparsity alone and of the width alone."""
+    both, *alone = (float(found[case].kl.mean()) for case in ((width, sparsity), (width, 0.0), (16, sparsity)))
+    return both / sum(alone)
 
 
 # --- FloE, Fig. 9a, Tables 3, 5 and 6

@@ -74,9 +74,6 @@ SMALL = {
         "--pack deepseek-7-layers-16-bit --rounds 1 --prompt-tokens 4 --decode-tokens 2",
         ("pack | parts | tokens/s | MB a token | rows right",),
     ),
-    "offloading.py soak": Small(
-        "--folder FOLDER --tokens 50 --most-growth 1000", ("slice | tokens | tokens/s | anonymous MiB",)
-    ),
     "paper_quality.py all": Small(_QUALITY, (*_STRATEGIES, *_THETA, *_BITS, *_TASKS, *_WIDTHS)),
     "paper_quality.py strategies": Small(_QUALITY, _STRATEGIES),
     "paper_quality.py theta": Small(_QUALITY, _THETA),
