@@ -42,16 +42,15 @@ def measured_page(runs: list[Run], picture: str) -> str:
         lines.append(f"{number}. {run.machine}; {run.began[:10]}, commit `{run.commit}`{rehearsal}")
     lines += ["", f"![Tokens a second by budget]({picture})", ""]
     for number, run in enumerate(runs, 1):
-        lines += [*_verdicts(run, number), ""]
+        if said := list(_verdicts(run)):
+            lines += [f"Run {number}:", "", *said, ""]
     for series in SERIES:
         lines += _table(series, runs)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _verdicts(run: Run, number: int) -> Iterator[str]:
+def _verdicts(run: Run) -> Iterator[str]:
     """Yields what is right or wrong, rather than fast or slow."""
-    yield f"Run {number}:"
-    yield ""
     for row in run.of("Twins"):
         yield f"- {row['right']} of {row['of']} kernel cases equal their twins."
     for row in run.of("Promises"):
