@@ -35,8 +35,8 @@ from benchlib import (
 )
 from benchlib.playing import Play, play
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
-from evictions import FIFO, Random
 from numpy.typing import NDArray
+from support.evictions import FIFO, Random
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile

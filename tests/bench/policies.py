@@ -29,7 +29,7 @@ from benchlib.playing import (
     play_partial,
 )
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
-from evictions import FIFO, Random
+from support.evictions import FIFO, Random
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
@@ -37,7 +37,7 @@ from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
 from moe_pack.convert.plan.papers import FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime.offload import (
     PRESETS,
     CacheFacts,

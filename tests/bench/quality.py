@@ -42,7 +42,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.formats import NO_PROGRESS, Plan, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import format_text
+from moe_pack.formats.pack.plans import format_text
 from moe_pack.runtime.model import NeuronBlock
 
 LOW, HIGH = 1.75, 4.5  # bits a weight

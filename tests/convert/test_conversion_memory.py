@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchlib import moe_pack_command
 from benchlib.confined import Measured, MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
-from random_checkpoints import Shape, generate
+from support.random_checkpoints import Shape, generate
 
 from moe_pack.formats import Pack
 

@@ -24,8 +24,8 @@ from gpu.measuring import Clock, Results, setting
 from gpu.runs import compact, compact_text
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
 from gpu_report import main as report
-from native import quick_compiler
 from packaging.requirements import Requirement
+from support.native import quick_compiler
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 import click
-from loaded_modules import Loaded, loaded_by
-from models import DEMO_MODEL, pack
+
+from support.loaded_modules import Loaded, loaded_by
+from support.models import DEMO_MODEL, pack
 
 _NATIVE = Path(__file__).parents[2] / "runtime" / "cpu" / "native"
 _NO_CODE = re.compile(r"\s*(//.*)?")

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from models import DEMO_MODEL
 from numpy.typing import NDArray
 
 from moe_pack.formats.families.published import published_config
+from support.models import DEMO_MODEL
 
 _POOL_BYTES = (1 << 25) + 4  # no power of two, so that no row of a matrix meets itself again
 _PIECE_BYTES = 1 << 23

@@ -6,7 +6,7 @@ page), and the columns of the tables that it prints. What cannot run in a test n
 
 from dataclasses import dataclass
 
-from shown_commands import Shown
+from support.shown_commands import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +137,18 @@ _HUB = "asks Hugging Face's hub; tests/convert/test_stream.py and test_hub_packs
 NOT_HERE = {
     "python tests/bench/gpu_check.py": _GPU,
     "python tests/bench/gpu_report.py": "writes a page of docs/; tests/endtoend/test_gpu_check.py makes one of its own",
-    "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/test_gpu_roofline.py counts the same",
+    "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/gpu/test_roofline.py counts the same",
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "python tests/support/messages.py": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
     "python -m references": "writes tests/data/references; tests/endtoend/test_references.py makes the same files",
     "python -c": "prints texts of Python's own documentation",
-    "python tests/support/compiled_kernels.py": "compiles for a GPU; slow: tests/runtime/kernels/test_compiled.py",
+    "python tests/support/compiled_kernels.py": "compiles for a GPU; slow: tests/runtime/gpu/kernels/test_compiled.py",
     "python convert_hf_to_gguf.py": _LLAMA,
     "llama-quantize": _LLAMA,
     "make demo": ".ci/run calls it",
     "make test": ".ci/run calls it, with this test",
     "make .venv/installed": "every other target does it first",
-    "make fuzz": "compiles with sanitizers, for a minute; slow: tests/runtime/test_fuzz.py",
+    "make fuzz": "compiles with sanitizers, for a minute; slow: tests/runtime/cpu/test_fuzz.py",
     "make wheels": "downloads compilers; slow: tests/endtoend/test_wheel.py builds and installs a wheel",
     "pip install": _INSTALLS,
     "uvx": _INSTALLS,
